@@ -1,0 +1,76 @@
+"""Plain mappings in, frozen dataclasses out, with errors that name the field.
+
+Every configuration class of the harness carries the `config` decorator: an ordinary frozen, keyword-only dataclass. `parse` checks types strictly
+(no silent "8" -> 8), rejects unknown keys with the nearest valid name, and lets `__post_init__` reject impossible
+values by raising `ConfigError` with a field name relative to the class.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar, dataclass_transform
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """Bad user input: one line that names the field and says what is valid. `run.py` turns it into exit code 2."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+    def below(self, prefix: str) -> ConfigError:
+        """The same error with its field seen from the enclosing configuration."""
+        return ConfigError(f"{prefix}.{self.field}" if prefix else self.field, self.message)
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def config(cls: type[T]) -> type[T]:
+    """Class decorator: a frozen, keyword-only dataclass that `parse` validates strictly, at any nesting depth."""
+    cls.__pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[attr-defined]
+    return dataclass(frozen=True, kw_only=True)(cls)
+
+
+def parse(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
+    """Build the frozen dataclass `cls` from `values`; `path` is the prefix that error messages show (e.g. "dataset")."""
+    for key in values:
+        if key not in {f.name for f in fields(cls)}:  # type: ignore[arg-type]
+            raise ConfigError(key, _unknown_key(cls, key)).below(path)
+    try:
+        return TypeAdapter(cls).validate_json(json.dumps(dict(values)))  # JSON mode: strict, yet mappings may nest
+    except ConfigError as error:
+        raise error.below(path) from None
+    except ValidationError as error:
+        raise _first_error(error, path) from None
+
+
+def require(condition: bool, field: str, message: str) -> None:
+    """Raise `ConfigError(field, message)` unless `condition` holds."""
+    if not condition:
+        raise ConfigError(field, message)
+
+
+def _unknown_key(cls: type, key: str) -> str:
+    names = [f.name for f in fields(cls)]
+    close = difflib.get_close_matches(key, names, n=1)
+    hint = f"did you mean '{close[0]}'? " if close else ""
+    return f"unknown key; {hint}valid keys are {', '.join(sorted(names))}"
+
+
+def _first_error(error: ValidationError, path: str) -> ConfigError:
+    first = error.errors()[0]
+    nested = first.get("ctx", {}).get("error")
+    field = ".".join(str(part) for part in first["loc"])
+    if isinstance(nested, ConfigError):
+        return nested.below(field).below(path)
+    texts = {"missing": "missing; a value is needed", "unexpected_keyword_argument": "unknown key"}
+    expected = first["msg"].removeprefix("Input should be ")
+    text = texts.get(first["type"], f"must be {expected}, got {first['input']!r}")
+    return ConfigError(field, text).below(path)

@@ -1,0 +1,109 @@
+"""The tokens that go through the model together, as plain arrays. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from harness.engine.sequences import Sequence
+from harness.machine.base import Ticket
+from harness.memory.kv_cache import BlockAllocator
+
+
+@dataclass(eq=False, slots=True)
+class PassPlan:
+    """What the scheduler decided for one pass. KV blocks for every token of it have been taken."""
+
+    prefill: list[Sequence]
+    decode: list[Sequence]
+    mode: str
+    num_preemptions: int = 0
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [*self.prefill, *self.decode]
+
+
+@dataclass(eq=False)
+class MicroBatch:
+    """Tokens in rows: those of prefilling sequences first, one after another, then one row a decoding sequence.
+
+    The arrays are never changed after construction, since ops that run later refer to them.
+    """
+
+    index: int
+    prefill: tuple[Sequence, ...]
+    decode: tuple[Sequence, ...]
+    token_ids: np.ndarray  # int64 [tokens]
+    positions: np.ndarray  # int64 [tokens]
+    slots: np.ndarray  # int64 [tokens], KV slot = block * block_size + offset
+    prefill_lens: tuple[int, ...]
+    context_lens: np.ndarray  # int32 [decode], the new token included
+    block_tables: np.ndarray  # int32 [decode, blocks]
+    last_rows: np.ndarray  # int64 [sequences], the row whose hidden state gives the next token
+    partitions: tuple[int, ...]
+    kv_tickets: list[Ticket] = field(default_factory=list)  # ops that touch the KV blocks of these sequences
+    routing_tickets: dict[int, Ticket] = field(default_factory=dict)  # by layer, where routing is recorded
+
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        return (*self.prefill, *self.decode)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return len(self.token_ids) - len(self.decode)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """KV-cache tokens that decode attention reads."""
+        return int(self.context_lens.sum())
+
+    @property
+    def records_routing(self) -> bool:
+        return any(s.records_routing for s in self.sequences)
+
+    def rows_of(self) -> Iterable[tuple[Sequence, slice]]:
+        """Each sequence with its rows."""
+        start = 0
+        for sequence, length in zip(self.sequences, (*self.prefill_lens, *[1] * len(self.decode)), strict=True):
+            yield sequence, slice(start, start + length)
+            start += length
+
+
+def assemble(index: int, prefill: Seq[Sequence], decode: Seq[Sequence], allocator: BlockAllocator) -> MicroBatch:
+    """Lay out the pending tokens of the given sequences, whose blocks have been taken."""
+    ids: list[int] = []
+    positions, slots, lens = [], [], []
+    for sequence in (*prefill, *decode):
+        pending = sequence.pending_ids()
+        ids.extend(pending)
+        lens.append(len(pending))
+        at = np.arange(sequence.num_cached, sequence.num_cached + len(pending))
+        positions.append(at)
+        blocks = np.asarray(sequence.blocks)
+        slots.append(blocks[at // allocator.block_size] * allocator.block_size + at % allocator.block_size)
+    assert all(s.num_cached == 0 for s in prefill), "a prefill starts from an empty cache"
+    assert all(n == 1 for n in lens[len(prefill) :]), "a decoding sequence has exactly one new token"
+    width = max((len(s.blocks) for s in decode), default=0)
+    tables = np.zeros((len(decode), width), dtype=np.int32)
+    for row, sequence in enumerate(decode):
+        tables[row, : len(sequence.blocks)] = sequence.blocks
+    return MicroBatch(
+        index=index,
+        prefill=tuple(prefill),
+        decode=tuple(decode),
+        token_ids=np.asarray(ids, dtype=np.int64),
+        positions=np.concatenate(positions).astype(np.int64),
+        slots=np.concatenate(slots).astype(np.int64),
+        prefill_lens=tuple(lens[: len(prefill)]),
+        context_lens=np.asarray([s.num_cached + 1 for s in decode], dtype=np.int32),
+        block_tables=tables,
+        last_rows=np.cumsum(lens, dtype=np.int64) - 1,
+        partitions=tuple(sorted({s.partition for s in (*prefill, *decode)})),
+    )

@@ -1,0 +1,26 @@
+"""What strategies are given: a machine, a model in its memory, a KV cache, and the sequences of the workload."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.engine.sequences import Sequence
+from harness.machine.base import Machine
+from harness.memory.kv_cache import KVCache
+from harness.memory.weights import Resident, WeightStore
+from harness.model.spec import ModelSpec
+
+
+@dataclass(eq=False, kw_only=True)
+class Engine:
+    """One loaded model on one machine. `reference_rates` are the profile's stated rates, for plans and reports."""
+
+    machine: Machine
+    spec: ModelSpec
+    family: Any  # module of layer math under harness/model/families
+    store: WeightStore
+    resident: Resident
+    kv: KVCache
+    sequences: list[Sequence] = field(default_factory=list)
+    eos_token_id: int | None = None  # None: generate max_new_tokens whatever is sampled

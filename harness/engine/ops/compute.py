@@ -1,0 +1,258 @@
+"""Ops of the gpu lane: layer math of the model's family over activation buffers."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from harness.engine.activations import Activations
+from harness.engine.batch import MicroBatch
+from harness.engine.ops.data import MicroBatchOp
+from harness.engine.ops.views import rows, weights
+from harness.machine.base import Context, Work
+from harness.memory.tiers import Buffer
+from harness.memory.weights import PlacedPart
+from harness.model.spec import ModelSpec
+
+
+class ComputeOp(MicroBatchOp):
+    """A gpu op that uses the weights of one or more placed parts."""
+
+    def __init__(
+        self,
+        family: Any,
+        spec: ModelSpec,
+        batch: MicroBatch,
+        acts: Activations,
+        parts: tuple[PlacedPart, ...] = (),
+        layer: int | None = None,
+    ) -> None:
+        super().__init__(spec, batch, acts, layer)
+        self.family, self.parts = family, parts
+        self.weight_keys = tuple(key for part in parts for key in part.keys)
+
+    def weight_bytes(self) -> int:
+        return sum(part.layout.nbytes for part in self.parts)
+
+
+class Embed(ComputeOp):
+    """Token ids -> hidden."""
+
+    kind: ClassVar[str] = "embed"
+
+    def __init__(self, family: Any, spec: ModelSpec, batch: MicroBatch, acts: Activations, part: PlacedPart) -> None:
+        super().__init__(family, spec, batch, acts, (part,))
+        self.reads, self.writes = (acts.tokens, *self.weight_keys), (acts.hidden,)
+
+    def work(self) -> Work:
+        return Work(device_bytes=2 * self.batch.num_tokens * self.spec.hidden_dim * self.spec.dtype_bytes)
+
+    def run(self, ctx: Context, packet: int) -> None:
+        n = self.batch.num_tokens
+        ids = ctx.tensor(self.acts.tokens, (2, n), "int64")[0]
+        hidden = rows(ctx, self.acts.hidden, n, self.spec.hidden_dim, self.spec.dtype)
+        hidden.copy_(self.family.embed(self.spec, weights(ctx, self.parts[0]), ids))
+
+
+class AttentionIn(ComputeOp):
+    """Input norm, QKV projection, rotary embedding (the dense half of MoE-Lens's GA, CGOPipe's PreAttn)."""
+
+    kind: ClassVar[str] = "attention in"
+
+    def __init__(
+        self, family: Any, spec: ModelSpec, batch: MicroBatch, acts: Activations, part: PlacedPart, layer: int
+    ) -> None:
+        super().__init__(family, spec, batch, acts, (part,), layer)
+        self.reads = (acts.tokens, acts.hidden, *self.weight_keys)
+        self.writes = (acts.q, acts.k, acts.v)
+
+    def work(self) -> Work:
+        out_dim = self.spec.q_dim + 2 * self.spec.kv_dim
+        flops = 2 * self.batch.num_tokens * self.spec.hidden_dim * out_dim
+        moved = self.batch.num_tokens * (self.spec.hidden_dim + out_dim) * self.spec.dtype_bytes
+        return Work(flops=flops, device_bytes=self.weight_bytes() + moved)
+
+    def run(self, ctx: Context, packet: int) -> None:
+        spec, n = self.spec, self.batch.num_tokens
+        positions = ctx.tensor(self.acts.tokens, (2, n), "int64")[1]
+        hidden = rows(ctx, self.acts.hidden, n, spec.hidden_dim, spec.dtype)
+        q, k, v = self.family.attention_in(spec, weights(ctx, self.parts[0]), hidden, positions)
+        ctx.tensor(self.acts.q, (n, spec.num_heads, spec.head_dim), spec.dtype).copy_(q)
+        ctx.tensor(self.acts.k, (n, spec.num_kv_heads, spec.head_dim), spec.dtype).copy_(k)
+        ctx.tensor(self.acts.v, (n, spec.num_kv_heads, spec.head_dim), spec.dtype).copy_(v)
+
+
+class PrefillAttention(ComputeOp):
+    """Causal attention among the tokens of each prefilling sequence."""
+
+    kind: ClassVar[str] = "prefill attention"
+
+    def __init__(self, family: Any, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int) -> None:
+        super().__init__(family, spec, batch, acts, (), layer)
+        self.reads, self.writes = (acts.q, acts.k, acts.v), ((acts.attention, "prefill"),)
+
+    def work(self) -> Work:
+        window = self.spec.sliding_window or self.spec.max_positions
+        pairs = sum(n * min(n, window) / 2 for n in self.batch.prefill_lens)
+        moved = self.batch.num_prefill_tokens * 2 * (self.spec.q_dim + self.spec.kv_dim) * self.spec.dtype_bytes
+        return Work(flops=4 * pairs * self.spec.q_dim, device_bytes=moved)
+
+    def run(self, ctx: Context, packet: int) -> None:
+        spec, n, first = self.spec, self.batch.num_tokens, self.batch.num_prefill_tokens
+        q = ctx.tensor(self.acts.q, (n, spec.num_heads, spec.head_dim), spec.dtype)[:first]
+        k = ctx.tensor(self.acts.k, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)[:first]
+        v = ctx.tensor(self.acts.v, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)[:first]
+        out = rows(ctx, self.acts.attention, n, spec.q_dim, spec.dtype)
+        out[:first].copy_(self.family.prefill_attention(spec, q, k, v, self.batch.prefill_lens))
+
+
+class DecodeAttentionDevice(ComputeOp):
+    """Decode attention on the device over keys and values that LoadKv staged there."""
+
+    kind: ClassVar[str] = "decode attention (device)"
+
+    def __init__(
+        self, family: Any, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int, rows: range, staging: Buffer
+    ) -> None:
+        super().__init__(family, spec, batch, acts, (), layer)
+        self.rows, self.staging = rows, staging
+        self.reads = (acts.q, staging)
+        self.writes = ((acts.attention, "decode"),)
+
+    def work(self) -> Work:
+        tokens = int(self.batch.context_lens[self.rows.start : self.rows.stop].sum())
+        return Work(flops=4 * tokens * self.spec.q_dim, device_bytes=tokens * self.spec.kv_bytes_per_token_layer)
+
+    def run(self, ctx: Context, packet: int) -> None:
+        spec, n, first = self.spec, self.batch.num_tokens, self.batch.num_prefill_tokens
+        q = ctx.tensor(self.acts.q, (n, spec.num_heads, spec.head_dim), spec.dtype)
+        out = rows(ctx, self.acts.attention, n, spec.q_dim, spec.dtype)
+        tokens = int(self.batch.context_lens[self.rows.start : self.rows.stop].sum())
+        staging = ctx.tensor(self.staging, (2 * tokens * spec.kv_dim,), spec.dtype)
+        at = 0
+        for row in self.rows:
+            length = int(self.batch.context_lens[row])
+            shape, size = (spec.num_kv_heads, length, spec.head_dim), length * spec.kv_dim
+            k, v = staging[at : at + size].view(shape), staging[at + size : at + 2 * size].view(shape)
+            out[first + row] = self.family.decode_attention(spec, q[first + row], k, v, length).reshape(-1)
+            at += 2 * size
+
+
+class AttentionOut(ComputeOp):
+    """O projection, residual, post-attention norm and router: what comes before the experts."""
+
+    kind: ClassVar[str] = "attention out"
+
+    def __init__(
+        self, family: Any, spec: ModelSpec, batch: MicroBatch, acts: Activations, part: PlacedPart, layer: int
+    ) -> None:
+        super().__init__(family, spec, batch, acts, (part,), layer)
+        attention = ((acts.attention, "prefill"), (acts.attention, "decode"))
+        self.reads = (*attention, acts.hidden, *self.weight_keys)
+        self.writes = (acts.hidden, acts.normed, acts.expert_ids, acts.expert_weights, acts.moe_out)
+
+    def work(self) -> Work:
+        spec, n = self.spec, self.batch.num_tokens
+        flops = 2 * n * spec.hidden_dim * (spec.q_dim + spec.num_experts)
+        moved = n * (spec.q_dim + 3 * spec.hidden_dim) * spec.dtype_bytes
+        return Work(flops=flops, device_bytes=self.weight_bytes() + moved)
+
+    def run(self, ctx: Context, packet: int) -> None:
+        spec, acts, n = self.spec, self.acts, self.batch.num_tokens
+        hidden = rows(ctx, acts.hidden, n, spec.hidden_dim, spec.dtype)
+        attention = rows(ctx, acts.attention, n, spec.q_dim, spec.dtype)
+        residual, normed, ids, probs = self.family.attention_out(
+            spec, weights(ctx, self.parts[0]), attention, hidden
+        )
+        hidden.copy_(residual)
+        rows(ctx, acts.normed, n, spec.hidden_dim, spec.dtype).copy_(normed)
+        rows(ctx, acts.expert_ids, n, spec.experts_per_token, "int64").copy_(ids)
+        rows(ctx, acts.expert_weights, n, spec.experts_per_token, "float32").copy_(probs)
+        rows(ctx, acts.moe_out, n, spec.hidden_dim, "float32").zero_()
+
+
+class Experts(ComputeOp):
+    """Some experts, one after another, each over the tokens routed to it; weighted sums go to `moe_out` (float32).
+
+    `experts` names the experts behind `parts`, in order. Work counts the expected tokens under even routing, since
+    the real counts live on the device.
+    """
+
+    kind: ClassVar[str] = "experts"
+
+    def __init__(
+        self,
+        family: Any,
+        spec: ModelSpec,
+        batch: MicroBatch,
+        acts: Activations,
+        parts: tuple[PlacedPart, ...],
+        experts: tuple[int, ...],
+        layer: int,
+    ) -> None:
+        super().__init__(family, spec, batch, acts, parts, layer)
+        self.experts = experts
+        self.reads = (acts.normed, acts.expert_ids, acts.expert_weights, *self.weight_keys)
+        self.writes = (acts.moe_out,)
+
+    def work(self) -> Work:
+        spec = self.spec
+        tokens = self.batch.num_tokens * spec.experts_per_token * len(self.experts) / spec.num_experts
+        moved = tokens * (2 * spec.hidden_dim + 3 * spec.expert_dim) * spec.dtype_bytes
+        return Work(flops=2 * tokens * spec.expert_params, device_bytes=self.weight_bytes() + moved)
+
+    def run(self, ctx: Context, packet: int) -> None:
+        spec, acts, n = self.spec, self.acts, self.batch.num_tokens
+        normed = rows(ctx, acts.normed, n, spec.hidden_dim, spec.dtype)
+        ids = rows(ctx, acts.expert_ids, n, spec.experts_per_token, "int64").reshape(-1)
+        probs = rows(ctx, acts.expert_weights, n, spec.experts_per_token, "float32").reshape(-1)
+        out = rows(ctx, acts.moe_out, n, spec.hidden_dim, "float32")
+        for expert, part in zip(self.experts, self.parts, strict=True):
+            chosen = (ids == expert).nonzero().flatten()
+            if len(chosen) == 0:
+                continue
+            tokens = chosen // spec.experts_per_token
+            result = self.family.expert(spec, weights(ctx, part), normed[tokens])
+            out.index_add_(0, tokens, result.float() * probs[chosen, None])
+
+
+class Combine(ComputeOp):
+    """Adds the experts' sum to the residual stream."""
+
+    kind: ClassVar[str] = "combine"
+
+    def __init__(
+        self, family: Any, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int, sums: tuple[Buffer, ...]
+    ) -> None:
+        super().__init__(family, spec, batch, acts, (), layer)
+        self.sums = sums
+        self.reads, self.writes = (acts.hidden, *sums), (acts.hidden,)
+
+    def work(self) -> Work:
+        return Work(device_bytes=self.batch.num_tokens * self.spec.hidden_dim * (2 * self.spec.dtype_bytes + 4))
+
+    def run(self, ctx: Context, packet: int) -> None:
+        n = self.batch.num_tokens
+        hidden = rows(ctx, self.acts.hidden, n, self.spec.hidden_dim, self.spec.dtype)
+        for buffer in self.sums:
+            hidden.add_(rows(ctx, buffer, n, self.spec.hidden_dim, "float32").to(hidden.dtype))
+
+
+class Head(ComputeOp):
+    """Final norm and language-model head on each sequence's last row; greedy sampling."""
+
+    kind: ClassVar[str] = "head"
+
+    def __init__(self, family: Any, spec: ModelSpec, batch: MicroBatch, acts: Activations, part: PlacedPart) -> None:
+        super().__init__(family, spec, batch, acts, (part,))
+        self.reads, self.writes = (acts.hidden, *self.weight_keys), (acts.sampled,)
+
+    def work(self) -> Work:
+        flops = 2 * len(self.batch.sequences) * self.spec.hidden_dim * self.spec.vocab_size
+        return Work(flops=flops, device_bytes=self.weight_bytes())
+
+    def run(self, ctx: Context, packet: int) -> None:
+        spec, n = self.spec, self.batch.num_tokens
+        hidden = rows(ctx, self.acts.hidden, n, spec.hidden_dim, spec.dtype)
+        last = hidden[self.batch.last_rows.tolist()]
+        logits = self.family.head(spec, weights(ctx, self.parts[0]), last)
+        ctx.tensor(self.acts.sampled, (len(self.batch.sequences),), "int64").copy_(logits.argmax(dim=-1))

@@ -1,0 +1,231 @@
+"""Ops that move data between tiers, fetch host values, or (in tests) poison memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from harness.engine.activations import Activations
+from harness.engine.batch import MicroBatch
+from harness.machine.base import Context, Op, Work
+from harness.memory.tiers import Buffer
+from harness.memory.weights import PartSource, PlacedPart
+from harness.model.layout import PartLayout
+from harness.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from harness.memory.kv_cache import KVCache
+
+_POISON_BYTE = 0xFF
+
+
+class ReadPart(Op):
+    """Checkpoint file -> host store."""
+
+    kind: ClassVar[str] = "read checkpoint"
+
+    def __init__(self, source: PartSource, layer: int | None, layout: PartLayout, target: Buffer) -> None:
+        self.source, self.layer, self.layout, self.target = source, layer, layout, target
+        self.writes = (target,)
+
+    def run(self, ctx: Context, packet: int) -> None:
+        self.source.read_part(self.layer, self.layout, ctx.tensor(self.target, (self.layout.nbytes,), "uint8"))
+
+
+class CopyWeights(Op):
+    """One part of a layer, host -> device (or pageable -> pinned), in packets."""
+
+    kind: ClassVar[str] = "weights"
+
+    def __init__(self, source: PlacedPart, target: Buffer, *, layer: int | None, packet_bytes: int) -> None:
+        self.source, self.target, self.layer = source, target, layer
+        self.packet_bytes = packet_bytes
+        self.packets = max(1, -(-source.layout.nbytes // packet_bytes))
+        self.reads, self.writes = source.keys, (target,)
+
+    def work(self) -> Work:
+        nbytes = self.source.layout.nbytes
+        return Work(device_bytes=nbytes, host_bytes=nbytes, link_bytes=nbytes)
+
+    def run(self, ctx: Context, packet: int) -> None:
+        start = packet * self.packet_bytes
+        nbytes = min(self.packet_bytes, self.source.layout.nbytes - start)
+        ctx.copy(self.target, self.source.buffer, start, nbytes)
+
+
+class MicroBatchOp(Op):
+    """An op on one micro-batch in its activation buffers."""
+
+    def __init__(self, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int | None = None) -> None:
+        assert batch.num_tokens <= acts.max_tokens, f"{batch.num_tokens} tokens do not fit {acts.max_tokens}"
+        self.spec, self.batch, self.acts, self.layer = spec, batch, acts, layer
+        self.micro_batch = batch.index
+
+
+class UploadTokens(MicroBatchOp):
+    """Token ids and positions to the device."""
+
+    kind: ClassVar[str] = "upload tokens"
+
+    def __init__(self, spec: ModelSpec, batch: MicroBatch, acts: Activations) -> None:
+        super().__init__(spec, batch, acts)
+        self.writes = (acts.tokens,)
+
+    def work(self) -> Work:
+        return Work(link_bytes=16 * self.batch.num_tokens)
+
+    def run(self, ctx: Context, packet: int) -> None:
+        target = ctx.tensor(self.acts.tokens, (2, self.batch.num_tokens), "int64")
+        ctx.move(target[0], self.batch.token_ids)
+        ctx.move(target[1], self.batch.positions)
+
+
+class OffloadQkv(MicroBatchOp):
+    """Keys and values of all tokens and queries of decode tokens, device -> host (MoE-Lens §6.4, CGOPipe OffloadQKV)."""
+
+    kind: ClassVar[str] = "offload qkv"
+
+    def __init__(self, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int) -> None:
+        super().__init__(spec, batch, acts, layer)
+        self.reads = (acts.q, acts.k, acts.v)
+        self.writes = (acts.host_q, acts.host_k, acts.host_v)
+
+    def work(self) -> Work:
+        spec, batch = self.spec, self.batch
+        rows_bytes = (2 * batch.num_tokens * spec.kv_dim + len(batch.decode) * spec.q_dim) * spec.dtype_bytes
+        return Work(device_bytes=rows_bytes, host_bytes=rows_bytes, link_bytes=rows_bytes)
+
+    def run(self, ctx: Context, packet: int) -> None:
+        n, first = self.batch.num_tokens, self.batch.num_prefill_tokens
+        for source, target, width, start in (
+            (self.acts.k, self.acts.host_k, self.spec.kv_dim, 0),
+            (self.acts.v, self.acts.host_v, self.spec.kv_dim, 0),
+            (self.acts.q, self.acts.host_q, self.spec.q_dim, first),
+        ):
+            if start < n:
+                on_device = ctx.tensor(source, (n, width), self.spec.dtype)
+                ctx.move(ctx.tensor(target, (n, width), self.spec.dtype)[start:], on_device[start:])
+
+
+class LoadAttention(MicroBatchOp):
+    """Attention results of decode tokens, host -> device (CGOPipe LoadH)."""
+
+    kind: ClassVar[str] = "load attention"
+
+    def __init__(self, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int) -> None:
+        super().__init__(spec, batch, acts, layer)
+        self.reads, self.writes = (acts.host_attention,), ((acts.attention, "decode"),)
+
+    def work(self) -> Work:
+        nbytes = len(self.batch.decode) * self.spec.q_dim * self.spec.dtype_bytes
+        return Work(device_bytes=nbytes, host_bytes=nbytes, link_bytes=nbytes)
+
+    def run(self, ctx: Context, packet: int) -> None:
+        n, first = self.batch.num_tokens, self.batch.num_prefill_tokens
+        source = ctx.tensor(self.acts.host_attention, (n, self.spec.q_dim), self.spec.dtype)
+        target = ctx.tensor(self.acts.attention, (n, self.spec.q_dim), self.spec.dtype)
+        ctx.move(target[first:], source[first:])
+
+
+class LoadKv(MicroBatchOp):
+    """The cached keys and values of decoding sequences, host blocks -> contiguous device staging, one by one.
+
+    Staging layout: for each sequence keys [kv_heads, context, head_dim], then its values.
+    """
+
+    kind: ClassVar[str] = "load kv"
+
+    def __init__(
+        self, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int, cache: KVCache, rows: range, to: Buffer
+    ) -> None:
+        super().__init__(spec, batch, acts, layer)
+        self.cache, self.rows, self.to = cache, rows, to
+        self.reads = tuple(cache.region(layer, p) for p in batch.partitions)
+        self.writes = (to,)
+
+    def work(self) -> Work:
+        tokens = int(self.batch.context_lens[self.rows.start : self.rows.stop].sum())
+        nbytes = tokens * self.spec.kv_bytes_per_token_layer
+        return Work(device_bytes=nbytes, host_bytes=nbytes, link_bytes=nbytes)
+
+    def run(self, ctx: Context, packet: int) -> None:
+        assert self.layer is not None
+        keys = ctx.tensor(self.cache.keys[self.layer], self.cache.shape, self.spec.dtype)
+        values = ctx.tensor(self.cache.values[self.layer], self.cache.shape, self.spec.dtype)
+        heads, block_size, head_dim = self.cache.shape[1:]
+        tokens = int(self.batch.context_lens[self.rows.start : self.rows.stop].sum())
+        staging = ctx.tensor(self.to, (2 * tokens * heads * head_dim,), self.spec.dtype)
+        at = 0
+        for row in self.rows:
+            length = int(self.batch.context_lens[row])
+            blocks = self.batch.block_tables[row, : -(-length // block_size)].tolist()
+            for source in (keys, values):
+                gathered = source[blocks].transpose(0, 1).reshape(heads, -1, head_dim)[:, :length]
+                ctx.move(staging[at : at + gathered.numel()].view(gathered.shape), gathered)
+                at += gathered.numel()
+
+
+class FetchSampled(MicroBatchOp):
+    """Sampled token ids to the host; value: int64 [sequences]."""
+
+    kind: ClassVar[str] = "fetch tokens"
+
+    def __init__(self, spec: ModelSpec, batch: MicroBatch, acts: Activations) -> None:
+        super().__init__(spec, batch, acts)
+        self.reads = (acts.sampled,)
+
+    def work(self) -> Work:
+        return Work(link_bytes=8 * len(self.batch.sequences))
+
+    def run(self, ctx: Context, packet: int) -> Any:
+        return ctx.host_value(ctx.tensor(self.acts.sampled, (len(self.batch.sequences),), "int64"))
+
+    def imagine(self, world: Any) -> Any:
+        return world.sampled(self.batch)
+
+
+class FetchRouting(MicroBatchOp):
+    """The router's choices to the host; value: int64 [tokens, experts_per_token]."""
+
+    kind: ClassVar[str] = "fetch routing"
+
+    def __init__(self, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int) -> None:
+        super().__init__(spec, batch, acts, layer)
+        self.reads = (acts.expert_ids,)
+
+    def work(self) -> Work:
+        return Work(link_bytes=8 * self.batch.num_tokens * self.spec.experts_per_token)
+
+    def run(self, ctx: Context, packet: int) -> Any:
+        shape = (self.batch.num_tokens, self.spec.experts_per_token)
+        return ctx.host_value(ctx.tensor(self.acts.expert_ids, shape, "int64"))
+
+    def imagine(self, world: Any) -> Any:
+        return world.routing(self.batch, self.layer)
+
+
+class Poison(Op):
+    """Fill a buffer with NaN (tests): whoever reads it before it is written again computes nonsense."""
+
+    kind: ClassVar[str] = "poison"
+
+    def __init__(self, buffer: Buffer, keys: tuple = ()) -> None:
+        self.buffer = buffer
+        self.writes = keys or (buffer,)
+
+    def run(self, ctx: Context, packet: int) -> None:
+        ctx.tensor(self.buffer, (self.buffer.nbytes,), "uint8").fill_(_POISON_BYTE)
+
+
+class PoisonBlocks(Op):
+    """Fill released KV blocks of one layer with NaN (tests)."""
+
+    kind: ClassVar[str] = "poison kv"
+
+    def __init__(self, cache: KVCache, layer: int, partition: int, blocks: tuple[int, ...]) -> None:
+        self.cache, self.layer, self.blocks = cache, layer, blocks
+        self.writes = (cache.region(layer, partition),)
+
+    def run(self, ctx: Context, packet: int) -> None:
+        assert self.layer is not None
+        for buffer in (self.cache.keys[self.layer], self.cache.values[self.layer]):
+            ctx.tensor(buffer, self.cache.shape, self.cache.dtype)[list(self.blocks)] = float("nan")

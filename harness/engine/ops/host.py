@@ -1,0 +1,82 @@
+"""Ops of the cpu lane: the paged KV cache and attention over it, with the C++ kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+import kernels
+from harness.engine.activations import Activations
+from harness.engine.batch import MicroBatch
+from harness.engine.ops.data import MicroBatchOp
+from harness.machine.base import Context, Work
+from harness.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from harness.memory.kv_cache import KVCache
+
+
+class KvOp(MicroBatchOp):
+    """An op on one layer of the host KV cache."""
+
+    def __init__(self, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int, cache: KVCache) -> None:
+        super().__init__(spec, batch, acts, layer)
+        self.cache = cache
+        self.kv_keys = tuple(cache.region(layer, p) for p in batch.partitions)
+
+    def cached(self, ctx: Context) -> tuple[Any, Any]:
+        """Keys and values, each [blocks, kv_heads, block_size, head_dim]."""
+        assert self.layer is not None
+        keys = ctx.tensor(self.cache.keys[self.layer], self.cache.shape, self.cache.dtype)
+        return keys, ctx.tensor(self.cache.values[self.layer], self.cache.shape, self.cache.dtype)
+
+
+class AppendKv(KvOp):
+    """New keys and values of all tokens into their blocks."""
+
+    kind: ClassVar[str] = "append kv"
+
+    def __init__(self, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int, cache: KVCache) -> None:
+        super().__init__(spec, batch, acts, layer, cache)
+        self.reads, self.writes = (acts.host_k, acts.host_v), self.kv_keys
+
+    def work(self) -> Work:
+        return Work(host_bytes=2 * self.batch.num_tokens * self.spec.kv_bytes_per_token_layer)
+
+    def run(self, ctx: Context, packet: int) -> None:
+        shape = (self.batch.num_tokens, self.spec.num_kv_heads, self.spec.head_dim)
+        k = ctx.tensor(self.acts.host_k, shape, self.spec.dtype)
+        v = ctx.tensor(self.acts.host_v, shape, self.spec.dtype)
+        keys, values = self.cached(ctx)
+        kernels.kv_append(k, v, keys, values, torch.from_numpy(self.batch.slots))
+
+
+class DecodeAttention(KvOp):
+    """Attention of each decoding sequence's newest token over its whole context in the host cache."""
+
+    kind: ClassVar[str] = "decode attention"
+
+    def __init__(self, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int, cache: KVCache) -> None:
+        super().__init__(spec, batch, acts, layer, cache)
+        self.reads, self.writes = (acts.host_q, *self.kv_keys), (acts.host_attention,)
+
+    def work(self) -> Work:
+        tokens = self.batch.num_context_tokens
+        return Work(flops=4 * tokens * self.spec.q_dim, host_bytes=tokens * self.spec.kv_bytes_per_token_layer)
+
+    def run(self, ctx: Context, packet: int) -> None:
+        spec, n, first = self.spec, self.batch.num_tokens, self.batch.num_prefill_tokens
+        shape = (n, spec.num_heads, spec.head_dim)
+        keys, values = self.cached(ctx)
+        kernels.decode_attention(
+            ctx.tensor(self.acts.host_q, shape, spec.dtype)[first:],
+            keys,
+            values,
+            torch.from_numpy(self.batch.block_tables),
+            torch.from_numpy(self.batch.context_lens),
+            ctx.tensor(self.acts.host_attention, shape, spec.dtype)[first:],
+            scale=spec.head_dim**-0.5,
+            sliding_window=spec.sliding_window or 0,
+            num_threads=ctx.num_threads(),
+        )

@@ -1,0 +1,23 @@
+"""Torch views that ops take of planned buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.machine.base import Context
+from harness.memory.tiers import Buffer
+from harness.memory.weights import PlacedPart
+
+
+def weights(ctx: Context, part: PlacedPart) -> dict[str, Any]:
+    """The part's tensors by local name."""
+    raw = ctx.tensor(part.buffer, (part.layout.nbytes,), "uint8")
+    kind = ctx.tensor(part.buffer, (0,), part.layout.dtype).dtype
+    return {
+        t.name: raw[t.offset_bytes : t.offset_bytes + t.nbytes].view(kind).view(t.shape) for t in part.layout.tensors
+    }
+
+
+def rows(ctx: Context, buffer: Buffer, num_rows: int, width: int, dtype: str) -> Any:
+    """A [num_rows, width] view."""
+    return ctx.tensor(buffer, (num_rows, width), dtype)

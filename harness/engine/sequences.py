@@ -1,0 +1,76 @@
+"""A request on its way through the engine. Torch-free bookkeeping in program order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from harness.workload.request import Request
+
+
+class State(StrEnum):
+    QUEUED = "queued"
+    PREFILL = "prefill"  # scheduled in the current pass with more than its newest token
+    DECODING = "decoding"
+    PREEMPTED = "preempted"  # its KV blocks were taken back; waits for a new prefill of prompt + generated
+    FINISHED = "finished"
+    REJECTED = "rejected"
+
+
+@dataclass(eq=False, slots=True)
+class Life:
+    """One life of a sequence's KV cache: from a prefill to preemption or the end. Routing is recorded by life."""
+
+    first_generated: int  # index of the first token generated in this life
+    routing: list[np.ndarray] = field(default_factory=list)  # per pass: [tokens, layers, experts_per_token]
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """State of one request. `num_cached` tokens have their keys and values in `blocks`."""
+
+    request: Request
+    state: State = State.QUEUED
+    generated: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    partition: int = 0  # KV dependencies are derived by (layer, partition); constant while blocks are held
+    num_preemptions: int = 0
+    reject_reason: str | None = None
+    records_routing: bool = False
+    lives: list[Life] = field(default_factory=list)
+    admitted_pass: int | None = None
+    finished_pass: int | None = None
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens: what a prefill from scratch would process."""
+        return self.prompt_len + len(self.generated)
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens that ever lie in the KV cache: the last generated token is never fed back."""
+        return self.prompt_len + self.request.max_new_tokens - 1
+
+    def pending_ids(self) -> Seq[int]:
+        """Tokens not in the KV cache yet: the whole text before a prefill, the newest token in decode."""
+        if self.num_cached >= self.prompt_len:
+            return self.generated[self.num_cached - self.prompt_len :]
+        return (*self.request.prompt_ids[self.num_cached :], *self.generated)
+
+    def accept(self, token: int, eos_token_id: int | None) -> bool:
+        """Append a sampled token; True when the sequence has ended."""
+        assert self.state in (State.PREFILL, State.DECODING), f"request {self.request.request_id} was not running"
+        self.num_cached = self.num_tokens
+        self.generated.append(token)
+        self.state = State.DECODING
+        return len(self.generated) >= self.request.max_new_tokens or token == eos_token_id

@@ -1,0 +1,62 @@
+"""What a strategy is to the engine: a scheduler, a pipeline, and what its planner and its model say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from harness.engine.batch import MicroBatch, PassPlan
+from harness.engine.sequences import Sequence
+
+
+class Scheduler(Protocol):
+    """Decides which sequences are in the next pass; pure bookkeeping, no torch."""
+
+    def next_pass(self) -> PassPlan | None:
+        """The next pass with KV blocks taken for each of its tokens, or None when nothing is left to do."""
+
+    def retire(self, plan: PassPlan, ended: list[Sequence]) -> None:
+        """The pass is over: `ended` have finished (blocks freed), all others decode on."""
+
+    @property
+    def num_waiting(self) -> int: ...
+
+
+@dataclass(eq=False, slots=True)
+class PassResult:
+    """Micro-batches as they ran, each with the sampled ids of its sequences in order."""
+
+    micro_batches: list[MicroBatch]
+    sampled: list[np.ndarray]
+
+
+class Pipeline(Protocol):
+    """Decides which ops run in which order on which lanes."""
+
+    def run(self, plan: PassPlan) -> PassResult:
+        """Submit one pass and wait for its sampled ids."""
+
+    def finish(self) -> None:
+        """The last pass is over; withdraw what was prefetched in vain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What the strategy's own equations say, before the run."""
+
+    throughput_tok_s: float
+    model: str  # the paper's name for the model and the case that applied
+    terms: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(eq=False, kw_only=True)
+class Strategy:
+    """A planned strategy, ready to run."""
+
+    scheduler: Scheduler
+    pipeline: Pipeline
+    prediction: Prediction | None = None
+    gpu_tok_s: float | None = None  # tokens per second the gpu lane would process if it never waited (T_GPU)
+    plan: dict[str, Any] = field(default_factory=dict)  # the planner's decisions, for the records

@@ -1,0 +1,53 @@
+"""Memory behind planned buffers, for machines whose tiers are all ordinary process memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from harness.memory.tiers import Buffer, Tier
+
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "uint8": torch.uint8,
+}
+_ALIGNMENT_BYTES = 4096
+_POISON_BYTE = 0xFF  # all-ones is NaN in every float type and -1 in every integer type
+
+
+class Arenas:
+    """One aligned uint8 tensor per reserved root buffer; the tiers never share memory."""
+
+    def __init__(self, poison: bool) -> None:
+        self._roots: dict[Buffer, torch.Tensor] = {}
+        self._poison = poison
+
+    def tiers(self, capacities_bytes: dict[str, int]) -> dict[str, Tier]:
+        return {name: Tier(name, size, self.back, self.unback) for name, size in capacities_bytes.items()}
+
+    def back(self, buffer: Buffer) -> None:
+        raw = torch.empty(buffer.nbytes + _ALIGNMENT_BYTES, dtype=torch.uint8)
+        skip = -raw.data_ptr() % _ALIGNMENT_BYTES
+        self._roots[buffer] = raw[skip : skip + buffer.nbytes]
+        if self._poison:
+            self._roots[buffer].fill_(_POISON_BYTE)
+
+    def unback(self, buffer: Buffer) -> None:
+        del self._roots[buffer]
+
+    def bytes_of(self, buffer: Buffer) -> torch.Tensor:
+        """The buffer's memory as a uint8 view."""
+        return self._roots[buffer.root][buffer.offset_bytes : buffer.offset_bytes + buffer.nbytes]
+
+    def tensor(self, buffer: Buffer, shape: Sequence[int], dtype: str) -> torch.Tensor:
+        """A view of the buffer's first bytes. The caller's shape must fit."""
+        kind = TORCH_DTYPES[dtype]
+        nbytes = prod(shape) * kind.itemsize
+        assert nbytes <= buffer.nbytes, f"{tuple(shape)} {dtype} does not fit {buffer}"
+        return self.bytes_of(buffer)[:nbytes].view(kind).view(tuple(shape))

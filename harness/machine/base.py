@@ -1,0 +1,207 @@
+"""The contract between a strategy and a machine: typed ops submitted to lanes, tickets, and nothing else.
+
+A strategy never touches a stream, a thread, a clock's source or a tensor's device. Every machine (`emulated`,
+`shuffled`, later `simulated` and `cuda`) implements `Machine`; the derivation of data dependencies and the two FIFO
+classes of a lane are shared (`hazards.py`, `queues.py`), so that an op means the same thing everywhere.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    from harness.memory.tiers import Buffer, Tier
+
+
+class LaneKind(StrEnum):
+    GPU = "gpu"
+    CPU = "cpu"
+    H2D = "h2d"
+    D2H = "d2h"
+    PIN = "pin"  # pageable -> pinned staging copies
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Lane:
+    """One serial execution resource of one rank."""
+
+    kind: LaneKind
+    rank: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.rank}" if self.rank else str(self.kind)
+
+
+GPU, CPU, H2D, D2H, PIN = (Lane(kind) for kind in LaneKind)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What an op costs the hardware: FLOPs, and bytes moved by tier. Feeds cost tables and the pacing of a lane."""
+
+    flops: float = 0.0
+    device_bytes: float = 0.0  # device memory traffic
+    host_bytes: float = 0.0  # host memory traffic
+    link_bytes: float = 0.0  # bytes over the host-device link
+
+
+class Context(Protocol):
+    """What a running op may use: tensors over planned buffers, and the lane's copy engine."""
+
+    lane: Lane
+
+    def tensor(self, buffer: Buffer, shape: Sequence[int], dtype: str) -> Any:
+        """A torch view of the buffer's first bytes."""
+
+    def copy(self, dst: Buffer, src: Buffer, offset_bytes: int, nbytes: int) -> None:
+        """Copy a byte range of `src` to the same range of `dst` at the speed of this lane."""
+
+    def move(self, dst: Any, src: Any) -> None:
+        """Copy tensor (or numpy array) `src` into tensor `dst`, any strides, at the speed of this lane."""
+
+    def host_value(self, source: Any) -> Any:
+        """A numpy copy of a tensor, moved at the speed of this lane: how values reach the strategy."""
+
+    def num_threads(self) -> int:
+        """Host threads that kernels of this lane may use."""
+
+
+class Op:
+    """One typed unit of work. Subclasses are data: what they touch is declared, never captured in a closure.
+
+    `reads` and `writes` are hashable keys (buffers, KV partitions); the machine derives all ordering from them.
+    `packets` > 1 lets an urgent op run between two packets; `run` is called once a packet and the last call's result is
+    the op's value. Only ops on a d2h lane may return a value.
+    """
+
+    kind: ClassVar[str] = "op"
+    layer: int | None = None
+    micro_batch: int | None = None
+    reads: tuple[Hashable, ...] = ()
+    writes: tuple[Hashable, ...] = ()
+    packets: int = 1
+
+    def work(self) -> Work:
+        """Cost of the whole op (all packets)."""
+        return Work()
+
+    def run(self, ctx: Context, packet: int) -> Any:
+        """Execute packet number `packet` on a real machine."""
+        raise TypeError(f"op {self.kind} has no real execution")
+
+    def imagine(self, world: Any) -> Any:
+        """The value this op would return, where no tensors exist (the simulated machine)."""
+        return None
+
+    def __str__(self) -> str:
+        where = "" if self.layer is None else f" layer {self.layer}"
+        batch = "" if self.micro_batch is None else f" mb {self.micro_batch}"
+        return f"{self.kind}{where}{batch}"
+
+
+class TicketState(StrEnum):
+    PENDING = "pending"
+    RUNNING = "running"
+    DONE = "done"
+    CANCELLED = "cancelled"
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """A submitted op. `done`, `started_s` and `finished_s` are as of the last `wait`, `wait_any` or `now`."""
+
+    op: Op
+    lane: Lane
+    number: int
+    urgent: bool
+    done: bool = False
+    started_s: float | None = None
+    finished_s: float | None = None
+    # What follows belongs to the machine.
+    state: TicketState = TicketState.PENDING
+    value: Any = None
+    packets_run: int = 0
+    unmet: set[Ticket] = field(default_factory=set)  # dependencies not finished yet
+    dependents: list[Ticket] = field(default_factory=list)
+    inherited: tuple[Ticket, ...] = ()  # a cancelled ticket's own dependencies, passed on to whoever comes after it
+
+    @property
+    def ready(self) -> bool:
+        return not self.unmet
+
+    @property
+    def settled(self) -> bool:
+        return self.state in (TicketState.DONE, TicketState.CANCELLED)
+
+    def __str__(self) -> str:
+        return f"#{self.number} {self.op} on {self.lane}{' urgent' if self.urgent else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One packet as it ran. Times are seconds on the machine's clock; `cpu_s` is the thread's own processor time."""
+
+    lane: Lane
+    kind: str
+    layer: int | None
+    micro_batch: int | None
+    ticket: int
+    packet: int
+    num_packets: int
+    urgent: bool
+    start_s: float
+    end_s: float
+    cpu_s: float
+    work: Work  # this packet's share
+
+
+class MachineError(RuntimeError):
+    """A run cannot go on: an op failed, or nothing can make progress any more."""
+
+
+class Machine(ABC):
+    """See the module text. `label` goes on every number that comes from this machine."""
+
+    label: ClassVar[str]
+    name: ClassVar[str]
+    tiers: dict[str, Tier]
+    poisons: bool = False  # buffers are filled with NaN when acquired and when released
+    spans: list[Span]
+
+    @abstractmethod
+    def submit(self, lane: Lane, op: Op, *, after: Iterable[Ticket] = (), urgent: bool = False) -> Ticket:
+        """Queue `op` on `lane`; never blocks. `after` is for order that is not about data."""
+
+    @abstractmethod
+    def wait(self, ticket: Ticket) -> Any:
+        """Block until the op ran and return its value. Raises MachineError naming the op if any op failed."""
+
+    @abstractmethod
+    def wait_any(self, tickets: Sequence[Ticket]) -> list[Ticket]:
+        """Block until at least one has finished; all that have, in the order they finished. Cancelled ones count."""
+
+    @abstractmethod
+    def cancel(self, ticket: Ticket) -> bool:
+        """Withdraw an op that has not started and that nothing depends on; False where that is too late."""
+
+    @abstractmethod
+    def now(self) -> float:
+        """Seconds on the machine's clock."""
+
+    @abstractmethod
+    def back(self, buffer: Buffer) -> None:
+        """Provide memory for a newly reserved root buffer (no-op where no tensors exist)."""
+
+    @abstractmethod
+    def unback(self, buffer: Buffer) -> None:
+        """Give the memory of a released root buffer back."""
+
+    def drain(self) -> None:
+        """Wait until every submitted op has finished."""
+
+    def close(self) -> None:
+        """Stop all lanes; safe to call twice, and after an error."""

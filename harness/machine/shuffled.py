@@ -1,0 +1,118 @@
+"""The shuffled machine: any op that is ready, in a seeded random legal order, one packet at a time.
+
+Lane order is ignored on purpose: correctness must follow from declared reads and writes alone. Together with poisoned
+buffers it turns a missing dependency into wrong tokens within milliseconds.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from harness.config import config
+from harness.hardware.profile import HardwareConfig
+from harness.machine.arenas import Arenas
+from harness.machine.base import Lane, Machine, MachineError, Op, Span, Ticket, TicketState
+from harness.machine.host_context import HostContext
+from harness.machine.queues import Board
+from harness.memory.tiers import Buffer
+
+
+class ShuffledMachine(Machine):
+    """Deterministic for a seed. `now` counts packets: there is no time here, so its numbers carry no label."""
+
+    label: ClassVar[str] = "none"
+    name: ClassVar[str] = "shuffled"
+
+    def __init__(self, *, capacities_bytes: dict[str, int], seed: int, poison: bool = True, eager: float = 0.5) -> None:
+        torch.set_num_threads(1)
+        self.poisons = poison
+        self._arenas = Arenas(poison)
+        self.tiers = self._arenas.tiers(capacities_bytes)
+        self.spans: list[Span] = []
+        self._random = random.Random(seed)
+        self._eager = eager  # chance that a submit also runs something: ops may start before the strategy waits
+        self._board = Board()
+        self._runnable: list[Ticket] = []
+        self._num_packets_run = 0
+        self._contexts: dict[Lane, HostContext] = {}
+
+    def submit(self, lane: Lane, op: Op, *, after: Iterable[Ticket] = (), urgent: bool = False) -> Ticket:
+        ticket = self._board.submit(lane, op, after, urgent)
+        if ticket.ready:
+            self._runnable.append(ticket)
+        if self._runnable and self._random.random() < self._eager:
+            self._step()
+        return ticket
+
+    def wait(self, ticket: Ticket) -> Any:
+        while not ticket.settled:
+            self._step()
+        if ticket.state is TicketState.CANCELLED:
+            raise MachineError(f"waited for {ticket}, which was cancelled")
+        return ticket.value
+
+    def wait_any(self, tickets: Sequence[Ticket]) -> list[Ticket]:
+        assert tickets, "wait_any of nothing would never end"
+        while not any(t.settled for t in tickets):
+            self._step()
+        return sorted((t for t in tickets if t.settled), key=lambda t: (t.finished_s or 0.0, t.number))
+
+    def cancel(self, ticket: Ticket) -> bool:
+        cancelled = self._board.cancel(ticket)
+        if cancelled and ticket in self._runnable:
+            self._runnable.remove(ticket)
+        return cancelled
+
+    def now(self) -> float:
+        return float(self._num_packets_run)
+
+    def drain(self) -> None:
+        while self._board.num_settled < self._board.num_submitted:
+            self._step()
+
+    def close(self) -> None:
+        """Nothing runs between calls."""
+
+    def back(self, buffer: Buffer) -> None:
+        self._arenas.back(buffer)
+
+    def unback(self, buffer: Buffer) -> None:
+        self._arenas.unback(buffer)
+
+    def _step(self) -> None:
+        """One packet of one ready op, chosen at random."""
+        if not self._runnable:
+            raise MachineError(f"deadlock: no op is ready.\n{self._board.dump()}")
+        index = self._random.randrange(len(self._runnable))
+        ticket = self._runnable[index]
+        if ticket.state is TicketState.PENDING:
+            ticket.state, ticket.started_s = TicketState.RUNNING, self.now()
+        context = self._contexts.setdefault(ticket.lane, HostContext(ticket.lane, self._arenas))
+        try:
+            value = ticket.op.run(context, ticket.packets_run)
+        except Exception as error:
+            raise MachineError(f"{ticket} failed: {type(error).__name__}: {error}") from error
+        ticket.packets_run += 1
+        self._num_packets_run += 1
+        if ticket.packets_run == ticket.op.packets:
+            ticket.value, ticket.done, ticket.finished_s = value, True, self.now()
+            self._runnable[index] = self._runnable[-1]
+            self._runnable.pop()
+            self._runnable.extend(self._board.finish(ticket))
+
+
+@config
+class Config:
+    """Settings under `machine` in the configuration."""
+
+    seed: int = 0
+    poison: bool = True
+
+
+def build(config: Config, hardware: HardwareConfig) -> ShuffledMachine:
+    """The shuffled machine with the profile's capacities."""
+    return ShuffledMachine(capacities_bytes=hardware.capacities_bytes, seed=config.seed, poison=config.poison)

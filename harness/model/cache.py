@@ -1,0 +1,61 @@
+"""The cache folder: random checkpoints and reference generations, all of which can be made again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+CACHE_VARIABLE = "MOE_HARNESS_CACHE"
+ABANDONED_AFTER_S = 3600.0  # a temporary folder this old belongs to a run that was killed
+TEMPORARY_PREFIX = ".making-"
+
+
+def cache_folder() -> Path:
+    """MOE_HARNESS_CACHE, else below XDG_CACHE_HOME, else below ~/.cache. Created."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(os.environ.get(CACHE_VARIABLE) or Path(base) / "moe-offload-harness").expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def make_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """`folder`, filled by `make` in a temporary sibling and renamed, so that it exists complete or not at all.
+
+    Of two processes that make it at once, one wins and both see the same content.
+    """
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(folder.parent)
+    temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=folder.parent))
+    try:
+        make(temporary)
+        _make_readable(temporary)
+        temporary.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # anything but having lost the race
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def _make_readable(folder: Path) -> None:
+    """mkdtemp's 0700 and safetensors' 0600 would shut other users out of a shared cache."""
+    folder.chmod(0o755)
+    for path in folder.iterdir():
+        path.chmod(0o644)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    for path in parent.glob(f"{TEMPORARY_PREFIX}*"):
+        try:
+            abandoned = time.time() - path.stat().st_mtime > ABANDONED_AFTER_S
+        except FileNotFoundError:  # its owner has just finished
+            continue
+        if abandoned:
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,129 @@
+"""A Hugging Face checkpoint folder, read straight from its safetensors into parts of the host weight store."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from harness.config import ConfigError
+from harness.model import families
+from harness.model.hub import resolve_model
+from harness.model.layout import PartLayout, TensorLayout
+from harness.model.shards import FLOAT_DTYPES, Shards, checkpoint_error, read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["Checkpoint", "resolve_model"]
+
+FINGERPRINT_SAMPLES = 16  # leading values of each tensor: tells apart checkpoints that differ in their weights only
+
+
+class Checkpoint:
+    """config.json, weights and tokenizer of one folder. Attributes: `folder`, `family`, `spec`, `config`.
+
+    `dtype` is what `read_part` delivers; None means the checkpoint's own. Opening reads headers, no weights.
+    """
+
+    def __init__(self, folder: Path, dtype: str | None = None) -> None:
+        """Raises `ConfigError("model.path", ...)` naming the file, entry or tensor at fault."""
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise checkpoint_error(str(self.folder), "no such folder")
+        self.config = read_json(self.folder / "config.json")
+        model_type = self.config.get("model_type")
+        self.family = families.family(str(model_type))
+        self._shards = Shards(self.folder)
+        self.spec = self.family.spec_from_config(self.config, self.folder.name, dtype or self._own_dtype())
+        self.validate()
+
+    def _own_dtype(self) -> str:
+        """As config.json says; without an entry, as the first tensor is stored."""
+        own = self.config.get("dtype", self.config.get("torch_dtype"))
+        if own is None:
+            names = self._shards.names()
+            own = FLOAT_DTYPES[self._shards.header(names[0]).dtype] if names else "float32"
+        if own not in ("float32", "bfloat16"):
+            raise ConfigError("model.dtype", f"the checkpoint is stored as {own}: choose float32 or bfloat16")
+        return own
+
+    def stored_dtypes(self) -> set[str]:
+        """Dtypes of all tensors as they lie in the files."""
+        return {FLOAT_DTYPES[self._shards.header(name).dtype] for name in self._shards.names()}
+
+    def parts(self) -> list[tuple[int | None, PartLayout]]:
+        """Every part of the model with its layer, None for embedding and head."""
+        layers = [(i, part) for i in range(self.spec.num_layers) for part in self.family.layer_parts(self.spec, i)]
+        return [(None, self.family.embedding_part(self.spec)), *layers, (None, self.family.head_part(self.spec))]
+
+    def validate(self) -> None:
+        """Check presence, shape and dtype of every tensor of every part."""
+        for _, part in self.parts():
+            for tensor in part.tensors:
+                self._validate_tensor(tensor)
+
+    def _validate_tensor(self, tensor: TensorLayout) -> None:
+        """Stacked checkpoint tensors must agree in all dimensions but the first, which add up."""
+        shapes = [self._shards.header(name).shape for name in tensor.checkpoint_names]
+        rest = tensor.shape[1:]
+        for name, shape in zip(tensor.checkpoint_names, shapes, strict=True):
+            expected = f"{tensor.shape}" if len(shapes) == 1 else f"a share of {tensor.shape} along the first dimension"
+            if not shape or shape[1:] != rest or (len(shapes) == 1 and shape != tensor.shape):
+                raise checkpoint_error(name, f"shape must be {expected} by config.json, got {shape}")
+        if sum(shape[0] for shape in shapes) != tensor.shape[0]:
+            names, rows = ", ".join(tensor.checkpoint_names), [shape[0] for shape in shapes]
+            raise checkpoint_error(names, f"must have {tensor.shape[0]} rows together by config.json, got {rows}")
+
+    def read_part(self, layer: int | None, part: PartLayout, out: torch.Tensor) -> None:
+        """Copy the part's tensors to their offsets in `out`, uint8 [part.nbytes] on the CPU, converting the dtype.
+
+        The only copy made. Raises `ConfigError` naming a tensor that holds NaN or infinity.
+        """
+        assert out.dtype == torch.uint8 and out.shape == (part.nbytes,), f"{part.name} of layer {layer}: {out.shape}"
+        views = part_views(part, out)
+        for tensor in part.tensors:
+            pieces = [self._shards.tensor(name) for name in tensor.checkpoint_names]
+            slots = views[tensor.name].split([piece.shape[0] for piece in pieces])
+            for name, piece, slot in zip(tensor.checkpoint_names, pieces, slots, strict=True):
+                slot.copy_(piece)
+                if not torch.stack(torch.aminmax(slot)).isfinite().all():
+                    raise checkpoint_error(name, "corrupt: holds NaN or infinity")
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """From tokenizer.json alone, so that no code of the checkpoint ever runs."""
+        from transformers import PreTrainedTokenizerFast
+
+        if not (self.folder / "tokenizer.json").exists():
+            raise checkpoint_error(str(self.folder / "tokenizer.json"), "missing; a fast tokenizer is needed")
+        try:
+            return PreTrainedTokenizerFast.from_pretrained(self.folder)
+        except Exception as error:  # the tokenizers library raises bare Exception on a bad file
+            raise checkpoint_error(str(self.folder / "tokenizer.json"), f"not readable ({error})") from None
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+        for name in sorted({name for _, part in self.parts() for t in part.tensors for name in t.checkpoint_names}):
+            sample = self._shards.tensor(name).flatten()[:FINGERPRINT_SAMPLES].double()
+            digest.update(repr((name, self._shards.header(name), sample.tolist())).encode())
+        for path in self._shards.files():
+            digest.update(f"{path.name} {path.stat().st_size}".encode())
+        return digest.hexdigest()[:16]
+
+    def fingerprint(self) -> str:
+        """16 hex digits over config, tensor headers, the first values of each tensor, and file sizes."""
+        return self._fingerprint
+
+
+def part_views(part: PartLayout, region: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Typed views, by local tensor name, of a uint8 region [>= part.nbytes] that holds the part."""
+    dtype = getattr(torch, part.dtype)
+    return {
+        tensor.name: region[tensor.offset_bytes : tensor.offset_bytes + tensor.nbytes].view(dtype).view(tensor.shape)
+        for tensor in part.tensors
+    }

@@ -1,0 +1,112 @@
+"""Model families: one pair of modules per Hugging Face `model_type`, found by name.
+
+`<model_type>_layout.py` says which dimensions a config.json has and where every tensor lies (torch-free);
+`<model_type>.py` is the math on weight views, and re-exports the layout functions. Adding the pair adds the family.
+
+Shapes below: tokens are flat over all sequences of a batch; `w` maps a part's local tensor names to its views. All
+tensors are in `spec.dtype` on any one device unless a line says otherwise.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from harness.config import ConfigError
+from harness.model.layout import PartLayout
+from harness.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+LAYOUT_SUFFIX = "_layout"
+
+
+class FamilyLayout(Protocol):
+    """The torch-free half."""
+
+    def spec_from_config(self, config: Mapping[str, Any], name: str, dtype: str) -> ModelSpec: ...
+
+    def layer_parts(self, spec: ModelSpec, layer: int) -> tuple[PartLayout, ...]: ...
+
+    def embedding_part(self, spec: ModelSpec) -> PartLayout: ...
+
+    def head_part(self, spec: ModelSpec) -> PartLayout: ...
+
+
+class Family(FamilyLayout, Protocol):
+    """Layout and math. The layer is cut where strategies cut it: around attention, and around each expert."""
+
+    def embed(self, spec: ModelSpec, w: Mapping[str, Tensor], token_ids: Tensor) -> Tensor:
+        """int64 [tokens] -> hidden [tokens, hidden]."""
+        ...
+
+    def attention_in(
+        self, spec: ModelSpec, w: Mapping[str, Tensor], hidden: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], contiguous, RoPE applied to q and k."""
+        ...
+
+    def prefill_attention(self, spec: ModelSpec, q: Tensor, k: Tensor, v: Tensor, seq_lens: Sequence[int]) -> Tensor:
+        """Causal attention inside each sequence; sequences lie one after another. [tokens, heads * head_dim]."""
+        ...
+
+    def decode_attention(self, spec: ModelSpec, q: Tensor, k: Tensor, v: Tensor, context_len: int) -> Tensor:
+        """One token of one sequence: q [heads, head_dim] at position context_len - 1, k and v
+        [kv_heads, >= context_len, head_dim] with that token's own entry included. [heads * head_dim]."""
+        ...
+
+    def attention_out(
+        self, spec: ModelSpec, w: Mapping[str, Tensor], attn: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """attn [tokens, heads * head_dim], residual = the layer's input [tokens, hidden] -> the new residual, its
+        normed copy (the experts' input), expert ids int64 [tokens, k] and float32 weights [tokens, k]. The layer's
+        output is residual_new + sum over k of weight * expert(normed)."""
+        ...
+
+    def expert(self, spec: ModelSpec, w: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """One expert on its tokens, unweighted: [m, hidden] -> [m, hidden]."""
+        ...
+
+    def head(self, spec: ModelSpec, w: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+        """[n, hidden] -> float32 logits [n, vocab]."""
+        ...
+
+    def router_probs(self, spec: ModelSpec, logits: Tensor) -> Tensor:
+        """Router logits [tokens, experts] -> float32 probabilities, by whose order the experts are chosen."""
+        ...
+
+    def route(self, spec: ModelSpec, probs: Tensor, expert_ids: Tensor) -> Tensor:
+        """Weights that the model gives to the chosen experts: router probabilities float32 [tokens, experts] and ids
+        [tokens, k] -> float32 [tokens, k]. Verification replays recorded routes through it."""
+        ...
+
+    def reference_routers(self, model: nn.Module) -> list[nn.Module]:
+        """The router modules of the Hugging Face model, by layer. Each returns (logits, weights, indices)."""
+        ...
+
+
+def available() -> list[str]:
+    names = (module.name for module in pkgutil.iter_modules(__path__))
+    return sorted(name.removesuffix(LAYOUT_SUFFIX) for name in names if name.endswith(LAYOUT_SUFFIX))
+
+
+def layout(name: str) -> FamilyLayout:
+    """The torch-free half of a family."""
+    return cast(FamilyLayout, _load(name, LAYOUT_SUFFIX))
+
+
+def family(name: str) -> Family:
+    """Layout and math of the family whose Hugging Face `model_type` is `name`."""
+    return cast(Family, _load(name, ""))
+
+
+def _load(name: str, suffix: str) -> ModuleType:
+    if name not in available():
+        raise ConfigError(
+            "model.path", f"config.json: model_type: unknown family {name!r}; available: {', '.join(available())}"
+        )
+    return importlib.import_module(f"{__name__}.{name}{suffix}")

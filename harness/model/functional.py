@@ -1,0 +1,78 @@
+"""Layer math that model families share. Numerics follow Hugging Face transformers 5: what it rounds, this rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+
+from harness.model.linear import linear
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Over the last dimension, in float32, rounded to x's dtype before the multiplication by the weight."""
+    wide = x.float()
+    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * scaled.to(x.dtype)
+
+
+@lru_cache(maxsize=8)
+def rope_tables(
+    theta: float, head_dim: int, num_positions: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine, each [positions, 1, head_dim / 2], computed in float32 and rounded to `dtype`."""
+    inverse_frequency = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse_frequency
+    return tuple(table.to(device, dtype)[:, None, :] for table in (angles.cos(), angles.sin()))  # type: ignore[return-value]
+
+
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs (i, i + head_dim / 2) of x [tokens, heads, head_dim]; cos, sin [tokens, 1, head_dim / 2]."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def causal_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: Sequence[int], window: int | None
+) -> torch.Tensor:
+    """Grouped-query attention inside each sequence, q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim].
+
+    `window`: a token sees itself and the window - 1 tokens before it. Returns [tokens, heads * head_dim].
+    """
+    assert sum(seq_lens) == q.shape[0], f"sequences hold {sum(seq_lens)} tokens, q has {q.shape[0]}"
+    outs = [_causal_sequence(*pieces, window) for pieces in zip(*(x.split(list(seq_lens)) for x in (q, k, v)), strict=True)]
+    return torch.cat(outs) if outs else q.new_empty(0, q.shape[1] * q.shape[2])
+
+
+def _causal_sequence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+    length, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    group = num_heads // num_kv_heads
+    # KV heads take the batch dimension, and the heads of their group share them by a stride of zero: enable_gqa=True
+    # leaves the fused kernel and is 35x slower in bfloat16 on CPUs.
+    grouped_q = q.view(length, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)  # [kv_heads, group, length, head_dim]
+    shared_k, shared_v = (x.permute(1, 0, 2)[:, None].expand(-1, group, -1, -1) for x in (k, v))
+    mask = None
+    if window is not None and length > window:
+        mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+    out = F.scaled_dot_product_attention(grouped_q, shared_k, shared_v, attn_mask=mask, is_causal=mask is None)
+    return out.permute(2, 0, 1, 3).reshape(length, num_heads * head_dim)
+
+
+def decode_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context_len: int, window: int | None
+) -> torch.Tensor:
+    """One query token, q [heads, head_dim], against k and v [kv_heads, >= context_len, head_dim]. [heads * head_dim]."""
+    num_kv_heads, _, head_dim = k.shape
+    start = 0 if window is None else max(0, context_len - window)
+    grouped_q = q.view(1, num_kv_heads, -1, head_dim)  # the heads of a group stand as query positions of one KV head
+    out = F.scaled_dot_product_attention(grouped_q, k[None, :, start:context_len], v[None, :, start:context_len])
+    return out.reshape(-1)
+
+
+def swiglu(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """down(silu(gate x) * up x) with gate stacked over up: [m, hidden] -> [m, hidden]."""
+    gate, up = linear(x, gate_up).chunk(2, dim=-1)
+    return linear(F.silu(gate) * up, down)

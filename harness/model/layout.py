@@ -1,0 +1,54 @@
+"""How a layer's weights lie in memory: named tensors in parts, in the order of first use. Torch-free.
+
+A *part* is the unit that is transferred, waited for and addressed on its own: the dense tensors in front of attention,
+those behind it, and each expert. A family lists its parts; the host store lays all layers out one after another, so
+that consecutive parts are contiguous in host memory (MoE-Lens §6.5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from harness.model.spec import DTYPE_BYTES
+
+ALIGNMENT_BYTES = 64  # one cache line; also what AVX-512 loads and non-temporal stores like
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """One tensor as a family asks for it: local name, shape, and the checkpoint tensors stacked along dim 0 to make it."""
+
+    name: str
+    shape: tuple[int, ...]
+    checkpoint_names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    name: str
+    shape: tuple[int, ...]
+    checkpoint_names: tuple[str, ...]
+    offset_bytes: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartLayout:
+    """Tensors at fixed offsets in one contiguous, aligned region of `nbytes`; all of one `dtype`."""
+
+    name: str
+    dtype: str
+    tensors: tuple[TensorLayout, ...]
+    nbytes: int
+
+
+def lay_out(name: str, dtype: str, sources: Iterable[TensorSource]) -> PartLayout:
+    """Place the sources one after another, each aligned."""
+    tensors, offset_bytes = [], 0
+    for source in sources:
+        nbytes = prod(source.shape) * DTYPE_BYTES[dtype]
+        tensors.append(TensorLayout(source.name, source.shape, source.checkpoint_names, offset_bytes, nbytes))
+        offset_bytes += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return PartLayout(name, dtype, tuple(tensors), offset_bytes)

@@ -1,0 +1,131 @@
+"""Checkpoints with random weights, made on first use as real Hugging Face folders.
+
+Weights are uniform with mean zero and the recipe's standard deviation: PCG64 integers scaled to floats, which every
+platform reproduces bit for bit, at five times the speed of a normal distribution. Norms are one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import zlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.config import ConfigError
+from harness.model.cache import cache_folder, make_once
+from harness.model.config import ModelConfig, RandomRecipe
+from harness.model.hub import resolve_model
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from torch import nn
+    from transformers import PreTrainedConfig
+
+GENERATOR_VERSION = 1  # part of the cache key: raise it with any change to weights, tokenizer or corpus
+MAX_SHARD_SIZE = "100MB"  # several shards even for the mini model, as real checkpoints have
+BOS, EOS = "<s>", "</s>"
+CORPUS = Path(__file__).parent / "data" / "corpus.txt"
+
+
+def ensure(model: ModelConfig) -> Path:
+    """The checkpoint folder: `path` if there is one, else the recipe's, made now unless an earlier run did."""
+    if model.path is not None:
+        return resolve_model(model.path)
+    assert model.recipe is not None, "ModelConfig has a path or a recipe"
+    recipe = model.recipe
+    folder = cache_folder() / "models" / f"{model.name}-{recipe_key(recipe)}"
+    return make_once(folder, lambda target: _make(recipe, target))
+
+
+def recipe_key(recipe: RandomRecipe) -> str:
+    content = json.dumps([GENERATOR_VERSION, asdict(recipe)], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
+def _make(recipe: RandomRecipe, folder: Path) -> None:
+    import torch
+    from transformers import PreTrainedTokenizerFast
+
+    from harness.model.quiet import quiet_transformers
+
+    tokenizer = train_tokenizer(recipe.vocab_size)
+    module = importlib.import_module(f"transformers.models.{recipe.family}.modeling_{recipe.family}")
+    hf_config, model_class = _HF_CONFIGS[recipe.family](recipe), getattr(module, _HF_MODELS[recipe.family])
+    with quiet_transformers():
+        with torch.device("meta"):  # skips Hugging Face's own initialisation
+            model = model_class(hf_config).to(getattr(torch, recipe.dtype))
+        _fill(model.to_empty(device="cpu"), recipe)
+        model.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS).save_pretrained(folder)
+
+
+def _mixtral_config(recipe: RandomRecipe) -> PreTrainedConfig:
+    from transformers.models.mixtral.configuration_mixtral import MixtralConfig
+
+    return MixtralConfig(
+        num_hidden_layers=recipe.num_layers,
+        hidden_size=recipe.hidden_dim,
+        num_attention_heads=recipe.num_heads,
+        num_key_value_heads=recipe.num_kv_heads,
+        head_dim=recipe.head_dim,
+        num_local_experts=recipe.num_experts,
+        num_experts_per_tok=recipe.experts_per_token,
+        intermediate_size=recipe.expert_dim,
+        vocab_size=recipe.vocab_size,
+        max_position_embeddings=recipe.max_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": recipe.rope_theta},
+        sliding_window=recipe.sliding_window,
+        tie_word_embeddings=recipe.tie_embeddings,
+        initializer_range=recipe.weight_std,
+        bos_token_id=0,
+        eos_token_id=1,
+        dtype=recipe.dtype,
+    )
+
+
+_HF_CONFIGS = {"mixtral": _mixtral_config}
+_HF_MODELS = {"mixtral": "MixtralForCausalLM"}
+
+
+def _fill(model: nn.Module, recipe: RandomRecipe) -> None:
+    """Each tensor has its own stream, keyed by its name, so that the order of the tensors does not matter."""
+    import numpy as np
+    import torch
+
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            parameter.data.fill_(1.0)  # norms
+            continue
+        std = recipe.embed_std if "embed_tokens" in name else recipe.weight_std
+        stream = np.random.Generator(np.random.PCG64([recipe.seed, zlib.crc32(name.encode())]))
+        values = torch.from_numpy(stream.random(parameter.numel(), dtype=np.float32))
+        values.sub_(0.5).mul_(std * 12**0.5)  # a uniform variable of width 1 has variance 1/12
+        parameter.data.copy_(values.view(parameter.shape))
+
+
+def train_tokenizer(vocab_size: int) -> Tokenizer:
+    """A byte-level BPE with exactly `vocab_size` tokens, trained on the corpus that ships with the package."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=1,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS.read_text(encoding="utf-8").splitlines(), trainer)
+    if tokenizer.get_vocab_size() != vocab_size:
+        most = tokenizer.get_vocab_size()
+        raise ConfigError("model.recipe.vocab_size", f"must be at most {most}, all the corpus yields, got {vocab_size}")
+    bos_id = tokenizer.token_to_id(BOS)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, bos_id)]
+    )
+    return tokenizer

@@ -1,0 +1,1 @@
+"""What a run leaves behind: spans and passes in, metrics, traces, run folders and tables out. Torch-free."""

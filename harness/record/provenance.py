@@ -1,0 +1,85 @@
+"""What produced a run's numbers: the code's version, the software around it, and the machine."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import harness
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "numpy", "hydra-core", "wandb")
+
+
+def code_version(root: Path | None = None) -> str:
+    """Short commit of the checkout, with `+` and a hash of what differs from it (changed and untracked files).
+
+    Where there is no git or no checkout, the package's version: two such runs are told apart by nothing else.
+    """
+    folder = root or Path(harness.__file__).parents[1]
+    if not (folder / ".git").exists():
+        return f"v{harness.__version__}"
+    commit = _git(folder, "rev-parse", "--short=10", "HEAD")
+    untracked = _git(folder, "ls-files", "--others", "--exclude-standard", "-z")
+    if untracked is None:
+        return f"v{harness.__version__}"
+    changes = _git(folder, "diff", "--no-ext-diff", "HEAD") if commit else b""
+    dirty = hashlib.sha256(changes or b"")
+    names = sorted(name for name in untracked.split(b"\0") if name)
+    for name in names:
+        dirty.update(name + b"\0" + _content(folder / os.fsdecode(name)))
+    text = commit.decode().strip() if commit else "uncommitted"
+    return f"{text}+{dirty.hexdigest()[:8]}" if changes or names else text
+
+
+def environment(packages: Iterable[str] = _PACKAGES) -> dict[str, Any]:
+    """Versions of Python and of the packages that are installed, and the machine's processor, cores and memory."""
+    versions = {name: _version(name) for name in packages}
+    return {
+        "python": platform.python_version(),
+        "packages": {name: version for name, version in versions.items() if version},
+        "harness": harness.__version__,
+        "system": f"{platform.system()} {platform.release()}",
+        "processor": _processor(),
+        "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    }
+
+
+def _git(folder: Path, *arguments: str) -> bytes | None:
+    environ = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # reading must not disturb a git command of the user's
+    try:
+        asked = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, timeout=20, env=environ, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return asked.stdout if asked.returncode == 0 else None
+
+
+def _content(path: Path) -> bytes:
+    """What tells two states of an untracked file apart; of a large one its size and time, so that this stays fast."""
+    try:
+        status = path.stat()
+        return path.read_bytes() if status.st_size < 1_000_000 else f"{status.st_size} {status.st_mtime_ns}".encode()
+    except OSError:
+        return b"unreadable"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

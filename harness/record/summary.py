@@ -1,0 +1,158 @@
+"""`summary.json`: one flat, complete account of a run, from its passes, its spans and a few facts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.machine.base import H2D, LaneKind
+from harness.record.files import plain
+from harness.record.metrics import (
+    bottleneck,
+    idle_share,
+    kind_totals,
+    link_rate,
+    overlap_ratio,
+    steady_window,
+    stolen_core_share,
+    utilization,
+)
+from harness.record.passes import PassRecord
+from harness.record.spans import Spans, SpanTable
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What passes and spans do not know. Times are host seconds; None means that nobody knows.
+
+    `setup_s` is everything before the first pass, `wall_s` the whole run. `num_requests` were asked for; each ends
+    finished or rejected. `gpu_tok_s` (the papers' T_GPU) is what the gpu lane would process if it never waited.
+    `ceilings_gb_s` holds link ceilings by kind of lane. `verify` has mode, checked, mismatched, excused and
+    tokens_checked.
+    """
+
+    status: str
+    label: str
+    strategy: str
+    model: str
+    dataset: str
+    machine: str
+    hardware: str
+    num_requests: int = 0
+    num_finished: int = 0
+    num_rejected: int = 0
+    prompt_tokens: int = 0
+    wall_s: float = 0.0
+    setup_s: float = 0.0
+    predicted_throughput_tok_s: float | None = None
+    gpu_tok_s: float | None = None
+    ceilings_gb_s: Mapping[str, float] = field(default_factory=dict)
+    peak_bytes: Mapping[str, int] = field(default_factory=dict)
+    capacity_bytes: Mapping[str, int] = field(default_factory=dict)
+    memory_holders: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    verify: Mapping[str, Any] = field(default_factory=lambda: {"mode": "off", "checked": 0, "mismatched": 0})
+    data_source: str = "unknown"
+    weights_source: str = "unknown"
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+def build_summary(
+    facts: RunFacts, passes: Sequence[PassRecord], spans: Spans, extra: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """All of `facts`, and what follows from passes and spans; `extra` is added as it is.
+
+    Throughput covers all passes, from the start of the first to the end of the last: `throughput_tok_s` counts
+    generated tokens, `processed_tok_s` prefilled and decoded ones. Shares, rates and the bottleneck cover the steady
+    window only.
+    """
+    table = SpanTable.of(spans)
+    window = steady_window(passes)
+    summary = {
+        **_identity(facts),
+        **_requests(facts, passes),
+        **_throughput(facts, passes),
+        **_steady(facts, passes, table),
+        "peak_bytes": {tier: facts.peak_bytes.get(tier) for tier in ("device", "pinned", "host")}
+        | dict(facts.peak_bytes),
+        "capacity_bytes": facts.capacity_bytes,
+        "memory_holders": facts.memory_holders,
+        "verify": facts.verify,
+        "plan": facts.plan,
+        "num_spans": sum(len(lane.rows) for lane in table.lanes.values()),
+        "window": {"start_s": window[0], "end_s": window[1], "covers": _covers(passes)},
+        **(extra or {}),
+    }
+    result = plain(summary)
+    assert isinstance(result, dict)
+    return result
+
+
+def accuracy(predicted: float | None, observed: float | None) -> float | None:
+    """1 - |predicted - observed| / observed, below 0 where the prediction is off by more than the observation."""
+    if predicted is None or not observed:
+        return None
+    return 1.0 - abs(predicted - observed) / observed
+
+
+def _identity(facts: RunFacts) -> dict[str, Any]:
+    names = ("status", "error", "label", "strategy", "model", "dataset", "machine", "hardware")
+    return {name: getattr(facts, name) for name in (*names, "data_source", "weights_source")}
+
+
+def _requests(facts: RunFacts, passes: Sequence[PassRecord]) -> dict[str, Any]:
+    return {
+        "num_requests": facts.num_requests,
+        "num_finished": facts.num_finished,
+        "num_rejected": facts.num_rejected,
+        "prompt_tokens": facts.prompt_tokens,
+        "generated_tokens": sum(p.generated_tokens for p in passes),
+        "preemptions": sum(p.num_preemptions for p in passes),
+        "num_passes": len(passes),
+    }
+
+
+def _throughput(facts: RunFacts, passes: Sequence[PassRecord]) -> dict[str, Any]:
+    """Generation time is prefill and decode, without set-up and verification."""
+    length_s = max(p.end_s for p in passes) - min(p.start_s for p in passes) if passes else 0.0
+    observed = sum(p.generated_tokens for p in passes) / length_s if length_s > 0 else None
+    processed = sum(p.num_tokens for p in passes) / length_s if length_s > 0 else None
+    return {
+        "wall_s": facts.wall_s,
+        "setup_s": facts.setup_s,
+        "generation_s": length_s,
+        "throughput_tok_s": observed,
+        "processed_tok_s": processed,
+        "predicted_throughput_tok_s": facts.predicted_throughput_tok_s,
+        "prediction_accuracy": accuracy(facts.predicted_throughput_tok_s, observed),
+    }
+
+
+def _steady(facts: RunFacts, passes: Sequence[PassRecord], table: SpanTable) -> dict[str, Any]:
+    window = steady_window(passes)
+    length_s = window[1] - window[0]
+    inside = [p for p in passes if window[0] <= p.start_s and p.end_s <= window[1]]
+    processed_tok_s = sum(p.num_tokens for p in inside) / length_s if length_s > 0 else None
+    h2d = link_rate(table, H2D, window)
+    ranks = {lane.rank for lane in table.lanes}
+    return {
+        "window_s": length_s,
+        "utilization": utilization(table, window),
+        "tokens_per_t_gpu": processed_tok_s / facts.gpu_tok_s
+        if processed_tok_s is not None and facts.gpu_tok_s
+        else None,
+        "h2d_gb_s": h2d.window_gb_s,
+        "h2d_busy_gb_s": h2d.busy_gb_s,
+        "h2d_ceiling_gb_s": facts.ceilings_gb_s.get(LaneKind.H2D.value),
+        "overlap_ratio": overlap_ratio(table, window),
+        "idle_share": idle_share(table, window) if length_s > 0 else None,
+        "stolen_core_share": stolen_core_share(table, window),
+        "where_time_goes": kind_totals(table, window),
+        "bottleneck": bottleneck(table, window, facts.ceilings_gb_s),
+        "num_ranks": len(ranks) or 1,
+    }
+
+
+def _covers(passes: Sequence[PassRecord]) -> str:
+    return "all passes" if len(passes) < 4 else "second pass to last but one"

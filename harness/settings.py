@@ -1,0 +1,77 @@
+"""The whole configuration of a run as one frozen object; Hydra's dictionaries end here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Literal
+
+from harness.config import ConfigError, config, parse, require
+from harness.hardware.profile import HardwareConfig
+from harness.model.config import ModelConfig
+from harness.record.wandb_sink import WandbConfig
+from harness.workload.config import DatasetConfig
+
+
+@config
+class ExperimentInfo:
+    """Names the group of runs that belong together."""
+
+    name: str
+    description: str
+
+
+@config
+class Settings:
+    """One run. `strategy` and `machine` are parsed by the package and module that they name."""
+
+    strategy: dict[str, Any]
+    machine: dict[str, Any]
+    model: ModelConfig
+    dataset: DatasetConfig
+    hardware: HardwareConfig
+    experiment: ExperimentInfo
+    wandb: WandbConfig
+    kv_cache_gb: float
+    kv_block_tokens: int
+    stop_at_eos: bool
+    seed: int
+    verify: Literal["off", "sample", "all"]
+    verify_requests: int
+    results_dir: str
+    progress: bool
+
+    def __post_init__(self) -> None:
+        require(self.kv_cache_gb > 0, "kv_cache_gb", f"must be > 0, got {self.kv_cache_gb}")
+        require(self.kv_block_tokens >= 1, "kv_block_tokens", f"must be >= 1, got {self.kv_block_tokens}")
+        require(self.seed >= 0, "seed", f"must be >= 0, got {self.seed}")
+        require(self.verify_requests >= 1, "verify_requests", f"must be >= 1, got {self.verify_requests}")
+
+    @property
+    def strategy_name(self) -> str:
+        """The last part of the strategy's package."""
+        return str(self.strategy.get("package", "")).rsplit(".", 1)[-1]
+
+
+def parse_settings(values: Mapping[str, Any]) -> Settings:
+    """Raises ConfigError naming the field."""
+    return parse(Settings, values)
+
+
+def load_strategy(values: Mapping[str, Any]) -> tuple[ModuleType, Any]:
+    """The strategy's package and its parsed settings; `values` is the `strategy` group of the configuration."""
+    settings = dict(values)
+    package = settings.pop("package", None)
+    if not isinstance(package, str):
+        raise ConfigError("strategy.package", "missing; name the Python package of the strategy")
+    try:
+        module = import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{package}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError("strategy.package", f"there is no package '{package}'") from error
+    for name in ("Config", "build"):
+        if not hasattr(module, name):
+            raise ConfigError("strategy.package", f"'{package}' has no {name}")
+    return module, parse(module.Config, settings, "strategy")

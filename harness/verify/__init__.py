@@ -1,0 +1,1 @@
+"""Checks generated tokens against Hugging Face transformers, for the same checkpoint and prompts."""

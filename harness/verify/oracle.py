@@ -1,0 +1,205 @@
+"""`verify`: are these the tokens that Hugging Face transformers gives for the same checkpoint?
+
+float32: `generate`, token for token. Where a sequence diverges, it is replayed teacher-forced with its recorded
+routing, and the divergence is excused only if the replay explains it by choices within rounding of each other.
+
+bfloat16: a free-running comparison proves nothing, since rounding flips a route for every seventh token or so and the
+texts part. So a float32 copy of the reference is fed the run's own tokens with the run's own routing replayed, and
+every token and every expert chosen must be a near-best choice there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from harness.model.checkpoint import Checkpoint
+from harness.verify.records import GeneratedSequence, Segment, VerifyReport
+from harness.verify.reference import Reference, reference_for
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    token_gap: float  # below the reference's best logit, in standard deviations of the logits
+    router_gap: float  # below the reference's k-th best expert, in router probability
+
+
+TOLERANCES = {"float32": Tolerance(1e-5, 1e-5), "bfloat16": Tolerance(0.15, 0.03)}
+MODES = {"float32": "float32, Hugging Face generate", "bfloat16": "bfloat16, teacher-forced with replayed routing"}
+
+
+@dataclass
+class _Findings:
+    """What the check of one sequence has found."""
+
+    mismatches: list[str] = field(default_factory=list)
+    excused: int = 0
+    worst_gap: float = 0.0
+    worst_router_gap: float = 0.0
+    top_two_gaps: list[float] = field(default_factory=list)  # by generated token: best against second best
+    rerouted: bool = False  # a choice that the reference would have made otherwise
+
+
+def verify(checkpoint: Checkpoint, sequences: Sequence[GeneratedSequence], *, eos: bool) -> VerifyReport:
+    """Check every sequence that generated anything; `eos` says whether the run stopped at the end token.
+
+    Raises `ValueError` naming the request whose recorded routing does not have the shape its lives need.
+    """
+    reference, dtype = reference_for(checkpoint), checkpoint.spec.dtype
+    checked = [sequence for sequence in sequences if len(sequence.generated_ids)]
+    findings = []
+    for sequence in checked:
+        found = _past_the_end(reference, sequence) if eos else _Findings()
+        if not found.mismatches:
+            check = _check_float32 if dtype == "float32" else _check_bfloat16
+            found = check(reference, sequence, eos)
+        findings.append(found)
+    return VerifyReport(
+        mode=MODES[dtype],
+        checked=len(checked),
+        tokens_checked=sum(len(sequence.generated_ids) for sequence in checked),
+        mismatched=sum(bool(found.mismatches) for found in findings),
+        excused=sum(found.excused for found in findings),
+        worst_gap=max((found.worst_gap for found in findings), default=0.0),
+        worst_router_gap=max((found.worst_router_gap for found in findings), default=0.0),
+        first_mismatch=next((text for found in findings for text in found.mismatches), None),
+    )
+
+
+def _past_the_end(reference: Reference, sequence: GeneratedSequence) -> _Findings:
+    eos_id, ids = reference.spec.eos_token_id, list(sequence.generated_ids)
+    if eos_id in ids[:-1]:
+        index = ids.index(eos_id)
+        text = f"request {sequence.request_id}, generated token {index + 1}: went on after end token {eos_id}"
+        return _Findings(mismatches=[text])
+    return _Findings()
+
+
+def _check_float32(reference: Reference, sequence: GeneratedSequence, eos: bool) -> _Findings:
+    got = list(sequence.generated_ids)
+    expected = reference.generate(sequence.prompt_ids, len(got), eos=eos)
+    if got == expected:
+        return _Findings()
+    index = next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), len(expected))
+    tolerance = TOLERANCES["float32"]
+    found = _check_lives(reference, sequence, tolerance)
+    if not found.mismatches:
+        explained = found.rerouted or found.excused or found.top_two_gaps[index] < tolerance.token_gap
+        if explained:
+            found.excused = max(1, found.excused)
+        else:
+            wanted = expected[index] if index < len(expected) else "the end"
+            found.mismatches.append(
+                f"request {sequence.request_id}, generated token {index}: expected {wanted}, got {got[index]}, and no "
+                f"choice within rounding explains it"
+            )
+    return found
+
+
+def _check_bfloat16(reference: Reference, sequence: GeneratedSequence, eos: bool) -> _Findings:
+    if any(segment.routing is None for segment in sequence.segments):
+        raise ValueError(f"request {sequence.request_id}: segments: bfloat16 verification needs recorded routing")
+    found = _check_lives(reference, sequence, TOLERANCES["bfloat16"])
+    found.excused = 0  # here the tolerance is the test itself, not an exception to it
+    return found
+
+
+def _check_lives(reference: Reference, sequence: GeneratedSequence, tolerance: Tolerance) -> _Findings:
+    """Teacher-forced: the tokens of each life of the KV cache, in the context of that life."""
+    found = _Findings()
+    for segment, first, end in sequence.lives():
+        _check_life(reference, sequence, (segment, first, end), tolerance, found)
+    return found
+
+
+def _check_life(
+    reference: Reference,
+    sequence: GeneratedSequence,
+    life: tuple[Segment, int, int],
+    tolerance: Tolerance,
+    found: _Findings,
+) -> None:
+    segment, first, end = life
+    num_prompt = len(sequence.prompt_ids)
+    token_ids = [*sequence.prompt_ids, *sequence.generated_ids][: num_prompt + end - 1]
+    routing = _checked_routing(reference, sequence, segment, len(token_ids))
+    invalid = routing is not None and _invalid_choice(reference, routing)
+    if invalid:
+        found.mismatches.append(f"request {sequence.request_id}, {invalid}")
+        return
+    logits, probs = reference.forward(
+        token_ids, None if routing is None else routing.numpy(), first_logit=num_prompt + first - 1
+    )
+    _compare_routing(reference, sequence, routing, probs, tolerance, found)
+    _compare_tokens(sequence, first, logits, tolerance, found)
+
+
+def _checked_routing(
+    reference: Reference, sequence: GeneratedSequence, segment: Segment, num_positions: int
+) -> Tensor | None:
+    if segment.routing is None:
+        return None
+    spec, shape = reference.spec, segment.routing.shape
+    if len(shape) != 3 or shape[0] < num_positions or shape[1:] != (spec.num_layers, spec.experts_per_token):
+        needed = f"[>= {num_positions}, {spec.num_layers}, {spec.experts_per_token}]"
+        raise ValueError(f"request {sequence.request_id}: routing: must have shape {needed}, got {list(shape)}")
+    return torch.from_numpy(segment.routing[:num_positions].astype("int64"))
+
+
+def _invalid_choice(reference: Reference, routing: Tensor) -> str:
+    """Expert ids outside the model, or one expert twice for a token: text of the first, else empty."""
+    ordered = routing.sort(dim=-1).values
+    wrong = (ordered[..., 0] < 0) | (ordered[..., -1] >= reference.spec.num_experts)
+    wrong |= (ordered[..., 1:] == ordered[..., :-1]).any(dim=-1)
+    for position, layer in wrong.nonzero()[:1].tolist():
+        return f"position {position}, layer {layer}: impossible experts {routing[position, layer].tolist()}"
+    return ""
+
+
+def _compare_routing(
+    reference: Reference,
+    sequence: GeneratedSequence,
+    routing: Tensor | None,
+    probs: Tensor,
+    tolerance: Tolerance,
+    found: _Findings,
+) -> None:
+    """Every choice within the tolerance of the reference's k-th best; probs [layers, positions, experts]."""
+    spec = reference.spec
+    best = probs.topk(min(spec.experts_per_token + 1, spec.num_experts), dim=-1)
+    boundary = best.values[..., spec.experts_per_token - 1]  # [layers, positions]
+    if routing is None:  # the reference chose for itself: a divergence may hide behind any choice this close
+        runner_up = best.values[..., -1]
+        found.rerouted |= bool((boundary - runner_up < tolerance.router_gap).any()) and best.values.shape[-1] > spec.experts_per_token
+        return
+    chosen = routing.transpose(0, 1)
+    gaps = (boundary - probs.gather(-1, chosen).amin(dim=-1)).clamp(min=0)
+    found.rerouted |= bool((gaps > 0).any())
+    found.worst_router_gap = max(found.worst_router_gap, gaps.max().item())
+    for layer, position in (gaps > tolerance.router_gap).nonzero()[:1].tolist():
+        found.mismatches.append(
+            f"request {sequence.request_id}, position {position}, layer {layer}: chose experts "
+            f"{chosen[layer, position].tolist()}, {gaps[layer, position]:.3g} router probability below the reference's "
+            f"{best.indices[layer, position, : spec.experts_per_token].tolist()}"
+        )
+
+
+def _compare_tokens(
+    sequence: GeneratedSequence, first: int, logits: Tensor, tolerance: Tolerance, found: _Findings
+) -> None:
+    """logits [tokens of this life, vocab]: the i-th row is what the reference says generated token first + i is."""
+    ids = torch.tensor(list(sequence.generated_ids)[first : first + logits.shape[0]])
+    best = logits.topk(2, dim=-1)
+    std = logits.std(dim=-1)
+    gaps = (best.values[:, 0] - logits.gather(-1, ids[:, None])[:, 0]) / std
+    found.top_two_gaps += ((best.values[:, 0] - best.values[:, 1]) / std).tolist()
+    found.worst_gap = max(found.worst_gap, gaps.max().item())
+    found.excused += int(((gaps > 0) & (gaps <= tolerance.token_gap)).sum())
+    for (row,) in (gaps > tolerance.token_gap).nonzero()[:1].tolist():
+        found.mismatches.append(
+            f"request {sequence.request_id}, generated token {first + row}: expected {best.indices[row, 0].item()}, "
+            f"got {ids[row].item()}, {gaps[row]:.3g} logit standard deviations below"
+        )

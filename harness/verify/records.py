@@ -1,0 +1,67 @@
+"""What a run hands over for verification, and what verification answers. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """One life of a sequence's KV cache: from a prefill (the first, or one after a preemption) until the next.
+
+    `routing` int16 [positions, layers, k] holds the expert ids chosen in this life at positions 0, 1, ... of prompt
+    plus generated tokens; None where the run did not record it, which float32 verification alone accepts. The tokens
+    from `first_generated_index` up to the next segment's were generated in this life.
+    """
+
+    first_generated_index: int
+    routing: NDArray[np.int16] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratedSequence:
+    """A finished request. Its last token was sampled but never fed, so it has no routing."""
+
+    request_id: int | str
+    prompt_ids: Sequence[int]
+    generated_ids: Sequence[int]
+    segments: Sequence[Segment]
+
+    def __post_init__(self) -> None:
+        starts = [segment.first_generated_index for segment in self.segments]
+        valid = bool(starts) and starts[0] == 0 and all(a <= b for a, b in zip(starts, starts[1:], strict=False))
+        if not valid or starts[-1] > len(self.generated_ids):
+            raise ValueError(
+                f"request {self.request_id}: segments: must start at 0 and ascend within "
+                f"{len(self.generated_ids)} generated tokens, got {starts}"
+            )
+
+    def lives(self) -> list[tuple[Segment, int, int]]:
+        """(segment, first, end): tokens first..end-1 came from this life. Lives that yielded none are left out."""
+        starts = [segment.first_generated_index for segment in self.segments]
+        ends = [*starts[1:], len(self.generated_ids)]
+        return [life for life in zip(self.segments, starts, ends, strict=True) if life[1] < life[2]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReport:
+    """`mode` says what was compared. `checked` and `mismatched` count sequences; `excused` counts divergences that lie
+    within float32's rounding. Gaps: how far a chosen token lay below the reference's best, in standard deviations of
+    the logits, and a chosen expert below the reference's k-th best, in router probability."""
+
+    mode: str
+    checked: int
+    tokens_checked: int
+    mismatched: int
+    excused: int
+    worst_gap: float
+    worst_router_gap: float
+    first_mismatch: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.mismatched == 0

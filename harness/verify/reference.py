@@ -1,0 +1,152 @@
+"""The Hugging Face model behind verification, in float32: free-running generation, and replay of recorded routing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from harness.model.cache import cache_folder
+from harness.model.checkpoint import Checkpoint
+from harness.model.quiet import quiet_transformers
+
+# Eager attention holds [heads, length, length] scores: beyond this many positions the fused kernel takes its place.
+EAGER_ATTENTION_POSITIONS = 2048
+
+
+class Forward(NamedTuple):
+    """One teacher-forced pass over one sequence."""
+
+    logits: Tensor  # float32 [asked positions, vocab]
+    router_probs: Tensor  # float32 [layers, positions, experts]
+
+
+@lru_cache(maxsize=2)
+def _loaded(folder: Path, fingerprint: str, dtype: str) -> Reference:
+    return Reference(Checkpoint(folder, dtype), fingerprint)
+
+
+def reference_for(checkpoint: Checkpoint) -> Reference:
+    """The reference of a checkpoint; the last two stay loaded."""
+    return _loaded(checkpoint.folder.resolve(), checkpoint.fingerprint(), checkpoint.spec.dtype)
+
+
+class Reference:
+    def __init__(self, checkpoint: Checkpoint, fingerprint: str) -> None:
+        self.spec, self._family = checkpoint.spec, checkpoint.family
+        self._model = _load_float32(checkpoint)
+        self._probs: list[Tensor | None] = [None] * self.spec.num_layers
+        self._routing: Tensor | None = None  # [layers, positions, k] while a replay runs
+        routers = self._family.reference_routers(self._model)
+        assert len(routers) == self.spec.num_layers, "one router a layer"
+        for layer, router in enumerate(routers):
+            router.register_forward_hook(self._router_hook(layer))
+        self._cache = _GenerationCache(fingerprint)
+
+    def _router_hook(self, layer: int) -> Any:
+        def hook(router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> Any:
+            logits, weights, _ = output
+            probs = self._family.router_probs(self.spec, logits)
+            self._probs[layer] = probs
+            if self._routing is None:
+                return None
+            expert_ids = self._routing[layer]
+            return logits, self._family.route(self.spec, probs, expert_ids).to(weights.dtype), expert_ids
+
+        return hook
+
+    def generate(self, prompt_ids: Sequence[int], num_tokens: int, *, eos: bool) -> list[int]:
+        """Greedy `generate`: up to `num_tokens` tokens, ending early after the end token if `eos`."""
+        known = self._cache.get(prompt_ids, eos)
+        eos_id = self.spec.eos_token_id if eos else None
+        if known is None or (len(known) < num_tokens and not (eos_id is not None and known[-1:] == [eos_id])):
+            known = self._generate(prompt_ids, num_tokens, eos_id)
+            self._cache.put(prompt_ids, eos, known)
+        return known[:num_tokens]
+
+    @torch.inference_mode()
+    def _generate(self, prompt_ids: Sequence[int], num_tokens: int, eos_id: int | None) -> list[int]:
+        from transformers import GenerationConfig
+
+        self._choose_attention(len(prompt_ids) + num_tokens)
+        input_ids = torch.tensor([list(prompt_ids)])
+        settings = GenerationConfig(do_sample=False, max_new_tokens=num_tokens, eos_token_id=eos_id, pad_token_id=0)
+        with quiet_transformers():
+            output = self._model.generate(  # type: ignore[operator]
+                input_ids, attention_mask=torch.ones_like(input_ids), generation_config=settings
+            )
+        return output[0, len(prompt_ids) :].tolist()
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Sequence[int], routing: NDArray[np.int16] | None, first_logit: int) -> Forward:
+        """Teacher-forced over `token_ids`, with `routing` [positions, layers, k] in place of the model's own choice
+        if given. Logits are those at positions `first_logit` and later."""
+        self._choose_attention(len(token_ids))
+        if routing is not None:
+            self._routing = torch.from_numpy(routing.astype(np.int64)).transpose(0, 1).contiguous()
+        try:
+            output = self._model(torch.tensor([list(token_ids)]), use_cache=False, logits_to_keep=len(token_ids) - first_logit)
+        finally:
+            self._routing = None
+        return Forward(output.logits[0].float(), torch.stack([probs for probs in self._probs if probs is not None]))
+
+    def _choose_attention(self, num_positions: int) -> None:
+        wanted = "eager" if num_positions <= EAGER_ATTENTION_POSITIONS else "sdpa"
+        if self._model.config._attn_implementation != wanted:  # type: ignore[union-attr]
+            self._model.set_attn_implementation(wanted)  # type: ignore[operator]
+
+
+def _load_float32(checkpoint: Checkpoint) -> nn.Module:
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    with quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained(
+            checkpoint.folder,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            trust_remote_code=False,
+            local_files_only=True,
+        )
+    model.generation_config = GenerationConfig()  # the checkpoint's own would fill in a temperature or an end token
+    if checkpoint.spec.dtype == "bfloat16" and checkpoint.stored_dtypes() != {"bfloat16"}:
+        for parameter in model.parameters():  # the run used rounded weights, so the reference does too
+            parameter.data = parameter.data.bfloat16().float()
+    return model.eval()
+
+
+class _GenerationCache:
+    """Reference generations on disk, one JSON file a prompt. A damaged file counts as absent."""
+
+    def __init__(self, fingerprint: str) -> None:
+        import transformers
+
+        versions = f"transformers-{transformers.__version__}-torch-{torch.__version__}".replace("+", "-")
+        self._folder = cache_folder() / "references" / fingerprint / versions
+
+    def _path(self, prompt_ids: Sequence[int], eos: bool) -> Path:
+        digest = hashlib.sha256(json.dumps(list(prompt_ids)).encode()).hexdigest()[:24]
+        return self._folder / f"{digest}{'-eos' if eos else ''}.json"
+
+    def get(self, prompt_ids: Sequence[int], eos: bool) -> list[int] | None:
+        try:
+            content = json.loads(self._path(prompt_ids, eos).read_text())
+            return content["generated_ids"] if content["prompt_ids"] == list(prompt_ids) else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def put(self, prompt_ids: Sequence[int], eos: bool, generated_ids: list[int]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=self._folder, delete=False, suffix=".tmp") as file:
+            json.dump({"prompt_ids": list(prompt_ids), "generated_ids": generated_ids}, file)
+        os.replace(file.name, self._path(prompt_ids, eos))

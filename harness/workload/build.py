@@ -1,0 +1,86 @@
+"""A dataset's configuration, a tokenizer and a seed in; the requests of a run out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.config import ConfigError, require
+from harness.workload.config import DatasetConfig
+from harness.workload.fit import LengthLimits, Prompt
+from harness.workload.real import real_candidates
+from harness.workload.request import Request, Workload
+from harness.workload.synthetic import synthetic_candidates
+from harness.workload.tokens import Candidate, Tokenizer
+
+GIVE_UP_AFTER = 10_000  # candidates in a row that are all too short: what is asked for is practically never drawn
+
+
+def build_workload(
+    config: DatasetConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    vocab_size: int,
+    max_positions: int,
+    seed: int,
+    field: str = "dataset",
+) -> Workload:
+    """The workload `config` describes; a longer one (`num_requests`) begins with the shorter one of the same seed.
+
+    Real prompts keep their order and repeat when they run out. `tokenizer` may be None for synthetic prompts, whose
+    ids are then uniform over the vocabulary. Bad input raises one `ConfigError`, its field below `field`.
+    """
+    require(seed >= 0, "seed", f"must be 0 or more, got {seed}")
+    is_synthetic = config.path is None and not config.use_hub
+    try:
+        limits = LengthLimits.of(config, max_positions)
+        if is_synthetic:
+            candidates, source = synthetic_candidates(config, tokenizer, limits, vocab_size, seed)
+        else:
+            candidates, source = real_candidates(config, tokenizer, limits)
+        prompts = _fitting(candidates, config, limits, source)
+    except ConfigError as error:
+        raise error.below(field) from error.__cause__
+    largest = max(max(prompt.ids) for prompt in prompts)
+    require(largest < vocab_size, "model", f"its tokenizer gives id {largest}, its vocabulary has {vocab_size} entries")
+    return Workload(
+        name=config.name,
+        requests=_requests(prompts, config, tokenizer),
+        source=f"{'synthetic' if is_synthetic else 'real'}: {source}{limits.notes()}",
+        is_synthetic=is_synthetic,
+    )
+
+
+def _fitting(candidates: Iterator[Candidate], config: DatasetConfig, limits: LengthLimits, source: str) -> list[Prompt]:
+    """The first `num_requests` candidates that have, or get, an allowed length; fewer where the candidates end."""
+    prompts: list[Prompt] = []
+    num_left_out = 0
+    for candidate in candidates:
+        prompt = limits.apply(candidate)
+        if prompt is not None:
+            prompts.append(prompt)
+        num_left_out = 0 if prompt is not None else num_left_out + 1
+        if len(prompts) == config.num_requests or num_left_out == GIVE_UP_AFTER:
+            break
+    if not prompts:
+        origin = "path" if config.path else "hub_id" if config.use_hub else "lengths"
+        raise ConfigError("min_prompt_tokens" if num_left_out else origin, f"{source}: no prompt{limits.notes()}")
+    return prompts
+
+
+def _requests(prompts: list[Prompt], config: DatasetConfig, tokenizer: Tokenizer | None) -> tuple[Request, ...]:
+    def text_of(prompt: Prompt) -> str | None:
+        if prompt.text is not None or tokenizer is None:
+            return prompt.text
+        text: str = tokenizer.decode(list(prompt.ids), skip_special_tokens=True)
+        return text
+
+    texts = [text_of(prompt) for prompt in prompts]
+    return tuple(
+        Request(
+            request_id=number,
+            prompt_ids=prompts[number % len(prompts)].ids,
+            max_new_tokens=config.max_new_tokens,
+            text=texts[number % len(prompts)],
+        )
+        for number in range(config.num_requests)
+    )

@@ -1,0 +1,1 @@
+"""One package a strategy; each offers `Config` and `build(config, engine) -> Strategy`."""

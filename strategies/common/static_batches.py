@@ -1,0 +1,75 @@
+"""Static batching with the phases apart: fill the KV cache, prefill all of it, decode all of it to the end, repeat.
+
+Room for each sequence's full length is set aside at admission, so nothing is ever preempted. Schedulers of systems
+without prefill/decode overlap (PAPERS: MoE-Lightning, MoE-Gen, FlexGen) start from this.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from harness.engine.batch import PassPlan
+from harness.engine.sequences import Sequence, State
+from harness.memory.kv_cache import BlockAllocator
+
+
+class StaticBatches:
+    """`max_pass_tokens` bounds one prefill pass; a batch larger than that is prefilled in several."""
+
+    def __init__(self, sequences: Iterable[Sequence], allocator: BlockAllocator, *, max_pass_tokens: int) -> None:
+        self._queue = deque(sequences)
+        self._allocator = allocator
+        self._max_pass_tokens = max_pass_tokens
+        self._admitted: deque[Sequence] = deque()  # blocks set aside, not prefilled yet
+        self._running: list[Sequence] = []
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue) + len(self._admitted)
+
+    def next_pass(self) -> PassPlan | None:
+        if not self._admitted and not self._running:
+            self._admit_batch()
+        if self._admitted:
+            return PassPlan(prefill=self._next_prefill(), decode=[], mode="prefill")
+        if self._running:
+            return PassPlan(prefill=[], decode=self._running[: self._max_pass_tokens], mode="decode")
+        return None
+
+    def retire(self, plan: PassPlan, ended: list[Sequence]) -> None:
+        gone = set(ended)
+        self._running.extend(plan.prefill)
+        decoded = set(plan.decode)
+        waiting = [s for s in self._running if s not in decoded and s not in gone]
+        self._running = waiting + [s for s in self._running if s in decoded and s not in gone]
+
+    def _admit_batch(self) -> None:
+        while self._queue:
+            head = self._queue[0]
+            if reason := self._never_fits(head):
+                head.state, head.reject_reason = State.REJECTED, reason
+                self._queue.popleft()
+                continue
+            if self._allocator.missing_blocks(head, head.max_tokens) > self._allocator.num_free:
+                return
+            self._allocator.grow(head, head.max_tokens)
+            self._admitted.append(self._queue.popleft())
+
+    def _never_fits(self, sequence: Sequence) -> str | None:
+        needed = self._allocator.blocks_for(sequence.max_tokens)
+        if needed > self._allocator.num_blocks:
+            return f"needs {needed} KV blocks, the cache has {self._allocator.num_blocks}"
+        if sequence.prompt_len > self._max_pass_tokens:
+            return f"prompt of {sequence.prompt_len} tokens exceeds {self._max_pass_tokens} tokens a pass"
+        return None
+
+    def _next_prefill(self) -> list[Sequence]:
+        chosen: list[Sequence] = []
+        num_tokens = 0
+        while self._admitted and num_tokens + self._admitted[0].prompt_len <= self._max_pass_tokens:
+            sequence = self._admitted.popleft()
+            sequence.state = State.PREFILL
+            num_tokens += sequence.prompt_len
+            chosen.append(sequence)
+        return chosen

@@ -1,0 +1,41 @@
+"""MoE-Lens: resource-aware scheduling with prefill/decode overlap on the VSLPipe pipeline (paper sections 5 and 6)."""
+
+from __future__ import annotations
+
+from harness.engine.engine import Engine
+from harness.engine.strategy import Strategy
+from strategies.moelens.config import Config
+from strategies.moelens.planner import plan_policy
+from strategies.moelens.prediction import predict
+from strategies.moelens.scheduler import ResourceAwareScheduler
+from strategies.moelens.vslpipe import VSLPipe
+
+__all__ = ["Config", "build"]
+
+
+def build(config: Config, engine: Engine) -> Strategy:
+    """Profile, decide n_real, and put scheduler, pipeline and performance model together."""
+    policy = plan_policy(config, engine)
+    if config.overlap_prefill_decode:
+        scheduler = ResourceAwareScheduler(
+            engine.sequences, engine.kv, n_real=policy.n_real, max_pass_tokens=policy.max_pass_tokens
+        )
+    else:
+        from strategies.common.static_batches import StaticBatches
+
+        scheduler = StaticBatches(engine.sequences, engine.kv.allocator, max_pass_tokens=policy.n_real)  # type: ignore[assignment]
+    if config.pipeline == "vslpipe":
+        pipeline = VSLPipe(engine, config, max_tokens=policy.max_pass_tokens)
+    else:
+        from strategies.common.sequential import SequentialPipeline
+
+        pipeline = SequentialPipeline(  # type: ignore[assignment]
+            engine, max_tokens=policy.max_pass_tokens, packet_bytes=int(config.packet_mb * 1e6), prefetch=True
+        )
+    return Strategy(
+        scheduler=scheduler,
+        pipeline=pipeline,
+        prediction=predict(policy, engine),
+        gpu_tok_s=1 / (policy.profile.seconds_per_token * engine.spec.num_layers),
+        plan=policy.as_record(),
+    )

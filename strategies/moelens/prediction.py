@@ -1,0 +1,40 @@
+"""Stage 2 with every constant measured on this machine: what the run should reach according to the paper."""
+
+from __future__ import annotations
+
+from harness.engine.engine import Engine
+from harness.engine.strategy import Prediction
+from strategies.moelens.equations import stage1_tok_s, stage2
+from strategies.moelens.planner import Policy
+
+
+def predict(policy: Policy, engine: Engine) -> Prediction | None:
+    """None for an empty workload."""
+    if not engine.sequences:
+        return None
+    num_requests = len(engine.sequences)
+    p = sum(s.prompt_len for s in engine.sequences) / num_requests
+    g = round(sum(s.request.max_new_tokens for s in engine.sequences) / num_requests)
+    delta_s = policy.profile.layer_transfer_s * engine.spec.num_layers
+    blocks = engine.kv.allocator
+    answer = stage2(
+        p=p,
+        g=g,
+        num_requests=num_requests,
+        num_blocks=blocks.num_blocks,
+        block_size=blocks.block_size,
+        delta_s=delta_s,
+        pass_tokens=policy.n_real,
+    )
+    upper = stage1_tok_s(
+        p,
+        g,
+        kv_tokens=blocks.num_blocks * blocks.block_size,
+        delta_s=delta_s,
+        gpu_tok_s=policy.n_real / delta_s,
+    )
+    terms = {"p": p, "g": g, "K": num_requests, "q": answer.q, "delta_s": delta_s, "passes": answer.passes}
+    terms |= {"pass_tokens": policy.n_real, "stage1_processed_tok_s": upper}
+    return Prediction(
+        throughput_tok_s=answer.throughput_tok_s, model=f"MoE-Lens Stage 2, bound by {answer.bound}", terms=terms
+    )

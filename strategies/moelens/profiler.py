@@ -1,0 +1,136 @@
+"""The pipeline profiler (MoE-Lens §6.3, Figure 7): how many tokens keep the GPU as busy as the link.
+
+GPU time of one layer's GA and GB is measured over token counts around a first estimate while weights are streaming,
+a line time(n) = a n + c is fitted, and with the time t_w of one layer's transfer, n_real = (t_w - c) / a.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+
+from harness.engine.activations import Activations
+from harness.engine.batch import PassPlan, assemble
+from harness.engine.emitter import Emitter, InFlight
+from harness.engine.engine import Engine
+from harness.engine.sequences import Sequence, State
+from harness.machine.base import Ticket
+from harness.memory.kv_cache import BlockAllocator
+from harness.memory.weights import WeightStream
+from harness.workload.request import Request
+from strategies.moelens.vslpipe import split
+
+_FRACTIONS = (0.5, 0.75, 1.0, 1.25)
+_PROBE_TOKENS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Measured line and transfer time. `samples` are (tokens, seconds) of one layer on the gpu lane."""
+
+    seconds_per_token: float  # a
+    fixed_s: float  # c
+    layer_transfer_s: float  # t_w
+    samples: tuple[tuple[int, float], ...]
+
+    @property
+    def n_real(self) -> float:
+        return (self.layer_transfer_s - self.fixed_s) / self.seconds_per_token
+
+
+class PipelineProfiler:
+    """Runs real ops of one layer in buffers of its own, which are given back by `close`."""
+
+    def __init__(self, engine: Engine, *, prompt_tokens: int, max_tokens: int, packet_bytes: int, repeats: int) -> None:
+        self._engine = engine
+        self._prompt_tokens = prompt_tokens
+        self._repeats = repeats
+        self._max_tokens = max_tokens
+        self._emit = Emitter(engine)
+        self._stream = WeightStream(engine.machine, engine.store, depth=2, packet_bytes=packet_bytes)
+        self._acts: list[Activations] = []
+        self._rng = np.random.default_rng(0)
+
+    def measure(self) -> Profile:
+        layer_transfer_s = min(self._transfer_layer(1) for _ in range(self._repeats))
+        self._transfer_layer(0)  # the weights that the probes compute with
+        self._make_room(_PROBE_TOKENS)
+        self._compute(_PROBE_TOKENS)  # warm-up: first use of every kernel
+        estimate = _PROBE_TOKENS * layer_transfer_s / max(self._compute(_PROBE_TOKENS), 1e-9)
+        counts = sorted({int(min(max(estimate * f, 16), self._max_tokens)) for f in _FRACTIONS})
+        self._make_room(counts[-1])
+        samples = [(n, self._compute(n)) for _ in range(self._repeats) for n in counts]
+        medians = [(n, float(np.median([s for m, s in samples if m == n]))) for n in counts]
+        if len(medians) > 1:
+            slope, fixed_s = np.polyfit([n for n, _ in medians], [s for _, s in medians], 1)
+        else:
+            slope, fixed_s = medians[0][1] / medians[0][0], 0.0
+        return Profile(
+            seconds_per_token=float(max(slope, 1e-12)),
+            fixed_s=float(max(fixed_s, 0.0)),
+            layer_transfer_s=layer_transfer_s,
+            samples=tuple(samples),
+        )
+
+    def close(self) -> None:
+        self._stream.close()
+        for acts in self._acts:
+            acts.close()
+
+    def _make_room(self, max_tokens: int) -> None:
+        for acts in self._acts:
+            acts.close()
+        machine, spec = self._engine.machine, self._engine.spec
+        self._acts = [Activations(machine, spec, max_tokens=max_tokens, name=f"profiler {i}") for i in range(2)]
+
+    def _transfer_layer(self, index: int) -> float:
+        """Seconds on the link for all parts of one layer."""
+        names = self._engine.store.part_names
+        tickets = [self._stream.request(index, name) for name in names]
+        for ticket in tickets:
+            self._engine.machine.wait(ticket)
+        if index:
+            for name in names:
+                self._stream.release(index, name)
+        return max(t.finished_s or 0.0 for t in tickets) - min(t.started_s or 0.0 for t in tickets)
+
+    def _compute(self, num_tokens: int) -> float:
+        """Seconds on the gpu lane for one layer over `num_tokens` prefill tokens in two halves, while the link works."""
+        busy = [self._stream.request(1, name) for name in self._engine.store.part_names]
+        tickets: list[Ticket] = []
+        for i, half in enumerate(split(PassPlan(self._sequences(num_tokens), [], "profile"))):
+            allocator = BlockAllocator(2 * num_tokens, self._engine.kv.allocator.block_size)
+            for sequence in half[0]:
+                allocator.grow(sequence, sequence.num_tokens)
+            it = InFlight(assemble(i, half[0], [], allocator), self._acts[i])
+            self._emit.embed(it)
+            tickets += self._layer(it)
+        for ticket in tickets:
+            self._engine.machine.wait(ticket)
+        for ticket in busy:
+            self._engine.machine.wait(ticket)
+        for name in self._engine.store.part_names:
+            self._stream.release(1, name)
+        return sum((t.finished_s or 0.0) - (t.started_s or 0.0) for t in tickets)
+
+    def _layer(self, it: InFlight) -> list[Ticket]:
+        part = self._stream.part
+        tickets = [self._emit.attention_in(it, 0, part(0, "attention_in")), self._emit.prefill_attention(it, 0)]
+        tickets.append(self._emit.attention_out(it, 0, part(0, "attention_out")))
+        tickets.append(self._emit.experts(it, 0, self._stream.experts(0)))
+        tickets.append(self._emit.combine(it, 0))
+        return [t for t in tickets if t is not None]
+
+    def _sequences(self, num_tokens: int) -> list[Sequence]:
+        """Prompts of the workload's mean length with random tokens, `num_tokens` in all."""
+        sequences = []
+        for number in count():
+            length = min(self._prompt_tokens, num_tokens - number * self._prompt_tokens)
+            if length <= 0:
+                return sequences
+            ids = self._rng.integers(0, self._engine.spec.vocab_size, length)
+            request = Request(request_id=-1 - number, prompt_ids=tuple(ids.tolist()), max_new_tokens=1, text=None)
+            sequences.append(Sequence(request, state=State.PREFILL))
+        raise AssertionError("unreachable")

@@ -1,0 +1,137 @@
+"""VSLPipe (MoE-Lens §6.4, Figures 8 and 9): two halves of a batch take turns on the GPU and the CPU.
+
+A layer is GA (norm, QKV, prefill attention), C (KV append and decode attention on the CPU) and GB (O projection,
+router, experts). While the GPU computes GB and the next layer's GA for one half, the CPU attends for the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from harness.engine.activations import Activations
+from harness.engine.batch import PassPlan, assemble
+from harness.engine.emitter import Emitter, InFlight
+from harness.engine.engine import Engine
+from harness.engine.sequences import Sequence
+from harness.engine.strategy import PassResult
+from harness.memory.weights import WeightStream
+from strategies.moelens.config import Config
+
+_LAYERS_BUFFERED = 2
+
+
+class VSLPipe:
+    """The weight buffer holds two layers; the transfer unit of stage i is {O, router, experts} of a layer with
+    {norm, QKV} of the next, contiguous in host memory. Each part's place is handed on as soon as its last reader has
+    been submitted, so the link never drains, not even between passes.
+    """
+
+    def __init__(self, engine: Engine, config: Config, *, max_tokens: int) -> None:
+        machine, spec = engine.machine, engine.spec
+        self._engine = engine
+        self._num_layers = spec.num_layers
+        self._emit = Emitter(engine)
+        self._on_gpu = config.attention == "gpu"
+        self._stream = WeightStream(
+            machine, engine.store, depth=_LAYERS_BUFFERED, packet_bytes=int(config.packet_mb * 1e6)
+        )
+        self._acts = [Activations(machine, spec, max_tokens=max_tokens, name=name) for name in ("alpha", "beta")]
+        self._staging = (
+            [machine.tiers["device"].reserve(f"kv staging {i}", int(config.gpu_kv_staging_mb * 1e6)) for i in (0, 1)]
+            if self._on_gpu
+            else []
+        )
+        self._first_index = 0  # stream index of the current pass's layer 0
+
+    def run(self, plan: PassPlan) -> PassResult:
+        halves = [
+            InFlight(assemble(i, prefill, decode, self._engine.kv.allocator), self._acts[i])
+            for i, (prefill, decode) in enumerate(split(plan))
+        ]
+        alpha, beta = halves[0], halves[1:]  # beta is empty where a single sequence runs
+        if self._first_index == 0:
+            self._request_first_layers()
+        tickets = self._submit_pass(alpha, beta)
+        self._first_index += self._num_layers
+        return PassResult([it.batch for it in halves], [self._engine.machine.wait(t) for t in tickets])
+
+    def finish(self) -> None:
+        self._stream.cancel_all()
+
+    def _submit_pass(self, alpha: InFlight, beta: list[InFlight]) -> list:
+        """Figure 9, line by line."""
+        last = self._num_layers - 1
+        for it in (alpha, *beta):
+            self._emit.embed(it)
+        # Prologue: GA_0(alpha), then GA_0(beta) beside C_0(alpha).
+        self._ga(0, [alpha])
+        self._c(0, [alpha])
+        self._ga(0, beta)
+        self._pass_on(0, "attention_in")
+        for i in range(last):
+            # Stage i, phase 1: the GPU has alpha, the CPU has beta.
+            self._c(i, beta)
+            self._gb(i, [alpha])
+            self._ga(i + 1, [alpha])
+            # Phase 2: the GPU has beta, the CPU has alpha of the next layer.
+            self._c(i + 1, [alpha])
+            self._gb(i, beta)
+            self._ga(i + 1, beta)
+            self._pass_on(i, "attention_out")
+            self._pass_on(i + 1, "attention_in")
+        # Epilogue: GB of the last layer with the head.
+        self._c(last, beta)
+        self._gb(last, [alpha])
+        tickets = [self._emit.head(alpha)]
+        self._gb(last, beta)
+        self._pass_on(last, "attention_out")
+        return tickets + [self._emit.head(it) for it in beta]
+
+    def _ga(self, layer: int, half: Seq[InFlight]) -> None:
+        for it in half:
+            self._emit.attention_in(it, layer, self._stream.part(self._first_index + layer, "attention_in"))
+            self._emit.offload_qkv(it, layer)
+            self._emit.prefill_attention(it, layer)
+
+    def _c(self, layer: int, half: Seq[InFlight]) -> None:
+        for it in half:
+            self._emit.append_kv(it, layer)
+            if not self._on_gpu:
+                self._emit.decode_attention(it, layer)
+
+    def _gb(self, layer: int, half: Seq[InFlight]) -> None:
+        index = self._first_index + layer
+        for it in half:
+            if self._on_gpu and it.batch.decode:
+                self._emit.decode_attention_on_device(it, layer, self._staging)
+            self._emit.attention_out(it, layer, self._stream.part(index, "attention_out"))
+            self._emit.experts(it, layer, self._stream.experts(index))
+            self._emit.combine(it, layer)
+
+    def _pass_on(self, layer: int, first_part: str) -> None:
+        """Give a part's place, and for `attention_out` those of the experts behind it, to the layer after the next."""
+        index, names = self._first_index + layer, self._engine.store.part_names
+        behind = names[names.index(first_part) :] if first_part == "attention_out" else (first_part,)
+        for name in behind:
+            self._stream.advance(index, name)
+
+    def _request_first_layers(self) -> None:
+        for index in range(_LAYERS_BUFFERED):
+            for name in self._engine.store.part_names:
+                self._stream.request(index, name)
+
+
+def split(plan: PassPlan) -> list[tuple[list[Sequence], list[Sequence]]]:
+    """Halves alpha and beta with prefill tokens, decode tokens and decode contexts each balanced.
+
+    One half where there is one sequence; an empty half is never returned.
+    """
+    halves: list[tuple[list[Sequence], list[Sequence]]] = [([], []), ([], [])]
+    for rank, sequence in enumerate(sorted(plan.decode, key=lambda s: -s.num_tokens)):
+        halves[(rank + 1) // 2 % 2][1].append(sequence)  # 0 1 1 0 0 1 1 0 ...: counts within one, contexts balanced
+    loads = [0, 0] if len(halves[0][1]) <= len(halves[1][1]) else [1, 0]
+    for sequence in sorted(plan.prefill, key=lambda s: -s.num_tokens):
+        lighter = loads.index(min(loads))
+        halves[lighter][0].append(sequence)
+        loads[lighter] += sequence.num_tokens
+    return [half for half in halves if half[0] or half[1]]

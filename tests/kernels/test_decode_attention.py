@@ -1,0 +1,113 @@
+"""decode_attention against the float64 oracle, on every code path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from paged import DTYPES, PagedCase, paged_case
+
+import kernels
+from kernels import reference
+
+# float32 accumulation over up to a few hundred tokens, values of order 1.
+TOLERANCE = 4e-6
+
+per_isa = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+)
+
+
+def run(case: PagedCase, out_dtype: torch.dtype = torch.float32, **options) -> torch.Tensor:
+    out = torch.full(case.q.shape, float("nan"), dtype=out_dtype)
+    kernels.decode_attention(*case.arguments, out, scale=case.scale, **options)
+    return out
+
+
+def worst_error(case: PagedCase, out: torch.Tensor, **options) -> float:
+    expected = reference.decode_attention(*case.arguments, scale=case.scale, **options)
+    return float((out.double() - expected).abs().max()) if expected.numel() else 0.0
+
+
+@per_isa
+@given(
+    lengths=st.lists(st.integers(0, 70), min_size=1, max_size=4),
+    num_kv_heads=st.integers(1, 3),
+    group=st.integers(1, 9),
+    head_dim=st.sampled_from([1, 8, 20, 48, 64, 80, 96, 128, 192, 256]),
+    block_size=st.sampled_from([1, 3, 16, 32]),
+    kv=st.sampled_from(list(DTYPES)),
+    query=st.sampled_from(list(DTYPES)),
+    sliding_window=st.sampled_from([0, 1, 17, 40]),
+    num_threads=st.sampled_from([1, 2, 3]),
+    seed=st.integers(0, 1000),
+)
+def test_matches_the_oracle(
+    isa, lengths, num_kv_heads, group, head_dim, block_size, kv, query, sliding_window, num_threads, seed
+):
+    case = paged_case(
+        lengths, num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, block_size=block_size,
+        kv_dtype=DTYPES[kv], q_dtype=DTYPES[query], seed=seed,
+    )  # fmt: skip
+    out = run(case, sliding_window=sliding_window, num_threads=num_threads)
+    assert worst_error(case, out, sliding_window=sliding_window) < TOLERANCE
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 4])
+def test_long_context_split_merges_exactly(isa, num_threads):
+    case = paged_case([2500, 3], num_kv_heads=1, group=4, head_dim=64)
+    assert worst_error(case, run(case, num_threads=num_threads)) < TOLERANCE
+
+
+def test_zero_length_gives_zeros(isa):
+    out = run(paged_case([0, 5, 0]))
+    assert torch.all(out[0] == 0) and torch.all(out[2] == 0) and torch.all(out[1] != 0)
+
+
+def test_large_logits_do_not_overflow(isa):
+    case = paged_case([50, 33], magnitude=60.0, kv_dtype=torch.float32, q_dtype=torch.float32)
+    out = run(case)
+    assert torch.isfinite(out).all()
+    assert worst_error(case, out) < 60 * 1e-3  # logits of 3e4 carry float32 errors of 2e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_output_in_the_query_dtype_is_the_rounded_float32_output(isa, dtype):
+    case = paged_case([40, 7], q_dtype=dtype)
+    assert torch.equal(run(case, dtype), run(case).to(dtype))
+
+
+def test_strided_queries_and_outputs(isa):
+    case = paged_case([20, 9, 31])
+    wide_q = torch.randn(3, 3 * case.q[0].numel()).to(case.q.dtype)
+    wide_out = torch.full((3, 2 * case.q[0].numel()), 7.0)
+    q = wide_q[:, : case.q[0].numel()].view(case.q.shape)
+    q.copy_(case.q)
+    out = wide_out[:, : case.q[0].numel()].view(case.q.shape)
+    kernels.decode_attention(q, *case.arguments[1:], out, scale=case.scale)
+    assert torch.equal(out, run(case))
+    assert torch.all(wide_out[:, case.q[0].numel() :] == 7.0)
+
+
+@per_isa
+@given(
+    head_dim=st.sampled_from([64, 80, 128]),
+    group=st.integers(1, 5),
+    length=st.integers(1, 60),
+    seed=st.integers(0, 100),
+)
+def test_bf16_round_rounds_each_dot_product(isa, head_dim, group, length, seed):
+    case = paged_case([length], head_dim=head_dim, group=group, seed=seed)
+    out = run(case, mode="bf16_round")
+    assert torch.equal(out, out.bfloat16().float())
+    # A score within float32 error of a rounding boundary may fall on the other side (one bf16 step of a score of
+    # about 8 is 2^-5, scaled), and the output's own rounding may then flip too.
+    assert worst_error(case, out, bf16_round=True) < 2.0**-6
+    exact = reference.decode_attention(*case.arguments, scale=case.scale, bf16_round=True)
+    assert float((out.double() != exact).double().mean()) < 0.05
+
+
+def test_bf16_round_differs_from_float32():
+    case = paged_case([60])
+    assert not torch.equal(run(case, mode="bf16_round"), run(case).bfloat16().float())

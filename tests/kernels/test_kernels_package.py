@@ -1,0 +1,70 @@
+"""The package's name, its lazy extension, and the choice of code path, each in a fresh interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kernels
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
+    )
+
+
+def test_transformers_imports_beside_this_package():
+    code = (
+        "import transformers, transformers.integrations.hub_kernels, kernels\n"
+        "from transformers.utils.import_utils import is_kernels_available\n"
+        "from transformers import MixtralForCausalLM\n"
+        "assert not is_kernels_available()\n"
+        "print(kernels.__file__)"
+    )
+    result = python(code, HF_HUB_OFFLINE="1")
+    assert result.returncode == 0, result.stderr
+    assert Path(result.stdout.strip()) == ROOT / "kernels" / "__init__.py"
+
+
+def test_import_loads_neither_torch_nor_the_extension():
+    result = python("import sys, kernels; print('torch' in sys.modules, 'kernels._native' in sys.modules)")
+    assert result.stdout.split() == ["False", "False"], result.stderr
+
+
+def test_missing_extension_says_how_to_build():
+    result = python("import sys; sys.modules['kernels._native'] = None\nimport kernels\nkernels.isa()")
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: kernels: the C++ extension is not built") and "`pip install -e .`" in last
+
+
+def test_kernels_isa_forces_a_path():
+    result = python("import kernels; print(kernels.isa())", KERNELS_ISA="portable")
+    assert result.stdout.strip() == "portable", result.stderr
+
+
+def test_unknown_kernels_isa_is_an_error():
+    result = python("import kernels; kernels.isa()", KERNELS_ISA="neon")
+    last = result.stderr.strip().splitlines()[-1]
+    assert last == "ValueError: KERNELS_ISA: expected avx512, avx2 or portable, got 'neon'"
+
+
+def test_num_cores_is_what_the_process_may_use():
+    assert kernels.num_cores() == len(os.sched_getaffinity(0))
+
+
+def test_unknown_names_are_attribute_errors():
+    with pytest.raises(AttributeError, match="no attribute 'no_such_kernel'"):
+        _ = kernels.no_such_kernel
+
+
+def test_every_exported_name_exists():
+    for name in kernels.__all__:
+        assert getattr(kernels, name)
+        assert name in dir(kernels)

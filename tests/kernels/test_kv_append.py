@@ -1,0 +1,71 @@
+"""kv_append against one torch assignment a token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from paged import DTYPES
+
+import kernels
+from kernels import reference
+
+# Rounding ties, overflow to infinity, half-precision denormals, float32 denormals, infinities and NaN.
+SPECIAL_VALUES = [0.0, -0.0, 1.00390625, 1.01171875, 65519.9, 65520.0, 1e38, 3.4e38, 6e-8, 2.9e-8, 3e-8, 5.9e-5, 1e-40]
+SPECIAL_VALUES += [2049.0, 2051.0, float("inf"), float("-inf"), float("nan"), 6.1e-5, -6.09e-5]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    num_tokens=st.integers(0, 40),
+    num_kv_heads=st.integers(1, 4),
+    head_dim=st.sampled_from([1, 7, 64, 128]),
+    block_size=st.sampled_from([1, 4, 16]),
+    src=st.sampled_from(list(DTYPES)),
+    dst=st.sampled_from(list(DTYPES)),
+    index_dtype=st.sampled_from([torch.int32, torch.int64]),
+    padding=st.integers(0, 9),
+    seed=st.integers(0, 1000),
+)
+def test_matches_torch(isa, num_tokens, num_kv_heads, head_dim, block_size, src, dst, index_dtype, padding, seed):
+    generator = torch.Generator().manual_seed(seed)
+    row = num_kv_heads * head_dim
+    packed = torch.randn((num_tokens, 2 * row + padding), generator=generator).to(DTYPES[src])
+    k, v = (packed[:, i * row : (i + 1) * row].view(num_tokens, num_kv_heads, head_dim) for i in range(2))
+    num_blocks = num_tokens // block_size + 2
+    caches = [torch.full((num_blocks, num_kv_heads, block_size, head_dim), 3.0, dtype=DTYPES[dst]) for _ in range(2)]
+    expected = [cache.clone() for cache in caches]
+    slots = torch.randperm(num_blocks * block_size, generator=generator)[:num_tokens].to(index_dtype)
+    kernels.kv_append(k, v, *caches, slots)
+    reference.kv_append(k, v, *expected, slots)
+    assert torch.equal(caches[0], expected[0]) and torch.equal(caches[1], expected[1])
+
+
+@pytest.mark.parametrize("dst", list(DTYPES))
+@pytest.mark.parametrize("src", list(DTYPES))
+def test_conversion_of_special_values(isa, src, dst):
+    values = torch.tensor(SPECIAL_VALUES).to(DTYPES[src]).view(1, 1, -1)
+    caches = [torch.zeros(1, 1, 1, values.numel(), dtype=DTYPES[dst]) for _ in range(2)]
+    kernels.kv_append(values, -values, *caches, torch.tensor([0]))
+    for cache, source in zip(caches, (values, -values), strict=True):
+        assert torch.equal(cache.view(-1).nan_to_num(nan=123.0), source.to(DTYPES[dst]).view(-1).nan_to_num(nan=123.0))
+
+
+def test_every_half_precision_value_widens_exactly(isa):
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    for dtype in (torch.float16, torch.bfloat16):
+        values = bits.view(dtype).view(1, 1, -1)
+        caches = [torch.zeros(1, 1, 1, 2**16) for _ in range(2)]
+        kernels.kv_append(values, values, *caches, torch.tensor([0], dtype=torch.int32))
+        assert torch.equal(caches[0].view(-1).nan_to_num(nan=1.5), values.view(-1).float().nan_to_num(nan=1.5))
+
+
+def test_writes_into_strided_blocks(isa):
+    pool = torch.zeros(4, 2, 2, 8, 16)  # [num_blocks, k or v, kv_heads, block_size, head_dim]
+    k = torch.randn(5, 2, 16)
+    slots = torch.tensor([31, 0, 9, 8, 17])
+    kernels.kv_append(k, 2 * k, pool[:, 0], pool[:, 1], slots)
+    assert torch.equal(pool[slots // 8, 0, :, slots % 8], k)
+    assert torch.equal(pool[slots // 8, 1, :, slots % 8], 2 * k)
+    assert int((pool != 0).any(-1).sum()) == 2 * 2 * 5

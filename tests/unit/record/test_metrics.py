@@ -1,0 +1,179 @@
+"""Metrics against a time grid: with integer times, every quantity can be counted cell by cell."""
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recorded import link_bound_run, span
+
+from harness.machine.base import CPU, GPU, H2D, PIN, Lane, Work
+from harness.record import metrics
+from harness.record.meter import PassMeter
+from harness.record.passes import PassRecord
+from harness.record.spans import SpanTable
+
+LANES = (GPU, CPU, H2D, Lane(GPU.kind, 1))
+END = 24
+
+
+@st.composite
+def packets(draw):
+    """Any packets, overlapping ones and ones without duration included."""
+    found = []
+    for _ in range(draw(st.integers(0, 14))):
+        start = draw(st.integers(0, END))
+        end = start + draw(st.integers(0, 6))
+        work = Work(*(float(draw(st.integers(0, 60))) for _ in range(4)))
+        cpu_s = draw(st.integers(0, 8)) / 4
+        where = {"ticket": draw(st.integers(0, 5)), "cpu_s": cpu_s, "work": work}
+        found.append(span(draw(st.sampled_from(LANES)), start, end, draw(st.sampled_from("ab")), **where))
+    return found
+
+
+windows = st.tuples(st.integers(0, END), st.integers(0, END)).map(lambda pair: (min(pair), max(pair)))
+
+
+def cells(spans, window):
+    """The whole seconds of the window in which any of the spans runs."""
+    return {t for s in spans for t in range(window[0], window[1]) if s.start_s <= t < s.end_s}
+
+
+def prorated(spans, window, amount):
+    total = 0.0
+    for s in spans:
+        length = int(s.end_s - s.start_s)
+        if length == 0:
+            total += amount(s) if window[0] <= s.start_s < window[1] else 0.0
+        total += sum(amount(s) / length for t in range(*window) if s.start_s <= t < s.end_s)
+    return total
+
+
+@given(packets(), windows)
+@settings(deadline=None, max_examples=120)
+def test_lane_metrics_equal_a_count_of_grid_cells(spans, window):
+    length = window[1] - window[0]
+    for lane in (*LANES, PIN):
+        mine = [s for s in spans if s.lane == lane]
+        assert metrics.busy_s(spans, lane, window) == pytest.approx(len(cells(mine, window)))
+        assert metrics.cpu_s(spans, lane, window) == pytest.approx(prorated(mine, window, lambda s: s.cpu_s))
+        tier = {"gpu": "device_bytes", "cpu": "host_bytes", "pin": "host_bytes"}.get(lane.kind.value, "link_bytes")
+        moved = prorated(mine, window, lambda s, tier=tier: getattr(s.work, tier))
+        assert metrics.moved_bytes(spans, lane, window) == pytest.approx(moved)
+        rate = metrics.link_rate(spans, lane, window)
+        assert rate.window_gb_s == pytest.approx(moved / 1e9 / length if length else 0.0)
+        busy = len(cells(mine, window))
+        assert rate.busy_gb_s == pytest.approx(moved / 1e9 / busy if busy else 0.0)
+
+
+@given(packets(), windows)
+@settings(deadline=None, max_examples=100)
+def test_run_metrics_equal_a_count_of_grid_cells(spans, window):
+    length = window[1] - window[0]
+    busy = {lane: len(cells([s for s in spans if s.lane == lane], window)) for lane in LANES}
+    table = SpanTable.of(spans)
+    assert metrics.overlap_ratio(table, window) == pytest.approx(sum(busy.values()) / length if length else 0.0)
+    if length:
+        assert metrics.idle_share(table, window) == pytest.approx(1 - len(cells(spans, window)) / length)
+    ranks = {s.lane.rank for s in spans} or {0}
+    gpu = [busy.get(Lane(GPU.kind, rank), 0) / length if length else 0.0 for rank in ranks]
+    assert metrics.utilization(table, window)["gpu"] == pytest.approx(sum(gpu) / len(ranks))
+    assert metrics.utilization(table, window)["d2h"] == 0.0
+
+
+@given(packets(), windows)
+@settings(deadline=None, max_examples=100)
+def test_kind_totals_equal_a_count_of_grid_cells(spans, window):
+    totals = metrics.kind_totals(spans, window)
+    for total in totals:
+        per_lane = {}
+        for s in spans:
+            if s.lane.kind == total.lane and s.kind == total.kind:
+                per_lane.setdefault(s.lane, []).append(s)
+        mine = [s for group in per_lane.values() for s in group]
+        assert total.busy_s == pytest.approx(sum(len(cells(group, window)) for group in per_lane.values()))
+        assert total.flops == pytest.approx(prorated(mine, window, lambda s: s.work.flops))
+        inside = [(s.lane, s.ticket) for s in mine if prorated([s], window, lambda s: 1.0) > 0]
+        assert total.num_ops == len(set(inside))
+    assert [t.busy_s for t in totals] == sorted((t.busy_s for t in totals), reverse=True)
+    seen = {(s.lane.kind, s.kind) for s in spans if prorated([s], window, lambda s: 1.0) > 0}
+    assert {(t.lane, t.kind) for t in totals} == seen
+
+
+@given(packets(), windows)
+@settings(deadline=None, max_examples=100)
+def test_the_bottleneck_is_true_to_the_numbers(spans, window):
+    length = window[1] - window[0]
+    text = metrics.bottleneck(spans, window)
+    share = {lane: len(cells([s for s in spans if s.lane == lane], window)) / max(1, length) for lane in LANES}
+    highest = max(share.values())
+    if highest == 0.0:
+        assert text == "nothing ran in the steady window"
+    elif highest < metrics.SATURATED:
+        idle = 1 - len(cells(spans, window)) / length
+        assert text.startswith("no lane is saturated")
+        assert text.endswith(f"nothing at all runs {idle:.0%} of the time")
+        named = next(lane for lane in LANES if f"({lane} lane " in text)
+        assert share[named] == highest and f"({named} lane {highest:.0%} busy" in text
+    else:
+        assert not text.startswith("no lane")
+        for lane in LANES:
+            told = f"({lane} lane {share[lane]:.0%} busy" in text or f"{lane} lane also {share[lane]:.0%} busy" in text
+            assert told == (share[lane] >= metrics.SATURATED)
+
+
+@given(packets(), st.lists(st.integers(0, END), min_size=2, max_size=6, unique=True))
+@settings(deadline=None, max_examples=100)
+def test_the_live_meter_gives_what_the_whole_trace_gives(spans, edges):
+    edges = sorted(edges)
+    passes = [PassRecord(index=i, start_s=a, end_s=b) for i, (a, b) in enumerate(zip(edges, edges[1:], strict=False))]
+    recorded, arriving, rows = [], sorted(spans, key=lambda s: s.end_s), []
+    meter = PassMeter(recorded)
+    for record in passes:  # every packet is recorded when it ends; what crosses a pass's end comes one pass late
+        while arriving and arriving[0].end_s <= record.end_s:
+            recorded.append(arriving.pop(0))
+        rows += meter.add(record)
+    recorded += arriving
+    rows += meter.finish()
+    assert [row["index"] for row in rows] == [record.index for record in passes]
+    longest = max((s.end_s - s.start_s for s in spans), default=0)
+    exact_expected = all(p.end_s - p.start_s >= longest for p in passes)
+    for row, record in zip(rows, passes, strict=True):
+        exact = metrics.pass_activity(spans, (record.start_s, record.end_s))["busy_s"]
+        for lane in exact:
+            told = row["busy_s"].get(lane, 0.0)
+            assert told == pytest.approx(exact[lane]) if exact_expected else told <= exact[lane] + 1e-9
+
+
+def test_steady_window_leaves_the_first_and_last_pass_out():
+    passes = [PassRecord(index=i, start_s=10 * i, end_s=10 * i + 9) for i in range(5)]
+    assert metrics.steady_window(passes) == (10, 39)
+    assert metrics.steady_window(passes[:4]) == (10, 29)
+    assert metrics.steady_window(passes[:3]) == (0, 29)
+    assert metrics.steady_window(passes[:1]) == (0, 9)
+    assert metrics.steady_window([]) == (0.0, 0.0)
+
+
+def test_stolen_cores_show_as_missing_processor_time():
+    spans = [span(GPU, 0, 4, cpu_s=3.0), span(GPU, 4, 8, cpu_s=4.0), span(CPU, 0, 8, cpu_s=0.0)]
+    assert metrics.stolen_core_share(spans, (0, 8)) == pytest.approx(1 / 8)
+    assert metrics.stolen_core_share(spans, (0, 4)) == pytest.approx(1 / 4)
+    assert metrics.stolen_core_share([span(GPU, 0, 4)], (0, 4)) is None  # no processor time recorded
+
+
+def test_a_saturated_link_is_named_with_its_rate_and_ceiling():
+    spans, passes = link_bound_run()
+    text = metrics.bottleneck(spans, metrics.steady_window(passes), {"h2d": 0.5})
+    assert text == "transfer to the device (h2d lane 96% busy, 0.48 of 0.50 GB/s, most of it weights 96%)"
+    slow = metrics.bottleneck(spans, metrics.steady_window(passes), {"h2d": 1.0})
+    assert "0.48 of 1.00 GB/s, only 0.50 GB/s while busy" in slow
+
+
+def test_a_hundred_thousand_packets_and_five_hundred_passes_take_seconds():
+    spans = [span((GPU, H2D)[i % 2], i * 1e-3, i * 1e-3 + 9e-4, ticket=i) for i in range(100_000)]
+    started = time.perf_counter()
+    table = SpanTable.of(spans)
+    activity = [metrics.pass_activity(table, (i * 0.2, i * 0.2 + 0.2)) for i in range(500)]
+    assert metrics.utilization(table, (0.0, 100.0))["gpu"] == pytest.approx(0.45, abs=1e-3)
+    assert activity[300]["busy_s"]["gpu"] == pytest.approx(0.09, abs=2e-3)
+    assert time.perf_counter() - started < 10.0  # quadratic work would take minutes

@@ -1,0 +1,87 @@
+"""A plain greedy generator on the family functions: whole model in memory, one sequence at a time.
+
+What the tests compare with Hugging Face, and where they plant faults: a fault is a function that the layer loop calls
+at the place where a scheduler could go wrong.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from harness.model.checkpoint import Checkpoint, part_views
+from harness.verify.records import GeneratedSequence, Segment
+
+KV_BLOCK_TOKENS = 16
+
+
+@dataclass
+class Fault:
+    """Identity by default; a test replaces one of them."""
+
+    expert_weights: Callable = field(default=lambda layer, expert: (layer, expert))  # which weights run instead
+    position: Callable = field(default=lambda position: position)
+    kv: Callable = field(default=lambda layer, k, v: (k, v))  # what decode attention sees [kv_heads, context, head_dim]
+
+
+class PlainGenerator:
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.spec, self.family = checkpoint.spec, checkpoint.family
+        self.weights = {}
+        for layer, part in checkpoint.parts():
+            region = torch.empty(part.nbytes, dtype=torch.uint8)
+            checkpoint.read_part(layer, part, region)
+            self.weights[layer, part.name] = part_views(part, region)
+
+    @torch.inference_mode()
+    def generate(self, request_id, prompt_ids, num_tokens, fault=None, preempt_after=()):
+        """`preempt_after`: after so many tokens the KV cache is dropped and rebuilt by a prefill of all tokens."""
+        fault, generated, segments = fault or Fault(), [], []
+        for end in [*preempt_after, num_tokens]:
+            first = len(generated)
+            caches = [None] * self.spec.num_layers
+            routing, new_ids, start = [], [*prompt_ids, *generated], 0
+            while len(generated) < end:
+                positions = torch.tensor([fault.position(p) for p in range(start, start + len(new_ids))])
+                logits, routes = self._forward(torch.tensor(new_ids), positions, caches, fault)
+                routing.append(routes)
+                generated.append(int(logits.argmax()))
+                start, new_ids = start + len(new_ids), generated[-1:]
+            segments.append(Segment(first_generated_index=first, routing=np.concatenate(routing)))
+        return GeneratedSequence(
+            request_id=request_id, prompt_ids=prompt_ids, generated_ids=generated, segments=segments
+        )
+
+    def _forward(self, token_ids, positions, caches, fault):
+        """One step of one sequence: prefill if the caches are empty, else decode. Last logits, routing."""
+        spec, family, routes = self.spec, self.family, []
+        hidden = family.embed(spec, self.weights[None, "embedding"], token_ids)
+        for layer in range(spec.num_layers):
+            q, k, v = family.attention_in(spec, self.weights[layer, "attention_in"], hidden, positions)
+            attn = self._attend(layer, q, k, v, caches, fault)
+            residual, normed, ids, expert_weights = family.attention_out(
+                spec, self.weights[layer, "attention_out"], attn, hidden
+            )
+            routes.append(ids)
+            hidden = residual + self._experts(layer, normed, ids, expert_weights, fault)
+        logits = family.head(spec, self.weights[None, "head"], hidden[-1:])
+        return logits[0], torch.stack(routes, dim=1).numpy().astype(np.int16)  # [tokens, layers, k]
+
+    def _attend(self, layer, q, k, v, caches, fault):
+        new = (k.transpose(0, 1), v.transpose(0, 1))  # [kv_heads, tokens, head_dim]
+        if caches[layer] is None:
+            caches[layer] = new
+            return self.family.prefill_attention(self.spec, q, k, v, [q.shape[0]])
+        caches[layer] = tuple(torch.cat(pair, dim=1) for pair in zip(caches[layer], new, strict=True))
+        seen_k, seen_v = fault.kv(layer, *caches[layer])
+        return self.family.decode_attention(self.spec, q[0], seen_k, seen_v, seen_k.shape[1])[None]
+
+    def _experts(self, layer, normed, ids, expert_weights, fault):
+        out = torch.zeros_like(normed)
+        for expert in ids.unique().tolist():
+            tokens, slot = (ids == expert).nonzero(as_tuple=True)
+            from_layer, from_expert = fault.expert_weights(layer, expert)
+            y = self.family.expert(self.spec, self.weights[from_layer, f"expert.{from_expert}"], normed[tokens])
+            out.index_add_(0, tokens, (y * expert_weights[tokens, slot, None]).to(out.dtype))
+        return out
