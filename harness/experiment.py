@@ -33,7 +33,8 @@ from harness.record.terminal import Progress
 from harness.record.trace import write_trace
 from harness.record.wandb_sink import WandbSink
 from harness.settings import Settings, load_strategy, parse_settings
-from harness.verify.records import GeneratedSequence, Segment, VerifyReport
+from harness.verify.collect import generated_sequence
+from harness.verify.records import VerifyReport
 from harness.workload.build import build_workload
 from harness.workload.request import Workload
 
@@ -167,7 +168,7 @@ def _engine(settings: Settings, machine: Machine, checkpoint: Checkpoint, state:
         raise ConfigError("kv_cache_gb", f"{settings.kv_cache_gb:g} holds no block; one takes {block_gb:.4g} GB")
     state.sequences = [Sequence(request) for request in state.workload.requests] if state.workload else []
     for sequence in _sampled(settings, state.sequences):
-        sequence.records_routing = spec.dtype != "float32"
+        sequence.records_routing = True
     return Engine(
         machine=machine,
         spec=spec,
@@ -212,24 +213,7 @@ def _verify(settings: Settings, checkpoint: Checkpoint, sequences: list[Sequence
     from harness.verify.oracle import verify
 
     finished = [s for s in _sampled(settings, sequences) if s.state is State.FINISHED]
-    return verify(checkpoint, [_generated(s) for s in finished], eos=settings.stop_at_eos)
-
-
-def _generated(sequence: Sequence) -> GeneratedSequence:
-    import numpy as np
-
-    return GeneratedSequence(
-        request_id=sequence.request.request_id,
-        prompt_ids=sequence.request.prompt_ids,
-        generated_ids=sequence.generated,
-        segments=[
-            Segment(
-                first_generated_index=life.first_generated,
-                routing=np.concatenate(life.routing) if life.routing else None,
-            )
-            for life in sequence.lives
-        ],
-    )
+    return verify(checkpoint, [generated_sequence(s) for s in finished], eos=settings.stop_at_eos)
 
 
 def _request_row(sequence: Sequence) -> dict[str, Any]:

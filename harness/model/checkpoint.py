@@ -14,6 +14,7 @@ from harness.config import ConfigError
 from harness.model import families
 from harness.model.hub import resolve_model
 from harness.model.layout import PartLayout, TensorLayout
+from harness.model.quiet import quiet_transformers
 from harness.model.shards import FLOAT_DTYPES, Shards, checkpoint_error, read_json
 
 if TYPE_CHECKING:
@@ -36,8 +37,9 @@ class Checkpoint:
         if not self.folder.is_dir():
             raise checkpoint_error(str(self.folder), "no such folder")
         self.config = read_json(self.folder / "config.json")
-        model_type = self.config.get("model_type")
-        self.family = families.family(str(model_type))
+        if "model_type" not in self.config:
+            raise checkpoint_error(str(self.folder / "config.json"), "model_type: missing")
+        self.family = families.family(str(self.config["model_type"]))
         self._shards = Shards(self.folder)
         self.spec = self.family.spec_from_config(self.config, self.folder.name, dtype or self._own_dtype())
         self.validate()
@@ -101,7 +103,8 @@ class Checkpoint:
         if not (self.folder / "tokenizer.json").exists():
             raise checkpoint_error(str(self.folder / "tokenizer.json"), "missing; a fast tokenizer is needed")
         try:
-            return PreTrainedTokenizerFast.from_pretrained(self.folder)
+            with quiet_transformers():
+                return PreTrainedTokenizerFast.from_pretrained(self.folder)
         except Exception as error:  # the tokenizers library raises bare Exception on a bad file
             raise checkpoint_error(str(self.folder / "tokenizer.json"), f"not readable ({error})") from None
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from harness.config import config, require
+from harness.model import families
 from harness.model.spec import Dtype
 
 
@@ -12,7 +11,7 @@ from harness.model.spec import Dtype
 class RandomRecipe:
     """Dimensions of a checkpoint with random weights, made on first use (see `zoo`)."""
 
-    family: Literal["mixtral"]
+    family: str
     num_layers: int
     hidden_dim: int
     num_heads: int
@@ -32,6 +31,8 @@ class RandomRecipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        known = families.available()
+        require(self.family in known, "family", f"must be one of {', '.join(known)}, got {self.family!r}")
         for name in ("num_layers", "hidden_dim", "num_heads", "num_kv_heads", "num_experts", "expert_dim"):
             require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
         require(self.num_heads % self.num_kv_heads == 0, "num_kv_heads", f"must divide num_heads {self.num_heads}")
@@ -46,8 +47,8 @@ class RandomRecipe:
         require(self.max_positions >= 2, "max_positions", f"must be at least 2, got {self.max_positions}")
         for name in ("rope_theta", "embed_std"):
             require(getattr(self, name) > 0, name, f"must be positive, got {getattr(self, name)}")
-        require(self.init_std is None or self.init_std > 0, "init_std", f"must be positive or null, got {self.init_std}")
-        window = self.sliding_window
+        std, window = self.init_std, self.sliding_window
+        require(std is None or std > 0, "init_std", f"must be positive or null, got {std}")
         require(window is None or window >= 1, "sliding_window", f"must be at least 1 or null, got {window}")
 
     @property

@@ -42,7 +42,8 @@ def causal_attention(
     `window`: a token sees itself and the window - 1 tokens before it. Returns [tokens, heads * head_dim].
     """
     assert sum(seq_lens) == q.shape[0], f"sequences hold {sum(seq_lens)} tokens, q has {q.shape[0]}"
-    outs = [_causal_sequence(*pieces, window) for pieces in zip(*(x.split(list(seq_lens)) for x in (q, k, v)), strict=True)]
+    by_sequence = zip(*(x.split(list(seq_lens)) for x in (q, k, v)), strict=True)
+    outs = [_causal_sequence(one_q, one_k, one_v, window) for one_q, one_k, one_v in by_sequence]
     return torch.cat(outs) if outs else q.new_empty(0, q.shape[1] * q.shape[2])
 
 
@@ -64,7 +65,7 @@ def _causal_sequence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: 
 def decode_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context_len: int, window: int | None
 ) -> torch.Tensor:
-    """One query token, q [heads, head_dim], against k and v [kv_heads, >= context_len, head_dim]. [heads * head_dim]."""
+    """One query, q [heads, head_dim], against k and v [kv_heads, >= context_len, head_dim]. [heads * head_dim]."""
     num_kv_heads, _, head_dim = k.shape
     start = 0 if window is None else max(0, context_len - window)
     grouped_q = q.view(1, num_kv_heads, -1, head_dim)  # the heads of a group stand as query positions of one KV head

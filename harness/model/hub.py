@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -56,9 +55,8 @@ def _why_unreachable() -> str | None:
 
     if constants.HF_HUB_OFFLINE:
         return "the hub is switched off (HF_HUB_OFFLINE)"
-    endpoint = os.environ.get("HF_ENDPOINT", constants.ENDPOINT)
     try:
-        get_session().head(endpoint, timeout=PROBE_TIMEOUT_S)
+        get_session().head(constants.ENDPOINT, timeout=PROBE_TIMEOUT_S)
     except Exception as error:  # the client's transport differs between versions; any failure means no answer
-        return f"the hub at {endpoint} did not answer ({type(error).__name__})"
+        return f"the hub at {constants.ENDPOINT} did not answer ({type(error).__name__})"
     return None

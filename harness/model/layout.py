@@ -18,7 +18,7 @@ ALIGNMENT_BYTES = 64  # one cache line; also what AVX-512 loads and non-temporal
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """One tensor as a family asks for it: local name, shape, and the checkpoint tensors stacked along dim 0 to make it."""
+    """One tensor as a family asks for it: local name, shape, and the checkpoint tensors that dim 0 stacks."""
 
     name: str
     shape: tuple[int, ...]

@@ -42,7 +42,7 @@ def cast_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=1)
 def bf16_method() -> str:
-    """"native" or "cast", measured at the first call (about 30 ms) unless the environment variable says which."""
+    """Either "native" or "cast": measured at the first call (about 30 ms) unless the environment variable says."""
     asked = os.environ.get(METHOD_VARIABLE)
     if asked:
         if asked not in ("native", "cast"):

@@ -11,7 +11,7 @@ DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """Dimensions of a decoder-only MoE transformer. Papers' symbols: h hidden_dim, h_i expert_dim, N_e, N_k, s group."""
+    """Dimensions of a decoder-only MoE model. Papers' symbols: h hidden_dim, h_i expert_dim, N_e, N_k, s group."""
 
     name: str
     family: str  # module under harness/model/families, equal to Hugging Face's `model_type`

@@ -7,7 +7,6 @@ platform reproduces bit for bit, at five times the speed of a normal distributio
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import zlib
 from dataclasses import asdict
@@ -15,14 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.config import ConfigError
+from harness.model import families
 from harness.model.cache import cache_folder, make_once
 from harness.model.config import ModelConfig, RandomRecipe
 from harness.model.hub import resolve_model
+from harness.model.quiet import quiet_transformers
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from torch import nn
-    from transformers import PreTrainedConfig
 
 GENERATOR_VERSION = 1  # part of the cache key: raise it with any change to weights, tokenizer or corpus
 MAX_SHARD_SIZE = "100MB"  # several shards even for the mini model, as real checkpoints have
@@ -47,47 +47,18 @@ def recipe_key(recipe: RandomRecipe) -> str:
 
 def _make(recipe: RandomRecipe, folder: Path) -> None:
     import torch
-    from transformers import PreTrainedTokenizerFast
-
-    from harness.model.quiet import quiet_transformers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     tokenizer = train_tokenizer(recipe.vocab_size)
-    module = importlib.import_module(f"transformers.models.{recipe.family}.modeling_{recipe.family}")
-    hf_config, model_class = _HF_CONFIGS[recipe.family](recipe), getattr(module, _HF_MODELS[recipe.family])
+    entries = families.layout(recipe.family).config_from_recipe(recipe)
+    entries |= {"bos_token_id": tokenizer.token_to_id(BOS), "eos_token_id": tokenizer.token_to_id(EOS)}
     with quiet_transformers():
+        hf_config = AutoConfig.for_model(**entries)
         with torch.device("meta"):  # skips Hugging Face's own initialisation
-            model = model_class(hf_config).to(getattr(torch, recipe.dtype))
+            model = AutoModelForCausalLM.from_config(hf_config, dtype=getattr(torch, recipe.dtype))
         _fill(model.to_empty(device="cpu"), recipe)
         model.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
         PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS).save_pretrained(folder)
-
-
-def _mixtral_config(recipe: RandomRecipe) -> PreTrainedConfig:
-    from transformers.models.mixtral.configuration_mixtral import MixtralConfig
-
-    return MixtralConfig(
-        num_hidden_layers=recipe.num_layers,
-        hidden_size=recipe.hidden_dim,
-        num_attention_heads=recipe.num_heads,
-        num_key_value_heads=recipe.num_kv_heads,
-        head_dim=recipe.head_dim,
-        num_local_experts=recipe.num_experts,
-        num_experts_per_tok=recipe.experts_per_token,
-        intermediate_size=recipe.expert_dim,
-        vocab_size=recipe.vocab_size,
-        max_position_embeddings=recipe.max_positions,
-        rope_parameters={"rope_type": "default", "rope_theta": recipe.rope_theta},
-        sliding_window=recipe.sliding_window,
-        tie_word_embeddings=recipe.tie_embeddings,
-        initializer_range=recipe.weight_std,
-        bos_token_id=0,
-        eos_token_id=1,
-        dtype=recipe.dtype,
-    )
-
-
-_HF_CONFIGS = {"mixtral": _mixtral_config}
-_HF_MODELS = {"mixtral": "MixtralForCausalLM"}
 
 
 def _fill(model: nn.Module, recipe: RandomRecipe) -> None:

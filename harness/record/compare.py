@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -21,11 +22,7 @@ _FACTS = ("model", "dataset", "machine", "hardware", "label", "data_source", "we
 def compare_table(runs: Sequence[Run]) -> Table:
     """One row a run; the ratio is to the first run that has a throughput. What all runs share is in the title."""
     summaries = [run.summary or {} for run in runs]
-    shared = (
-        {fact: summaries[0].get(fact) for fact in _FACTS if len({str(s.get(fact)) for s in summaries}) == 1}
-        if runs
-        else {}
-    )
+    shared = _shared(summaries)
     varying = [fact for fact in _FACTS if fact not in shared]
     base = next((s["throughput_tok_s"] for s in summaries if s.get("throughput_tok_s")), None)
     title = "; ".join(f"{fact.replace('_', ' ')} {value}" for fact, value in shared.items() if value is not None)
@@ -42,7 +39,7 @@ def compare_table(runs: Sequence[Run]) -> Table:
     for run, summary in zip(runs, summaries, strict=True):
         observed = summary.get("throughput_tok_s")
         table.add_row(
-            str(summary.get("strategy") or (run.config.get("strategy") or {}).get("name", "?")),
+            str(summary.get("strategy") or run.run_id),
             *(str(summary.get(fact, "-")) for fact in varying),
             number(observed) if run.status == "ok" else Text(run.status, style="red"),
             f"{observed / base:.2f}x" if observed and base and run.status == "ok" else "-",
@@ -67,6 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _shared(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Facts that are the same in every run that got as far as a summary."""
+    told = [summary for summary in summaries if summary]
+    same = [fact for fact in _FACTS if len({str(summary.get(fact)) for summary in told}) == 1]
+    return {fact: told[0].get(fact) for fact in same}
 
 
 def _runs(folder: Path) -> list[Run]:

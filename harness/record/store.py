@@ -220,7 +220,7 @@ def _move_to_free_name(prepared: Path, runs: Path, name: str) -> Path:
 def _name(group: Any) -> str:
     """A file name's worth of a config group: its `name`, or itself."""
     text = str(group.get("name", "") if isinstance(group, Mapping) else group or "")
-    return re.sub(r"[^A-Za-z0-9._]+", "_", text).strip("._")[:40]
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", text).strip("._-")[:40]
 
 
 def _utc() -> str:

@@ -91,10 +91,11 @@ class Progress:
 def print_summary(summary: Mapping[str, Any], run_folder: Path, console: Console | None = None) -> None:
     """The one table of a finished run. `summary` is what `build_summary` gave, whatever became of the run."""
     target = console or Console()
-    target.print(summary_table(summary, run_folder, ascii_only=target.options.ascii_only))
+    target.print(summary_table(summary, ascii_only=target.options.ascii_only))
+    target.print(_paths(run_folder), soft_wrap=True)  # a path is for copying: never cut or folded
 
 
-def summary_table(summary: Mapping[str, Any], run_folder: Path, *, ascii_only: bool = False) -> Group:
+def summary_table(summary: Mapping[str, Any], *, ascii_only: bool = False) -> Group:
     dot = "-" if ascii_only else "·"
     names = f" {dot} ".join(str(summary.get(key)) for key in ("strategy", "model", "dataset", "machine", "hardware"))
     table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False, expand=False)
@@ -103,7 +104,7 @@ def summary_table(summary: Mapping[str, Any], run_folder: Path, *, ascii_only: b
     for name, value in _rows(summary, "#" if ascii_only else "▆", "." if ascii_only else "·"):
         table.add_row(name, value if isinstance(value, Text) else Text(str(value)))
     title = Text.assemble((f"{names}  ", "bold"), (f"[{summary.get('label')}]", "bold magenta"))
-    return Group(Text(), title, table, _paths(run_folder))
+    return Group(Text(), title, table)
 
 
 def _rows(summary: Mapping[str, Any], full: str, empty: str) -> list[tuple[str, Any]]:
@@ -226,4 +227,4 @@ def _paths(run_folder: Path) -> Text:
     trace = next((run_folder / name for name in ("trace.json", "trace.json.gz") if (run_folder / name).exists()), None)
     if trace is not None:
         lines.append(f"trace  {trace}  (drag it into https://ui.perfetto.dev)")
-    return Text("\n".join(lines), no_wrap=True, overflow="ignore")
+    return Text("\n".join(lines))

@@ -100,48 +100,31 @@ def _check_float32(reference: Reference, sequence: GeneratedSequence, eos: bool)
 
 
 def _check_bfloat16(reference: Reference, sequence: GeneratedSequence, eos: bool) -> _Findings:
-    if any(segment.routing is None for segment in sequence.segments):
-        raise ValueError(f"request {sequence.request_id}: segments: bfloat16 verification needs recorded routing")
     found = _check_lives(reference, sequence, TOLERANCES["bfloat16"])
     found.excused = 0  # here the tolerance is the test itself, not an exception to it
     return found
 
 
 def _check_lives(reference: Reference, sequence: GeneratedSequence, tolerance: Tolerance) -> _Findings:
-    """Teacher-forced: the tokens of each life of the KV cache, in the context of that life."""
-    found = _Findings()
+    """Teacher-forced: the tokens of each life of the KV cache, in the context and with the routing of that life."""
+    found, num_prompt = _Findings(), len(sequence.prompt_ids)
+    all_ids = [*sequence.prompt_ids, *sequence.generated_ids]
     for segment, first, end in sequence.lives():
-        _check_life(reference, sequence, (segment, first, end), tolerance, found)
+        token_ids = all_ids[: num_prompt + end - 1]
+        routing = _recorded_routing(reference, sequence, segment, len(token_ids))
+        if impossible := _impossible_choice(reference, routing):
+            found.mismatches.append(f"request {sequence.request_id}, {impossible}")
+            break
+        logits, probs = reference.replay(token_ids, routing, first_logit=num_prompt + first - 1)
+        _compare_routing(sequence, routing.transpose(0, 1), probs, tolerance, found)
+        _compare_tokens(sequence, first, logits, tolerance, found)
     return found
 
 
-def _check_life(
-    reference: Reference,
-    sequence: GeneratedSequence,
-    life: tuple[Segment, int, int],
-    tolerance: Tolerance,
-    found: _Findings,
-) -> None:
-    segment, first, end = life
-    num_prompt = len(sequence.prompt_ids)
-    token_ids = [*sequence.prompt_ids, *sequence.generated_ids][: num_prompt + end - 1]
-    routing = _checked_routing(reference, sequence, segment, len(token_ids))
-    invalid = routing is not None and _invalid_choice(reference, routing)
-    if invalid:
-        found.mismatches.append(f"request {sequence.request_id}, {invalid}")
-        return
-    logits, probs = reference.forward(
-        token_ids, None if routing is None else routing.numpy(), first_logit=num_prompt + first - 1
-    )
-    _compare_routing(reference, sequence, routing, probs, tolerance, found)
-    _compare_tokens(sequence, first, logits, tolerance, found)
-
-
-def _checked_routing(
+def _recorded_routing(
     reference: Reference, sequence: GeneratedSequence, segment: Segment, num_positions: int
-) -> Tensor | None:
-    if segment.routing is None:
-        return None
+) -> Tensor:
+    """int64 [positions, layers, k]."""
     spec, shape = reference.spec, segment.routing.shape
     if len(shape) != 3 or shape[0] < num_positions or shape[1:] != (spec.num_layers, spec.experts_per_token):
         needed = f"[>= {num_positions}, {spec.num_layers}, {spec.experts_per_token}]"
@@ -149,7 +132,7 @@ def _checked_routing(
     return torch.from_numpy(segment.routing[:num_positions].astype("int64"))
 
 
-def _invalid_choice(reference: Reference, routing: Tensor) -> str:
+def _impossible_choice(reference: Reference, routing: Tensor) -> str:
     """Expert ids outside the model, or one expert twice for a token: text of the first, else empty."""
     ordered = routing.sort(dim=-1).values
     wrong = (ordered[..., 0] < 0) | (ordered[..., -1] >= reference.spec.num_experts)
@@ -160,30 +143,18 @@ def _invalid_choice(reference: Reference, routing: Tensor) -> str:
 
 
 def _compare_routing(
-    reference: Reference,
-    sequence: GeneratedSequence,
-    routing: Tensor | None,
-    probs: Tensor,
-    tolerance: Tolerance,
-    found: _Findings,
+    sequence: GeneratedSequence, chosen: Tensor, probs: Tensor, tolerance: Tolerance, found: _Findings
 ) -> None:
-    """Every choice within the tolerance of the reference's k-th best; probs [layers, positions, experts]."""
-    spec = reference.spec
-    best = probs.topk(min(spec.experts_per_token + 1, spec.num_experts), dim=-1)
-    boundary = best.values[..., spec.experts_per_token - 1]  # [layers, positions]
-    if routing is None:  # the reference chose for itself: a divergence may hide behind any choice this close
-        runner_up = best.values[..., -1]
-        found.rerouted |= bool((boundary - runner_up < tolerance.router_gap).any()) and best.values.shape[-1] > spec.experts_per_token
-        return
-    chosen = routing.transpose(0, 1)
-    gaps = (boundary - probs.gather(-1, chosen).amin(dim=-1)).clamp(min=0)
-    found.rerouted |= bool((gaps > 0).any())
+    """chosen [layers, positions, k] against the reference's probabilities [layers, positions, experts]."""
+    best = probs.topk(chosen.shape[-1], dim=-1)
+    gaps = (best.values[..., -1] - probs.gather(-1, chosen).amin(dim=-1)).clamp(min=0)  # [layers, positions]
+    found.rerouted |= bool((gaps > 0).any() or (chosen.sort().values != best.indices.sort().values).any())
     found.worst_router_gap = max(found.worst_router_gap, gaps.max().item())
     for layer, position in (gaps > tolerance.router_gap).nonzero()[:1].tolist():
         found.mismatches.append(
             f"request {sequence.request_id}, position {position}, layer {layer}: chose experts "
             f"{chosen[layer, position].tolist()}, {gaps[layer, position]:.3g} router probability below the reference's "
-            f"{best.indices[layer, position, : spec.experts_per_token].tolist()}"
+            f"{best.indices[layer, position].tolist()}"
         )
 
 

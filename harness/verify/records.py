@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +15,11 @@ class Segment:
     """One life of a sequence's KV cache: from a prefill (the first, or one after a preemption) until the next.
 
     `routing` int16 [positions, layers, k] holds the expert ids chosen in this life at positions 0, 1, ... of prompt
-    plus generated tokens; None where the run did not record it, which float32 verification alone accepts. The tokens
-    from `first_generated_index` up to the next segment's were generated in this life.
+    plus generated tokens. The tokens from `first_generated_index` up to the next segment's were generated in this life.
     """
 
     first_generated_index: int
-    routing: NDArray[np.int16] | None = None
+    routing: NDArray[np.int16]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class GeneratedSequence:
 
     def __post_init__(self) -> None:
         starts = [segment.first_generated_index for segment in self.segments]
-        valid = bool(starts) and starts[0] == 0 and all(a <= b for a, b in zip(starts, starts[1:], strict=False))
+        valid = bool(starts) and starts[0] == 0 and all(a <= b for a, b in pairwise(starts))
         if not valid or starts[-1] > len(self.generated_ids):
             raise ValueError(
                 f"request {self.request_id}: segments: must start at 0 and ascend within "

@@ -11,9 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from harness.model.cache import cache_folder
@@ -24,7 +22,7 @@ from harness.model.quiet import quiet_transformers
 EAGER_ATTENTION_POSITIONS = 2048
 
 
-class Forward(NamedTuple):
+class Replay(NamedTuple):
     """One teacher-forced pass over one sequence."""
 
     logits: Tensor  # float32 [asked positions, vocab]
@@ -88,17 +86,17 @@ class Reference:
         return output[0, len(prompt_ids) :].tolist()
 
     @torch.inference_mode()
-    def forward(self, token_ids: Sequence[int], routing: NDArray[np.int16] | None, first_logit: int) -> Forward:
-        """Teacher-forced over `token_ids`, with `routing` [positions, layers, k] in place of the model's own choice
-        if given. Logits are those at positions `first_logit` and later."""
+    def replay(self, token_ids: Sequence[int], routing: Tensor, first_logit: int) -> Replay:
+        """Teacher-forced over `token_ids`, with the expert ids `routing` int64 [positions, layers, k] in place of the
+        model's own choice. Logits are those at positions `first_logit` and later."""
         self._choose_attention(len(token_ids))
-        if routing is not None:
-            self._routing = torch.from_numpy(routing.astype(np.int64)).transpose(0, 1).contiguous()
+        self._routing = routing.transpose(0, 1).contiguous()
         try:
-            output = self._model(torch.tensor([list(token_ids)]), use_cache=False, logits_to_keep=len(token_ids) - first_logit)
+            kept = len(token_ids) - first_logit
+            output = self._model(torch.tensor([list(token_ids)]), use_cache=False, logits_to_keep=kept)
         finally:
             self._routing = None
-        return Forward(output.logits[0].float(), torch.stack([probs for probs in self._probs if probs is not None]))
+        return Replay(output.logits[0].float(), torch.stack([probs for probs in self._probs if probs is not None]))
 
     def _choose_attention(self, num_positions: int) -> None:
         wanted = "eager" if num_positions <= EAGER_ATTENTION_POSITIONS else "sdpa"

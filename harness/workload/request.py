@@ -21,7 +21,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Requests in arrival order, ids 0 to n - 1. `source` begins with "real:" or "synthetic:"; every result shows it."""
+    """Requests in arrival order, ids 0 to n - 1. `source`, shown with every result, begins "real:" or "synthetic:"."""
 
     name: str
     requests: tuple[Request, ...]

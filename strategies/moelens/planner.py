@@ -26,6 +26,12 @@ class Policy:
 def plan_policy(config: Config, engine: Engine) -> Policy:
     """Profile the pipeline and size the buffers. Raises ConfigError where device memory is too small."""
     longest = longest_sequence(engine)
+    context_mb = longest * engine.spec.kv_bytes_per_token_layer / 1e6
+    if config.attention == "gpu" and context_mb > config.gpu_kv_staging_mb:
+        raise ConfigError(
+            "strategy.gpu_kv_staging_mb",
+            f"must hold the longest context of one layer, {context_mb:.4g} MB, got {config.gpu_kv_staging_mb:g}",
+        )
     packet_bytes = int(config.packet_mb * 1e6)
     staging_bytes = int(2 * config.gpu_kv_staging_mb * 1e6) if config.attention == "gpu" else 0
     fitting = tokens_that_fit(engine, num_layers_buffered=2, num_micro_batches=2, reserved_bytes=staging_bytes)

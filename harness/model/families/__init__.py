@@ -22,15 +22,25 @@ from harness.model.spec import ModelSpec
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from harness.model.config import RandomRecipe
+
 LAYOUT_SUFFIX = "_layout"
 
 
 class FamilyLayout(Protocol):
     """The torch-free half."""
 
-    def spec_from_config(self, config: Mapping[str, Any], name: str, dtype: str) -> ModelSpec: ...
+    def spec_from_config(self, config: Mapping[str, Any], name: str, dtype: str) -> ModelSpec:
+        """From the entries of config.json. `ConfigError` names a missing or impossible one."""
+        ...
 
-    def layer_parts(self, spec: ModelSpec, layer: int) -> tuple[PartLayout, ...]: ...
+    def config_from_recipe(self, recipe: RandomRecipe) -> dict[str, Any]:
+        """Entries of config.json for a checkpoint with random weights, token ids of specials apart."""
+        ...
+
+    def layer_parts(self, spec: ModelSpec, layer: int) -> tuple[PartLayout, ...]:
+        """In the order of first use: attention_in, attention_out, then the experts."""
+        ...
 
     def embedding_part(self, spec: ModelSpec) -> PartLayout: ...
 

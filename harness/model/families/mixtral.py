@@ -7,18 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.model import functional
-from harness.model.families.mixtral_layout import embedding_part, head_part, layer_parts, spec_from_config
+from harness.model.families.mixtral_layout import (
+    config_from_recipe,
+    embedding_part,
+    head_part,
+    layer_parts,
+    spec_from_config,
+)
 from harness.model.linear import linear
 from harness.model.spec import ModelSpec
 
 __all__ = [
     "attention_in",
     "attention_out",
+    "config_from_recipe",
     "decode_attention",
     "embed",
     "embedding_part",

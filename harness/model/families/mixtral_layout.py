@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.model.families.reading import ConfigReader, bad_entry, checked_dtype
 from harness.model.layout import PartLayout, TensorSource, lay_out
 from harness.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from harness.model.config import RandomRecipe
 
 # What transformers' MixtralConfig assumes for entries that a config.json leaves out.
 DEFAULT_ROPE_THETA = 1e6
@@ -30,7 +33,8 @@ def spec_from_config(config: Mapping[str, Any], name: str, dtype: str) -> ModelS
     num_experts = read.positive_int("num_local_experts")
     experts_per_token = read.positive_int("num_experts_per_tok")
     if experts_per_token > num_experts:
-        raise bad_entry("num_experts_per_tok", f"must be at most num_local_experts {num_experts}, got {experts_per_token}")
+        message = f"must be at most num_local_experts {num_experts}, got {experts_per_token}"
+        raise bad_entry("num_experts_per_tok", message)
     vocab_size = read.positive_int("vocab_size")
     return ModelSpec(
         name=name,
@@ -52,6 +56,26 @@ def spec_from_config(config: Mapping[str, Any], name: str, dtype: str) -> ModelS
         eos_token_id=read.eos_token_id(vocab_size),
         dtype=checked_dtype(dtype),
     )
+
+
+def config_from_recipe(recipe: RandomRecipe) -> dict[str, Any]:
+    return {
+        "model_type": "mixtral",
+        "num_hidden_layers": recipe.num_layers,
+        "hidden_size": recipe.hidden_dim,
+        "num_attention_heads": recipe.num_heads,
+        "num_key_value_heads": recipe.num_kv_heads,
+        "head_dim": recipe.head_dim,
+        "num_local_experts": recipe.num_experts,
+        "num_experts_per_tok": recipe.experts_per_token,
+        "intermediate_size": recipe.expert_dim,
+        "vocab_size": recipe.vocab_size,
+        "max_position_embeddings": recipe.max_positions,
+        "rope_parameters": {"rope_type": "default", "rope_theta": recipe.rope_theta},
+        "sliding_window": recipe.sliding_window,
+        "tie_word_embeddings": recipe.tie_embeddings,
+        "initializer_range": recipe.weight_std,
+    }
 
 
 @lru_cache(maxsize=1024)

@@ -1,6 +1,7 @@
 """Metrics against a time grid: with integer times, every quantity can be counted cell by cell."""
 
 import time
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -126,7 +127,7 @@ def test_the_bottleneck_is_true_to_the_numbers(spans, window):
 @settings(deadline=None, max_examples=100)
 def test_the_live_meter_gives_what_the_whole_trace_gives(spans, edges):
     edges = sorted(edges)
-    passes = [PassRecord(index=i, start_s=a, end_s=b) for i, (a, b) in enumerate(zip(edges, edges[1:], strict=False))]
+    passes = [PassRecord(index=i, start_s=a, end_s=b) for i, (a, b) in enumerate(pairwise(edges))]
     recorded, arriving, rows = [], sorted(spans, key=lambda s: s.end_s), []
     meter = PassMeter(recorded)
     for record in passes:  # every packet is recorded when it ends; what crosses a pass's end comes one pass late

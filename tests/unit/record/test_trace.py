@@ -68,7 +68,9 @@ def test_one_row_a_lane_in_order_and_one_for_passes(tmp_path):
     assert list(processes.values()) == ["passes (emulated)", "rank 0 (emulated)", "rank 1 (emulated)"]
     rank0 = next(pid for pid, name in processes.items() if name.startswith("rank 0"))
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == rank0}
-    order = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index" and e["pid"] == rank0}
+    order = {
+        e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index" and e["pid"] == rank0
+    }
     assert [names[tid] for tid in sorted(order, key=order.__getitem__)] == ["gpu", "cpu", "h2d", "d2h", "pin"]
     whole = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
     assert whole["otherData"] == {"label": "emulated", "run_id": "x-1"}

@@ -49,8 +49,7 @@ def dataset() -> Callable[..., DatasetConfig]:
         config = OmegaConf.create(values)
         for key, value in overrides.items():
             OmegaConf.update(config, key, value)
-        container = OmegaConf.to_container(config, resolve=True)
-        assert isinstance(container, dict)
+        container: Any = OmegaConf.to_container(config, resolve=True)
         return parse(DatasetConfig, container, "dataset")
 
     return make

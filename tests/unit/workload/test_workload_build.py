@@ -182,7 +182,7 @@ def test_allowed_lengths_hold_for_any_prompt(data: st.DataObject) -> None:
     shortest = data.draw(st.integers(1, 30))
     longest = data.draw(st.integers(shortest, 60))
     ids = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=90))
-    rules = {"on_too_short": data.draw(st.sampled_from(["skip", "repeat"])), "on_too_long": "truncate"}
+    rules: dict[str, Any] = {"on_too_short": data.draw(st.sampled_from(["skip", "repeat"])), "on_too_long": "truncate"}
     config = replace(BASE, min_prompt_tokens=shortest, max_prompt_tokens=longest, **rules)
     limits = LengthLimits.of(config, data.draw(st.integers(longest + 4, 100)))
     prompt = limits.apply(Candidate("here", ids, "text"))

@@ -29,7 +29,7 @@ Make = Callable[..., DatasetConfig]
         ({"num_shots": -1}, "num_shots", "must be 0 or more"),
         ({"num_shots": 1}, "shot_template", "must contain {prompt}"),
         ({"min_prompt_tokens": 0}, "min_prompt_tokens", "must be 1 or more"),
-        ({"min_prompt_tokens": 9, "max_prompt_tokens": 8}, "max_prompt_tokens", "at least min_prompt_tokens = 9, got 8"),
+        ({"min_prompt_tokens": 9, "max_prompt_tokens": 8}, "max_prompt_tokens", "min_prompt_tokens = 9, got 8"),
         ({"on_too_long": "cut"}, "on_too_long", "must be 'error' or 'truncate', got 'cut'"),
         ({"on_too_short": "pad"}, "on_too_short", "must be 'skip', 'repeat' or 'error'"),
         ({"synthetic": "noise"}, "synthetic", "must be 'lengths' or 'reasoning'"),
@@ -49,6 +49,7 @@ def test_impossible_values(dataset: Make, overrides: dict[str, Any], field: str,
     assert message in str(raised.value) and "\n" not in str(raised.value)
 
 
+SKIP = {"on_empty": "skip"}
 ROWS = [{"prompt": "the " * 40, "id": 7}, {"prompt": "short", "id": 8}, {"prompt": "", "id": 9}]
 
 
@@ -57,14 +58,14 @@ ROWS = [{"prompt": "the " * 40, "id": 7}, {"prompt": "short", "id": 8}, {"prompt
     [
         ({"max_new_tokens": 64}, "max_new_tokens", "must leave room for a prompt in the model's 64 positions, got 64"),
         ({"min_prompt_tokens": 61}, "min_prompt_tokens", "must be 60 or less (64 positions of the model - max_new"),
-        ({"max_new_tokens": 50, "on_empty": "skip"}, "max_prompt_tokens", "rows.jsonl line 1 has 41 tokens, 14 are allowed (64 positions"),
-        ({"max_prompt_tokens": 12, "on_empty": "skip"}, "max_prompt_tokens", "12 are allowed (max_prompt_tokens); on_too_long=truncate"),
+        ({"max_new_tokens": 50, **SKIP}, "max_prompt_tokens", "rows.jsonl line 1 has 41 tokens, 14 are allowed (64"),
+        ({"max_prompt_tokens": 12, **SKIP}, "max_prompt_tokens", "12 are allowed (max_prompt_tokens); on_too_long"),
         ({"column": "promt"}, "column", "line 1 has no column 'promt'; available columns: prompt, id"),
         ({"template": "{prompt} {tile}"}, "template", "no column 'tile'; available columns: prompt, id"),
         ({}, "column", "rows.jsonl line 3: 'prompt' is empty; on_empty=skip leaves such rows out"),
-        ({"min_prompt_tokens": 59, "on_empty": "skip"}, "min_prompt_tokens", "2 prompts left out below 59 tokens"),
-        ({"min_prompt_tokens": 59, "on_too_short": "error", "on_empty": "skip"}, "min_prompt_tokens", "tokens, 59 are needed"),
-        ({"num_shots": 2, "shot_template": "{prompt}", "on_empty": "skip"}, "path", "no prompt; 1 prompt left out, empty"),
+        ({"min_prompt_tokens": 59, **SKIP}, "min_prompt_tokens", "2 prompts left out below 59 tokens"),
+        ({"min_prompt_tokens": 59, "on_too_short": "error", **SKIP}, "min_prompt_tokens", "tokens, 59 are needed"),
+        ({"num_shots": 2, "shot_template": "{prompt}", **SKIP}, "path", "no prompt; 1 prompt left out, empty"),
     ],
 )  # fmt: skip
 def test_prompts_that_do_not_fit(

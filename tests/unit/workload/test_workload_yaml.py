@@ -64,8 +64,7 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
 def composed(name: str, *overrides: str) -> DatasetConfig:
     with initialize_config_dir(version_base=None, config_dir=str(FOLDER)):
         values = compose(config_name=None, overrides=[f"+dataset={name}", *overrides]).dataset
-    container = OmegaConf.to_container(values, resolve=True)
-    assert isinstance(container, dict)
+    container: Any = OmegaConf.to_container(values, resolve=True)
     return parse(DatasetConfig, container, "dataset")
 
 

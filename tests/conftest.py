@@ -1,0 +1,44 @@
+"""Shared by all tests: no network, one thread a test, tiny checkpoints, and runs on any machine checked by the oracle."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["WANDB_MODE"] = "offline"
+
+import pytest
+import torch
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED_DATA = ROOT.parent / "shared" / "data"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Several pytest processes and lanes share two cores."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def mt_bench() -> Path:
+    """The real MT-Bench questions; tests that need them skip where they are not."""
+    path = SHARED_DATA / "mt_bench_questions.jsonl"
+    if not path.exists():
+        pytest.skip(f"{path} is not here")
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """The float32 checkpoint of conf/model/mixtral-tiny.yaml."""
+    from harness.config import parse
+    from harness.model.checkpoint import Checkpoint
+    from harness.model.config import ModelConfig
+    from harness.model.zoo import ensure
+
+    config = parse(ModelConfig, yaml.safe_load((ROOT / "conf/model/mixtral-tiny.yaml").read_text()))
+    return Checkpoint(ensure(config), config.dtype)

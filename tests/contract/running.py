@@ -1,0 +1,100 @@
+"""Runs a strategy or a bare pipeline on a machine, without records, and hands its tokens to the oracle."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from harness.config import parse
+from harness.engine import loop
+from harness.engine.engine import Engine
+from harness.engine.sequences import Sequence, State
+from harness.engine.strategy import Strategy
+from harness.machine.base import LaneKind, Machine
+from harness.machine.emulated import EmulatedMachine
+from harness.machine.host_context import LaneRate
+from harness.machine.shuffled import ShuffledMachine
+from harness.memory.kv_cache import KVCache
+from harness.memory.weights import Resident, WeightStore
+from harness.model.checkpoint import Checkpoint
+from harness.record.passes import PassRecord
+from harness.verify.collect import generated_sequence
+from harness.verify.oracle import verify
+from harness.verify.records import VerifyReport
+from harness.workload.request import Request
+
+CAPACITIES_BYTES = {"device": 24_000_000, "pinned": 400_000_000, "host": 100_000_000}
+
+
+def shuffled(seed: int) -> ShuffledMachine:
+    return ShuffledMachine(capacities_bytes=CAPACITIES_BYTES, seed=seed)
+
+
+def emulated(h2d_gb_s: float = 0.2) -> EmulatedMachine:
+    rates = {LaneKind.H2D: LaneRate(bytes_s=h2d_gb_s * 1e9), LaneKind.CPU: LaneRate(flops_s=4e9, bytes_s=4e9)}
+    return EmulatedMachine(capacities_bytes=CAPACITIES_BYTES, rates=rates, poison=True, watchdog_s=30.0)
+
+
+def requests(count: int, *, vocab_size: int, longest: int = 60, max_new_tokens: int = 6, seed: int = 0) -> list[Request]:
+    rng = random.Random(seed)
+    return [
+        Request(
+            request_id=i,
+            prompt_ids=tuple(rng.randrange(3, vocab_size) for _ in range(rng.randint(1, longest))),
+            max_new_tokens=rng.randint(1, max_new_tokens),
+            text=None,
+        )
+        for i in range(count)
+    ]
+
+
+def engine_on(
+    machine: Machine, checkpoint: Checkpoint, work: list[Request], *, kv_blocks: int, block_size: int = 4
+) -> Engine:
+    store = WeightStore(machine, checkpoint)
+    block_bytes = block_size * checkpoint.spec.kv_bytes_per_token
+    return Engine(
+        machine=machine,
+        spec=checkpoint.spec,
+        family=checkpoint.family,
+        store=store,
+        resident=Resident(machine, store),
+        kv=KVCache(machine, checkpoint.spec, capacity_bytes=kv_blocks * block_bytes, block_size=block_size),
+        sequences=[Sequence(request, records_routing=True) for request in work],
+    )
+
+
+def strategy_of(engine: Engine, values: dict[str, Any]) -> Strategy:
+    """`values` as in conf/strategy/*.yaml."""
+    settings = dict(values)
+    module = import_module(settings.pop("package"))
+    built: Strategy = module.build(parse(module.Config, settings, "strategy"), engine)
+    return built
+
+
+def run_to_end(engine: Engine, build: Callable[[Engine], Strategy]) -> list[PassRecord]:
+    """All passes, with integrity checked after each; conservation is checked here for every test."""
+    passes: list[PassRecord] = []
+    try:
+        strategy = build(engine)
+        engine.machine.drain()
+        engine.machine.spans.clear()
+        loop.run(engine, strategy, passes.append, check=True)
+    finally:
+        engine.machine.close()
+    for sequence in engine.sequences:
+        assert sequence.state in (State.FINISHED, State.REJECTED), f"request {sequence.request.request_id} was lost"
+        assert (sequence.state is State.REJECTED) == (sequence.reject_reason is not None)
+        assert not sequence.blocks
+    assert engine.kv.allocator.num_used == 0
+    return passes
+
+
+def check_tokens(checkpoint: Checkpoint, sequences: list[Sequence]) -> VerifyReport:
+    """The oracle's verdict on every finished sequence."""
+    finished = [s for s in sequences if s.state is State.FINISHED]
+    for sequence in finished:
+        assert len(sequence.generated) == sequence.request.max_new_tokens
+    return verify(checkpoint, [generated_sequence(s) for s in finished], eos=False)

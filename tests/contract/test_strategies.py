@@ -1,0 +1,68 @@
+"""Every strategy gives Hugging Face's tokens on every real machine, whatever order its ops run in."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT
+from tests.contract.running import check_tokens, emulated, engine_on, requests, run_to_end, shuffled, strategy_of
+
+YAMLS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "conf/strategy").glob("*.yaml"))}
+VARIANTS = {
+    "moelens": [
+        {"overlap_prefill_decode": False, "n_real": 70},
+        {"pipeline": "sequential"},
+        {"attention": "gpu", "gpu_kv_staging_mb": 0.02},
+        {"packet_mb": 0.002, "n_real": 40},
+    ],
+    "ondemand": [{"max_pass_tokens": 64}],
+}
+CASES = [(name, {}) for name in YAMLS] + [(name, change) for name, list_ in VARIANTS.items() for change in list_]
+IDS = [f"{name}-{'-'.join(f'{k}={v}' for k, v in change.items()) or 'default'}" for name, change in CASES]
+
+
+@pytest.mark.parametrize(("name", "change"), CASES, ids=IDS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_shuffled_machine(tiny, name, change, seed):
+    machine = shuffled(seed)
+    work = requests(8, vocab_size=tiny.spec.vocab_size)
+    engine = engine_on(machine, tiny, work, kv_blocks=40)
+    run_to_end(engine, lambda e: strategy_of(e, YAMLS[name] | change))
+    report = check_tokens(tiny, engine.sequences)
+    assert report.checked == len(work)
+    assert report.ok, report.first_mismatch
+
+
+@pytest.mark.parametrize("name", YAMLS)
+def test_emulated_machine(tiny, name):
+    work = requests(8, vocab_size=tiny.spec.vocab_size)
+    engine = engine_on(emulated(), tiny, work, kv_blocks=40)
+    run_to_end(engine, lambda e: strategy_of(e, YAMLS[name]))
+    report = check_tokens(tiny, engine.sequences)
+    assert report.checked == len(work)
+    assert report.ok, report.first_mismatch
+
+
+def test_moelens_preempts_and_still_gives_the_same_tokens(tiny):
+    """A KV cache much smaller than the work: preempted sequences are prefilled again, prompt and generated."""
+    work = requests(12, vocab_size=tiny.spec.vocab_size, longest=30, max_new_tokens=30)
+    engine = engine_on(shuffled(3), tiny, work, kv_blocks=24)
+    passes = run_to_end(engine, lambda e: strategy_of(e, YAMLS["moelens"] | {"n_real": 200}))
+    assert sum(p.num_preemptions for p in passes) > 0
+    report = check_tokens(tiny, engine.sequences)
+    assert report.checked == len(work)
+    assert report.ok, report.first_mismatch
+
+
+def test_a_request_that_can_never_fit_is_rejected_with_the_reason(tiny):
+    work = requests(3, vocab_size=tiny.spec.vocab_size, longest=10)
+    long = requests(1, vocab_size=tiny.spec.vocab_size, seed=9)[0]
+    too_long = type(long)(request_id=99, prompt_ids=tuple([5] * 200), max_new_tokens=4, text=None)
+    for name in YAMLS:
+        engine = engine_on(shuffled(0), tiny, [too_long, *work], kv_blocks=20)
+        run_to_end(engine, lambda e, name=name: strategy_of(e, YAMLS[name]))
+        rejected = [s for s in engine.sequences if s.reject_reason]
+        assert [s.request.request_id for s in rejected] == [99]
+        assert "KV blocks" in rejected[0].reject_reason
+        assert check_tokens(tiny, engine.sequences).ok
