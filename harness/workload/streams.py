@@ -17,4 +17,4 @@ class Stream(IntEnum):
 
 def generator(seed: int, stream: Stream, index: int = 0) -> np.random.Generator:
     """The generator for item `index` of a stream, the same whatever was drawn before."""
-    return np.random.default_rng([seed, 0, index])
+    return np.random.default_rng([seed, stream, index])

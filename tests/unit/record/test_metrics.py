@@ -162,6 +162,18 @@ def test_stolen_cores_show_as_missing_processor_time():
     assert metrics.stolen_core_share([span(GPU, 0, 4)], (0, 4)) is None  # no processor time recorded
 
 
+def test_a_long_packet_counts_behind_short_ones_that_began_after_it():
+    spans = [span(GPU, 0, 20), span(GPU, 1, 2), span(GPU, 3, 4)]
+    assert metrics.busy_s(spans, GPU, (10, 12)) == 2
+
+
+def test_shares_by_kind_are_the_mean_over_ranks():
+    spans = [span(GPU, 0, 4, "experts"), span(Lane(GPU.kind, 1), 0, 2, "experts")]
+    (total,) = metrics.kind_totals(spans, (0, 8))
+    assert (total.busy_s, total.share, total.num_ops) == (6, 6 / 16, 2)
+    assert metrics.utilization(spans, (0, 8))["gpu"] == total.share
+
+
 def test_a_saturated_link_is_named_with_its_rate_and_ceiling():
     spans, passes = link_bound_run()
     text = metrics.bottleneck(spans, metrics.steady_window(passes), {"h2d": 0.5})

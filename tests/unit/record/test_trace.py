@@ -94,8 +94,8 @@ def test_counters_follow_the_passes(tmp_path):
 
 def test_slices_of_one_row_never_overlap(tmp_path):
     """Perfetto drops slices of one thread that overlap without nesting."""
-    third = 1 / 3
-    spans = [span(H2D, i * third, (i + 1) * third) for i in range(3000)]
+    step_s = 1e-3 + 0.6e-9  # durations that round up: rounded on their own, they would run into the next packet
+    spans = [span(H2D, i * step_s, (i + 1) * step_s) for i in range(3000)]
     passes = [PassRecord(index=i, start_s=i, end_s=i + 1.5) for i in range(20)]
     write_trace(tmp_path / "trace.json", spans, passes, label="emulated")
     ends = {}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from harness.workload import LengthStatistics
 from harness.workload.lengths import drawn_lengths, fitted
+from harness.workload.streams import Stream, generator
 
 
 @st.composite
@@ -25,7 +26,7 @@ def all_statistics(draw: st.DrawFn) -> LengthStatistics:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(all_statistics())
 def test_fit_has_the_published_mean(statistics: LengthStatistics) -> None:
     lengths, probabilities = fitted(statistics)
@@ -34,7 +35,7 @@ def test_fit_has_the_published_mean(statistics: LengthStatistics) -> None:
     assert float(np.dot(lengths, probabilities)) == pytest.approx(statistics.mean, rel=1e-6)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(all_statistics(), st.integers(0, 2**32))
 def test_each_block_of_draws_has_the_mean_within_one_stratum(statistics: LengthStatistics, seed: int) -> None:
     num = statistics.num_prompts if statistics.num_prompts and statistics.num_prompts <= 256 else 64
@@ -69,3 +70,9 @@ def test_draws_depend_on_the_seed_only() -> None:
     first, again, other = (list(islice(drawn_lengths(statistics, seed), 200)) for seed in (1, 1, 2))
     assert first == again != other
     assert len(set(first)) > 50
+    assert first[:64] != first[64:128]  # each block has its own order
+
+
+def test_streams_of_a_seed_are_independent() -> None:
+    draws = {tuple(generator(7, stream, index).integers(2**60, size=2)) for stream in Stream for index in range(3)}
+    assert len(draws) == 3 * len(Stream)

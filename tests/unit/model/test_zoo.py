@@ -1,0 +1,154 @@
+import hashlib
+import shutil
+import threading
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from harness.config import ConfigError
+from harness.model import cache as cache_module
+from harness.model import zoo
+from harness.model.cache import cache_folder, make_once
+from harness.model.checkpoint import Checkpoint
+from harness.model.spec import DTYPE_BYTES
+
+SMALL_BF16 = {"dtype": "bfloat16", "hidden_dim": 128, "vocab_size": 512, "init_std": None}
+
+
+def digests(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def test_made_once_and_the_same_everywhere(model_config, tmp_path, monkeypatch):
+    model = model_config("mixtral-tiny")
+    first = zoo.ensure(model)
+    before = {path: path.stat().st_mtime_ns for path in first.iterdir()}
+    assert zoo.ensure(model) == first and before == {path: path.stat().st_mtime_ns for path in first.iterdir()}
+    monkeypatch.setenv("MOE_HARNESS_CACHE", str(tmp_path))
+    again = zoo.ensure(model)
+    assert again != first and digests(again) == digests(first)
+
+
+def test_recipe_seed_and_version_have_their_own_folders(model_config, monkeypatch):
+    keys = {
+        zoo.recipe_key(model_config("mixtral-tiny", **change).recipe) for change in ({}, {"seed": 1}, {"num_layers": 5})
+    }
+    monkeypatch.setattr(zoo, "GENERATOR_VERSION", zoo.GENERATOR_VERSION + 1)
+    keys.add(zoo.recipe_key(model_config("mixtral-tiny").recipe))
+    assert len(keys) == 4
+
+
+@pytest.mark.parametrize("recipe", [{}, SMALL_BF16], ids=["tiny", "bfloat16"])
+def test_weights_have_the_stated_dtype_mean_and_deviation(model_config, recipe):
+    model = model_config("mixtral-tiny", **recipe)
+    folder = zoo.ensure(model)
+    checkpoint = Checkpoint(folder)
+    assert checkpoint.stored_dtypes() == {model.recipe.dtype}
+    stored_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert stored_bytes == pytest.approx(checkpoint.spec.num_params * DTYPE_BYTES[model.recipe.dtype], rel=0.02)
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert sum(p.numel() for p in hf.parameters()) == checkpoint.spec.num_params
+    for name, parameter in hf.named_parameters():
+        std = 1.0 if "embed" in name else model.recipe.weight_std
+        if parameter.dim() == 1:
+            assert (parameter == 1).all(), name
+        else:
+            assert parameter.std().item() == pytest.approx(std, rel=0.05), name
+            assert abs(parameter.mean().item()) < 5 * std / parameter.numel() ** 0.5, name
+
+
+def test_mini_has_its_stated_size(model_config):
+    recipe = model_config("mixtral-mini").recipe
+    expert = 3 * recipe.hidden_dim * recipe.expert_dim
+    attention = 2 * recipe.hidden_dim * recipe.head_dim * (recipe.num_heads + recipe.num_kv_heads)
+    layer = recipe.num_experts * (expert + recipe.hidden_dim) + attention + 2 * recipe.hidden_dim
+    num_bytes = 2 * (recipe.num_layers * layer + 2 * recipe.vocab_size * recipe.hidden_dim + recipe.hidden_dim)
+    assert 320e6 < num_bytes < 400e6
+    assert recipe.weight_std == pytest.approx(0.0361, abs=1e-4)
+
+
+@pytest.mark.parametrize("recipe", [{}, SMALL_BF16], ids=["tiny", "bfloat16"])
+def test_random_models_say_many_different_things(model_config, recipe):
+    folder = zoo.ensure(model_config("mixtral-tiny", **recipe))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    texts = []
+    for prompt in ("Tell me about bread.", "How do I sort a list?", "Why does the moon turn?"):
+        ids = torch.tensor([Checkpoint(folder).tokenizer()(prompt)["input_ids"]])
+        out = model.generate(ids, do_sample=False, max_new_tokens=32, min_new_tokens=32, pad_token_id=0)
+        texts.append(out[0, ids.shape[1] :].tolist())
+    assert all(len(set(text)) >= 12 for text in texts)
+    assert len(set(sum(texts, []))) >= 40 and len({tuple(text) for text in texts}) == 3
+    with torch.inference_mode():
+        probs = torch.stack(model(ids, output_router_logits=True).router_logits).softmax(dim=-1)
+    top = probs.amax(dim=-1).mean().item()
+    assert 0.2 < top < 0.8, "neither uniform routing nor one expert for everything"
+    assert len(probs.argmax(dim=-1).unique()) >= 6
+
+
+@pytest.mark.parametrize("vocab_size", [260, 384, 2048])
+def test_tokenizer_has_exactly_the_asked_vocabulary(vocab_size):
+    first, second = zoo.train_tokenizer(vocab_size), zoo.train_tokenizer(vocab_size)
+    assert first.get_vocab_size() == vocab_size and first.to_str() == second.to_str()
+    assert first.token_to_id("<s>") == 0 and first.token_to_id("</s>") == 1
+
+
+def test_a_vocabulary_beyond_the_corpus_is_refused():
+    with pytest.raises(ConfigError, match="model.recipe.vocab_size: must be at most [0-9]+, all the corpus yields"):
+        zoo.train_tokenizer(60_000)
+
+
+def test_path_takes_the_place_of_the_recipe(tiny, model_config, monkeypatch):
+    from dataclasses import replace
+
+    assert zoo.ensure(replace(model_config("mixtral-mini"), path=str(tiny.folder))) == tiny.folder
+
+
+def test_cache_folder_follows_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOE_HARNESS_CACHE", str(tmp_path / "own"))
+    assert cache_folder() == tmp_path / "own" and cache_folder().is_dir()
+    monkeypatch.delenv("MOE_HARNESS_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "moe-offload-harness"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_folder() == tmp_path / "home" / ".cache" / "moe-offload-harness"
+
+
+def test_makers_at_once_all_get_one_complete_folder(tmp_path):
+    barrier, target, results = threading.Barrier(4), tmp_path / "made", []
+
+    def make(folder):
+        (folder / "a").write_text("first")
+        barrier.wait(timeout=10)  # all are making it before any finishes
+        (folder / "b").write_text("second")
+
+    threads = [threading.Thread(target=lambda: results.append(make_once(target, make))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [target] * 4
+    assert {path.name for path in target.iterdir()} == {"a", "b"}
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
+def test_a_failing_maker_leaves_nothing_behind(tmp_path):
+    def fail(folder):
+        (folder / "half").write_text("x")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        make_once(tmp_path / "made", fail)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_killed_makers_left_is_removed(tmp_path, monkeypatch):
+    left = tmp_path / ".making-killed"
+    left.mkdir()
+    make_once(tmp_path / "one", lambda folder: None)
+    assert left.exists()  # young: its maker may be alive
+    monkeypatch.setattr(cache_module, "ABANDONED_AFTER_S", -1.0)
+    make_once(tmp_path / "two", lambda folder: None)
+    assert not left.exists() and (tmp_path / "one").is_dir() and (tmp_path / "two").is_dir()
+    shutil.rmtree(tmp_path / "one")
