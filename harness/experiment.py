@@ -23,7 +23,9 @@ from harness.memory.kv_cache import KVCache
 from harness.memory.tiers import MemoryCapacityError
 from harness.memory.weights import Resident, WeightStore
 from harness.model.checkpoint import Checkpoint
+from harness.model.linear import bf16_method
 from harness.model.zoo import ensure
+from harness.record.files import plain, write_json
 from harness.record.meter import PassMeter
 from harness.record.passes import PassRecord
 from harness.record.provenance import code_version, environment
@@ -113,9 +115,12 @@ def _execute(
     state.workload = _workload(settings, checkpoint)
     progress.stage("weights")
     state.machine = machine = build_machine(settings.machine, settings.hardware)
+    if checkpoint.spec.dtype == "bfloat16":
+        bf16_method()  # decides by a measurement, which lanes at work would disturb
     engine = _engine(settings, machine, checkpoint, state)
     progress.stage("planning")
     state.strategy = strategy = module.build(strategy_config, engine)
+    write_json(folder.path / "plan.json", plain({"plan": strategy.plan, "prediction": strategy.prediction}))
     machine.drain()
     machine.spans.clear()  # set-up and profiling are not part of what is measured
     if warning := sink.settle():

@@ -49,8 +49,6 @@ class EmulatedMachine(Machine):
         self._progress = threading.Condition(self._lock)  # the strategy's thread waits here
         self._wake: dict[Lane, threading.Condition] = {}
         self._workers: list[threading.Thread] = []
-        self._events: list[tuple[Ticket, float, bool]] = []  # (ticket, time, finished) not yet shown to the strategy
-        self._num_running = 0
         self._last_progress_s = time.monotonic()
         self._failure: tuple[str, BaseException] | None = None
         self._closing = False
@@ -61,6 +59,8 @@ class EmulatedMachine(Machine):
     def submit(self, lane: Lane, op: Op, *, after: Iterable[Ticket] = (), urgent: bool = False) -> Ticket:
         with self._lock:
             self._raise_failure()
+            if self._closing:
+                raise MachineError(f"{op} was submitted to a closed machine")
             if lane not in self._wake:
                 self._start_lane(lane)
             ticket = self._board.submit(lane, op, after, urgent)
@@ -90,7 +90,7 @@ class EmulatedMachine(Machine):
 
     def now(self) -> float:
         with self._lock:
-            self._show_events()
+            self._board.show_events()
         return time.monotonic()
 
     def drain(self) -> None:
@@ -98,12 +98,14 @@ class EmulatedMachine(Machine):
             self._wait_until(lambda: self._board.num_settled == self._board.num_submitted)
 
     def close(self) -> None:
+        """Running ops stop at their next packet boundary; a packet that does not end is given up after 10 s."""
         with self._lock:
             self._closing = True
             for condition in self._wake.values():
                 condition.notify()
+        deadline_s = time.monotonic() + 10.0
         for worker in self._workers:
-            worker.join(timeout=10.0)
+            worker.join(timeout=max(0.0, deadline_s - time.monotonic()))
 
     def back(self, buffer: Buffer) -> None:
         self._arenas.back(buffer)
@@ -121,10 +123,12 @@ class EmulatedMachine(Machine):
                 break
             self._check_alive()
             self._progress.wait(timeout=min(1.0, self._watchdog_s / 4))
-        self._show_events()
+        self._board.show_events()
 
     def _check_alive(self) -> None:
-        stuck = self._num_running == 0 and not any(queue.ready() for queue in self._board.lanes.values())
+        if self._closing:
+            raise MachineError(f"the machine was closed before its ops had run.\n{self._board.dump()}")
+        stuck = not self._board.running and not any(queue.ready() for queue in self._board.lanes.values())
         idle_s = time.monotonic() - self._last_progress_s
         if stuck:
             raise MachineError(f"deadlock: nothing runs and no op is ready.\n{self._board.dump()}")
@@ -135,14 +139,6 @@ class EmulatedMachine(Machine):
         if self._failure is not None:
             text, cause = self._failure
             raise MachineError(text) from cause
-
-    def _show_events(self) -> None:
-        for ticket, time_s, finished in self._events:
-            if finished:
-                ticket.finished_s, ticket.done = time_s, True
-            else:
-                ticket.started_s = time_s
-        self._events.clear()
 
     # -- the lanes' side ----------------------------------------------------------------------------------------
 
@@ -158,37 +154,48 @@ class EmulatedMachine(Machine):
         context = HostContext(lane, self._arenas, self._rates.get(lane.kind))
         queue = self._board.lanes[lane]
         with self._lock:
-            while self._failure is None and not self._closing:
-                ticket = queue.ready()
-                if ticket is None:
-                    self._wake[lane].wait()
-                    continue
-                queue.pop(ticket)
-                self._execute(ticket, context)
+            try:
+                while not self._stopped:
+                    ticket = queue.ready()
+                    if ticket is None:
+                        self._wake[lane].wait()
+                        context.idled()
+                        continue
+                    queue.pop(ticket)
+                    self._execute(ticket, context)
+            except BaseException as error:  # the strategy must never wait for a lane that is gone
+                self._fail(f"lane {lane}", error)
+
+    @property
+    def _stopped(self) -> bool:
+        return self._closing or self._failure is not None
 
     def _execute(self, ticket: Ticket, context: HostContext) -> None:
         """Run all packets; between two of them, any urgent op that is ready. The lock is held on entry and exit."""
         queue = self._board.lanes[ticket.lane]
-        ticket.state = TicketState.RUNNING
-        self._num_running += 1
+        end_s: float | None = None
         for packet in range(ticket.op.packets):
-            while packet and not ticket.urgent and (urgent := queue.ready_urgent()) is not None:
+            while packet and not ticket.urgent and not self._stopped and (urgent := queue.ready_urgent()) is not None:
                 queue.pop(urgent)
                 self._execute(urgent, context)
-            if self._failure is not None or not self._run_packet(ticket, packet, context):
+            end_s = None if self._stopped else self._run_packet(ticket, packet, context)
+            if end_s is None:
                 return
-        self._num_running -= 1
-        for freed in self._board.finish(ticket):
+        assert end_s is not None, "an op has at least one packet"
+        for freed in self._board.finish(ticket, end_s):
             self._wake[freed.lane].notify()
         self._progress.notify_all()
 
-    def _run_packet(self, ticket: Ticket, packet: int, context: HostContext) -> bool:
+    def _run_packet(self, ticket: Ticket, packet: int, context: HostContext) -> float | None:
+        """The lock is released while the packet runs. When it ended, or None if it failed."""
         op = ticket.op
-        share = _share(op.work(), op.packets)
-        self._lock.release()
         start_s, cpu_start_s = time.monotonic(), time.thread_time()
+        if packet == 0:
+            self._board.start(ticket, start_s)
         error: BaseException | None = None
+        self._lock.release()
         try:
+            share = _share(op.work(), op.packets)
             value = op.run(context, packet)
             if ticket.lane.kind in _COMPUTE_LANES:
                 context.pace_compute(share, start_s)
@@ -198,24 +205,21 @@ class EmulatedMachine(Machine):
         self._lock.acquire()
         self._last_progress_s = end_s
         if error is not None:
-            self._fail(ticket, error)
-            return False
-        if packet == 0:
-            self._events.append((ticket, start_s, False))
-        if packet == op.packets - 1:
-            self._events.append((ticket, end_s, True))
-            ticket.value = value
+            self._fail(str(ticket), error)
+            return None
+        ticket.packets_run += 1
+        ticket.value = value
         self.spans.append(
             Span(
                 ticket.lane, op.kind, op.layer, op.micro_batch, ticket.number, packet, op.packets, ticket.urgent,
                 start_s, end_s, cpu_s, share,
             )
         )  # fmt: skip
-        return True
+        return end_s
 
-    def _fail(self, ticket: Ticket, error: BaseException) -> None:
+    def _fail(self, what: str, error: BaseException) -> None:
         if self._failure is None:
-            self._failure = (f"{ticket} failed: {type(error).__name__}: {error}", error)
+            self._failure = (f"{what} failed: {type(error).__name__}: {error}", error)
         for condition in self._wake.values():
             condition.notify()
         self._progress.notify_all()
@@ -227,7 +231,6 @@ def _share(work: Work, packets: int) -> Work:
     return Work(
         work.flops / packets, work.device_bytes / packets, work.host_bytes / packets, work.link_bytes / packets
     )
-
 
 
 @config

@@ -52,9 +52,11 @@ class Board:
 
     def __init__(self) -> None:
         self.lanes: dict[Lane, LaneQueue] = {}
+        self.running: set[Ticket] = set()
         self.num_submitted = 0
         self.num_settled = 0
         self._hazards = Hazards()
+        self._events: list[tuple[Ticket, float, bool]] = []  # (ticket, time, finished) not yet shown to the strategy
 
     def submit(self, lane: Lane, op: Op, after: Iterable[Ticket], urgent: bool) -> Ticket:
         assert op.packets >= 1, f"{op} has no packets"
@@ -67,10 +69,17 @@ class Board:
     def lane(self, lane: Lane) -> LaneQueue:
         return self.lanes.setdefault(lane, LaneQueue())
 
-    def finish(self, ticket: Ticket) -> list[Ticket]:
+    def start(self, ticket: Ticket, time_s: float) -> None:
+        ticket.state = TicketState.RUNNING
+        self.running.add(ticket)
+        self._events.append((ticket, time_s, False))
+
+    def finish(self, ticket: Ticket, time_s: float) -> list[Ticket]:
         """Settle the ticket; the dependents that became ready by it."""
         ticket.state = TicketState.DONE
+        self.running.discard(ticket)
         self.num_settled += 1
+        self._events.append((ticket, time_s, True))
         freed = []
         for dependent in ticket.dependents:
             dependent.unmet.discard(ticket)
@@ -91,12 +100,23 @@ class Board:
         self.num_settled += 1
         return True
 
+    def show_events(self) -> None:
+        """Bring the tickets' public fields up to date: what `wait`, `wait_any` and `now` do, and nothing else."""
+        for ticket, time_s, finished in self._events:
+            if finished:
+                ticket.finished_s, ticket.done = time_s, True
+            else:
+                ticket.started_s = time_s
+        self._events.clear()
+
     def dump(self) -> str:
-        """Lanes and pending ops with what they wait for: the text of a watchdog's report."""
+        """Lanes with running ops, and pending ops with what they wait for: the text of a watchdog's report."""
         lines = []
         for lane, queue in sorted(self.lanes.items()):
             pending = queue.pending()
             lines.append(f"  lane {lane}: {len(pending)} pending")
+            for ticket in sorted((t for t in self.running if t.lane == lane), key=lambda t: t.number):
+                lines.append(f"    {ticket} runs, {ticket.packets_run} of {ticket.op.packets} packets done")
             for ticket in pending[:5]:
                 waits = ", ".join(str(t) for t in sorted(ticket.unmet, key=lambda t: t.number)[:4]) or "its turn"
                 lines.append(f"    {ticket} waits for {waits}")

@@ -7,7 +7,7 @@ buffers it turns a missing dependency into wrong tokens within milliseconds.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -39,8 +39,10 @@ class ShuffledMachine(Machine):
         self._runnable: list[Ticket] = []
         self._num_packets_run = 0
         self._contexts: dict[Lane, HostContext] = {}
+        self._failure: tuple[str, BaseException] | None = None
 
     def submit(self, lane: Lane, op: Op, *, after: Iterable[Ticket] = (), urgent: bool = False) -> Ticket:
+        self._raise_failure()
         ticket = self._board.submit(lane, op, after, urgent)
         if ticket.ready:
             self._runnable.append(ticket)
@@ -49,16 +51,14 @@ class ShuffledMachine(Machine):
         return ticket
 
     def wait(self, ticket: Ticket) -> Any:
-        while not ticket.settled:
-            self._step()
+        self._step_until(lambda: ticket.settled)
         if ticket.state is TicketState.CANCELLED:
             raise MachineError(f"waited for {ticket}, which was cancelled")
         return ticket.value
 
     def wait_any(self, tickets: Sequence[Ticket]) -> list[Ticket]:
         assert tickets, "wait_any of nothing would never end"
-        while not any(t.settled for t in tickets):
-            self._step()
+        self._step_until(lambda: any(t.settled for t in tickets))
         return sorted((t for t in tickets if t.settled), key=lambda t: (t.finished_s or 0.0, t.number))
 
     def cancel(self, ticket: Ticket) -> bool:
@@ -68,11 +68,11 @@ class ShuffledMachine(Machine):
         return cancelled
 
     def now(self) -> float:
+        self._board.show_events()
         return float(self._num_packets_run)
 
     def drain(self) -> None:
-        while self._board.num_settled < self._board.num_submitted:
-            self._step()
+        self._step_until(lambda: self._board.num_settled == self._board.num_submitted)
 
     def close(self) -> None:
         """Nothing runs between calls."""
@@ -83,6 +83,17 @@ class ShuffledMachine(Machine):
     def unback(self, buffer: Buffer) -> None:
         self._arenas.unback(buffer)
 
+    def _step_until(self, condition: Callable[[], bool]) -> None:
+        self._raise_failure()
+        while not condition():
+            self._step()
+        self._board.show_events()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            text, cause = self._failure
+            raise MachineError(text) from cause
+
     def _step(self) -> None:
         """One packet of one ready op, chosen at random."""
         if not self._runnable:
@@ -90,19 +101,26 @@ class ShuffledMachine(Machine):
         index = self._random.randrange(len(self._runnable))
         ticket = self._runnable[index]
         if ticket.state is TicketState.PENDING:
-            ticket.state, ticket.started_s = TicketState.RUNNING, self.now()
-        context = self._contexts.setdefault(ticket.lane, HostContext(ticket.lane, self._arenas))
-        try:
-            value = ticket.op.run(context, ticket.packets_run)
-        except Exception as error:
-            raise MachineError(f"{ticket} failed: {type(error).__name__}: {error}") from error
+            self._board.start(ticket, float(self._num_packets_run))
+        value = self._run_packet(ticket)
         ticket.packets_run += 1
         self._num_packets_run += 1
         if ticket.packets_run == ticket.op.packets:
-            ticket.value, ticket.done, ticket.finished_s = value, True, self.now()
+            ticket.value = value
             self._runnable[index] = self._runnable[-1]
             self._runnable.pop()
-            self._runnable.extend(self._board.finish(ticket))
+            self._runnable.extend(self._board.finish(ticket, float(self._num_packets_run)))
+
+    def _run_packet(self, ticket: Ticket) -> Any:
+        if ticket.lane not in self._contexts:
+            self._contexts[ticket.lane] = HostContext(ticket.lane, self._arenas)
+        try:
+            return ticket.op.run(self._contexts[ticket.lane], ticket.packets_run)
+        except BaseException as error:
+            self._failure = (f"{ticket} failed: {type(error).__name__}: {error}", error)
+            if not isinstance(error, Exception):
+                raise  # ops run in the strategy's own thread, so this is the user's Ctrl-C
+            raise MachineError(self._failure[0]) from error
 
 
 @config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,6 +69,18 @@ class Checkpoint:
         for _, part in self.parts():
             for tensor in part.tensors:
                 self._validate_tensor(tensor)
+        if self.spec.tie_embeddings:
+            self._validate_tie()
+
+    def _validate_tie(self) -> None:
+        """A head of its own beside tied embeddings must be the same matrix: transformers would not tie it otherwise."""
+        tied = self.family.head_part(self.spec).tensors
+        untied = self.family.head_part(replace(self.spec, tie_embeddings=False)).tensors
+        for ours, own in zip(tied, untied, strict=True):
+            for name, own_name in zip(ours.checkpoint_names, own.checkpoint_names, strict=True):
+                present = own_name != name and own_name in self._shards.names()
+                if present and not torch.equal(self._shards.tensor(name), self._shards.tensor(own_name)):
+                    raise checkpoint_error(own_name, f"differs from {name}, though config.json has tie_word_embeddings")
 
     def _validate_tensor(self, tensor: TensorLayout) -> None:
         """Stacked checkpoint tensors must agree in all dimensions but the first, which add up."""
@@ -119,8 +132,14 @@ class Checkpoint:
         return digest.hexdigest()[:16]
 
     def fingerprint(self) -> str:
-        """16 hex digits over config, tensor headers, the first values of each tensor, and file sizes."""
+        """16 hex digits over config, tensor headers, the first values of each tensor, and file sizes: the same for a
+        copy elsewhere. An edit behind those first values escapes it; `version` sees that too."""
         return self._fingerprint
+
+    def version(self) -> str:
+        """16 hex digits over the fingerprint and the files' times of change: the key for what is derived from them."""
+        times = [path.stat().st_mtime_ns for path in self._shards.files()]
+        return hashlib.sha256(repr((self._fingerprint, times)).encode()).hexdigest()[:16]
 
 
 def part_views(part: PartLayout, region: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ process decides. The result is rounded to bfloat16 either way; the two differ on
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from functools import lru_cache
@@ -17,7 +18,8 @@ import torch.nn.functional as F
 
 METHOD_VARIABLE = "MOE_HARNESS_BF16_LINEAR"  # "native" or "cast": overrides the measurement
 CAST_FROM_ROWS = 8  # below this many rows the conversion of the weight costs more than it saves
-PANEL_BYTES = 8 << 20  # float32 copy of so much of the weight at a time: a Mixtral-8x7B expert would need 470 MB
+PANEL_BYTES = 1 << 20  # float32 copy of so much of the weight at a time, so that it stays in a core's L2 cache
+_scratch = threading.local()  # one panel a thread: fresh memory for each would cost more in page faults than the copy
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -29,15 +31,23 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def cast_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The product in float32, rounded to x's dtype; the weight is converted panel by panel of its rows."""
-    wide, num_rows = x.float(), weight.shape[0]
-    panel_rows = max(64, PANEL_BYTES // (4 * weight.shape[1]))
-    if num_rows <= panel_rows:
-        return F.linear(wide, weight.float()).to(x.dtype)
+    wide, (num_rows, width) = x.float(), weight.shape
+    panel_rows = max(64, PANEL_BYTES // (4 * width))
     out = x.new_empty(x.shape[0], num_rows)
     for start in range(0, num_rows, panel_rows):
-        panel = weight[start : start + panel_rows].float()
-        out[:, start : start + panel_rows] = F.linear(wide, panel)
+        rows = weight[start : start + panel_rows]
+        panel = _panel(rows.numel()).view(rows.shape)
+        out[:, start : start + panel_rows] = F.linear(wide, panel.copy_(rows))
     return out
+
+
+def _panel(num_values: int) -> torch.Tensor:
+    """The calling thread's scratch memory, grown where it is too small."""
+    scratch: torch.Tensor | None = getattr(_scratch, "values", None)
+    if scratch is None or scratch.numel() < num_values:
+        with torch.inference_mode(False):  # a tensor born in inference mode could not be written to outside it
+            scratch = _scratch.values = torch.empty(num_values)
+    return scratch[:num_values]
 
 
 @lru_cache(maxsize=1)

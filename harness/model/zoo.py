@@ -56,7 +56,9 @@ def _make(recipe: RandomRecipe, folder: Path) -> None:
         hf_config = AutoConfig.for_model(**entries)
         with torch.device("meta"):  # skips Hugging Face's own initialisation
             model = AutoModelForCausalLM.from_config(hf_config, dtype=getattr(torch, recipe.dtype))
-        _fill(model.to_empty(device="cpu"), recipe)
+        model.to_empty(device="cpu")
+        model.tie_weights()  # to_empty gives tied tensors a memory of their own
+        _fill(model, recipe)
         model.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
         PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS).save_pretrained(folder)
 

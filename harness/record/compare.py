@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,14 +40,14 @@ def compare_table(runs: Sequence[Run]) -> Table:
     for run, summary in zip(runs, summaries, strict=True):
         observed = summary.get("throughput_tok_s")
         table.add_row(
-            str(summary.get("strategy") or run.run_id),
+            str(summary.get("strategy") or _asked(run)),
             *(str(summary.get(fact, "-")) for fact in varying),
             number(observed) if run.status == "ok" else Text(run.status, style="red"),
             f"{observed / base:.2f}x" if observed and base and run.status == "ok" else "-",
             _busiest(summary.get("utilization") or {}),
             "-" if summary.get("prediction_accuracy") is None else f"{summary['prediction_accuracy']:.1%}",
             _verify(summary.get("verify") or {}),
-            run.run_id[-11:] if len(run.run_id) > 20 else run.run_id,
+            _short(run.run_id),
         )
     return table
 
@@ -75,6 +76,17 @@ def _shared(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _runs(folder: Path) -> list[Run]:
     return list_runs(folder) if (folder / "runs").is_dir() else [read_run(folder)]
+
+
+def _asked(run: Run) -> Any:
+    strategy = run.config.get("strategy")
+    return strategy.get("name") if isinstance(strategy, dict) else strategy
+
+
+def _short(run_id: str) -> str:
+    """The hash, which tells runs of one table apart, with the number of a repetition."""
+    found = re.search(r"[0-9a-f]{8}(-\d+)?$", run_id)
+    return found[0] if found else run_id
 
 
 def _busiest(utilization: dict[str, float]) -> str:

@@ -30,17 +30,17 @@ class Replay(NamedTuple):
 
 
 @lru_cache(maxsize=2)
-def _loaded(folder: Path, fingerprint: str, dtype: str) -> Reference:
-    return Reference(Checkpoint(folder, dtype), fingerprint)
+def _loaded(folder: Path, version: str, dtype: str) -> Reference:
+    return Reference(Checkpoint(folder, dtype), version)
 
 
 def reference_for(checkpoint: Checkpoint) -> Reference:
     """The reference of a checkpoint; the last two stay loaded."""
-    return _loaded(checkpoint.folder.resolve(), checkpoint.fingerprint(), checkpoint.spec.dtype)
+    return _loaded(checkpoint.folder.resolve(), checkpoint.version(), checkpoint.spec.dtype)
 
 
 class Reference:
-    def __init__(self, checkpoint: Checkpoint, fingerprint: str) -> None:
+    def __init__(self, checkpoint: Checkpoint, version: str) -> None:
         self.spec, self._family = checkpoint.spec, checkpoint.family
         self._model = _load_float32(checkpoint)
         self._probs: list[Tensor | None] = [None] * self.spec.num_layers
@@ -49,7 +49,7 @@ class Reference:
         assert len(routers) == self.spec.num_layers, "one router a layer"
         for layer, router in enumerate(routers):
             router.register_forward_hook(self._router_hook(layer))
-        self._cache = _GenerationCache(fingerprint)
+        self._cache = _GenerationCache(version)
 
     def _router_hook(self, layer: int) -> Any:
         def hook(router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> Any:
@@ -126,11 +126,11 @@ def _load_float32(checkpoint: Checkpoint) -> nn.Module:
 class _GenerationCache:
     """Reference generations on disk, one JSON file a prompt. A damaged file counts as absent."""
 
-    def __init__(self, fingerprint: str) -> None:
+    def __init__(self, version: str) -> None:
         import transformers
 
         versions = f"transformers-{transformers.__version__}-torch-{torch.__version__}".replace("+", "-")
-        self._folder = cache_folder() / "references" / fingerprint / versions
+        self._folder = cache_folder() / "references" / version / versions
 
     def _path(self, prompt_ids: Sequence[int], eos: bool) -> Path:
         digest = hashlib.sha256(json.dumps(list(prompt_ids)).encode()).hexdigest()[:24]

@@ -22,7 +22,8 @@ from harness.memory.weights import WeightStream
 from harness.workload.request import Request
 from strategies.moelens.vslpipe import split
 
-_FRACTIONS = (0.5, 0.75, 1.0, 1.25)
+_FRACTIONS = (0.6, 0.8, 1.0, 1.2)
+_MAX_STEPS = 6
 _PROBE_TOKENS = 64
 
 
@@ -38,6 +39,17 @@ class Profile:
     @property
     def n_real(self) -> float:
         return (self.layer_transfer_s - self.fixed_s) / self.seconds_per_token
+
+
+def line_through(points: list[tuple[int, float]]) -> tuple[float, float]:
+    """Least-squares (slope, intercept); through the origin where the points allow no rising line."""
+    counts = np.array([n for n, _ in points], dtype=float)
+    seconds = np.array([s for _, s in points])
+    if len(set(counts)) > 1:
+        slope, fixed_s = np.polyfit(counts, seconds, 1)
+        if slope > 0:
+            return float(slope), float(max(fixed_s, 0.0))
+    return float(seconds.mean() / counts.mean()), 0.0
 
 
 class PipelineProfiler:
@@ -56,28 +68,41 @@ class PipelineProfiler:
     def measure(self) -> Profile:
         layer_transfer_s = min(self._transfer_layer(1) for _ in range(self._repeats))
         self._transfer_layer(0)  # the weights that the probes compute with
-        self._make_room(_PROBE_TOKENS)
-        self._compute(_PROBE_TOKENS)  # warm-up: first use of every kernel
-        estimate = _PROBE_TOKENS * layer_transfer_s / max(self._compute(_PROBE_TOKENS), 1e-9)
+        estimate = self._saturating_tokens(layer_transfer_s)
         counts = sorted({int(min(max(estimate * f, 16), self._max_tokens)) for f in _FRACTIONS})
         self._make_room(counts[-1])
         samples = [(n, self._compute(n)) for _ in range(self._repeats) for n in counts]
-        medians = [(n, float(np.median([s for m, s in samples if m == n]))) for n in counts]
-        if len(medians) > 1:
-            slope, fixed_s = np.polyfit([n for n, _ in medians], [s for _, s in medians], 1)
-        else:
-            slope, fixed_s = medians[0][1] / medians[0][0], 0.0
+        best = [(n, min(s for m, s in samples if m == n)) for n in counts]  # disturbances only ever add time
+        slope, fixed_s = line_through(best)
         return Profile(
-            seconds_per_token=float(max(slope, 1e-12)),
-            fixed_s=float(max(fixed_s, 0.0)),
-            layer_transfer_s=layer_transfer_s,
-            samples=tuple(samples),
+            seconds_per_token=slope, fixed_s=fixed_s, layer_transfer_s=layer_transfer_s, samples=tuple(samples)
         )
 
     def close(self) -> None:
         self._stream.close()
         for acts in self._acts:
             acts.close()
+
+    def _saturating_tokens(self, layer_transfer_s: float) -> float:
+        """Tokens at which the GPU takes about as long as the transfer, by secant steps from a small probe.
+
+        The paper starts from Equation 2; steps from below need no peak rate and stay within the buffers. GPU time is
+        concave in the tokens (few tokens already touch every expert), so a line through small counts falls short.
+        """
+        tokens, before = _PROBE_TOKENS, (0, 0.0)
+        self._make_room(min(_PROBE_TOKENS, self._max_tokens))
+        self._compute(min(tokens, self._max_tokens))  # warm-up: first use of every kernel
+        for _ in range(_MAX_STEPS):
+            tokens = min(tokens, self._max_tokens)
+            self._make_room(tokens)
+            seconds = min(self._compute(tokens) for _ in range(2))
+            slope = (seconds - before[1]) / max(tokens - before[0], 1)
+            wanted = tokens + (layer_transfer_s - seconds) / max(slope, 1e-9)
+            wanted = min(max(wanted, tokens / 2), 4 * tokens, self._max_tokens)
+            if abs(wanted / tokens - 1) < 0.2 or tokens == before[0]:
+                break
+            before, tokens = (tokens, seconds), int(max(wanted, 16))
+        return wanted
 
     def _make_room(self, max_tokens: int) -> None:
         for acts in self._acts:

@@ -16,8 +16,9 @@ class ResourceAwareScheduler:
     Normal mode: every decoding sequence runs, then prefill from the queue's head while decode + prefill tokens stay
     within `n_real` and blocks are free. Preemption mode, when the decoding sequences cannot all get the block of their
     next token: the newest give their blocks back and go to the queue's head, and nobody is admitted.
-    Where nothing would run, the head of the queue is admitted or rejected. A prompt longer than `n_real`, which the
-    paper does not meet, is admitted as its pass's only prefill: waiting for an idle pass would drain the pipeline.
+    Where nothing would run, the head of the queue is admitted or rejected. A prompt that does not fit what decoding
+    leaves of `n_real` is still admitted as its pass's only prefill while decoding leaves anything: on small machines,
+    where `n_real` is not far above a prompt's length, it would otherwise block the queue until decoding has drained.
     `max_pass_tokens` is what the activation buffers hold.
     """
 
@@ -70,7 +71,7 @@ class ResourceAwareScheduler:
                 head.state, head.reject_reason = State.REJECTED, reason
                 self._queue.popleft()
                 continue
-            if num_tokens + head.num_tokens > self._limit(head, is_first=not chosen, num_decode=num_decode):
+            if num_tokens + head.num_tokens > self._limit(is_first=not chosen, num_decode=num_decode):
                 break
             if self._allocator.missing_blocks(head, head.num_tokens) > self._allocator.num_free:
                 break
@@ -80,10 +81,9 @@ class ResourceAwareScheduler:
             chosen.append(self._queue.popleft())
         return chosen
 
-    def _limit(self, head: Sequence, *, is_first: bool, num_decode: int) -> int:
-        """n_real, except for what would otherwise never run beside others or at all: it may fill the buffers."""
-        oversized = head.num_tokens > self._n_real
-        return self._max_pass_tokens if is_first and (oversized or num_decode == 0) else self._n_real
+    def _limit(self, *, is_first: bool, num_decode: int) -> int:
+        """Tokens the pass may have with one more prefill."""
+        return self._max_pass_tokens if is_first and num_decode < self._n_real else self._n_real
 
     def _never_fits(self, sequence: Sequence) -> str | None:
         """A request that could not run even alone would block the queue or be preempted for ever."""

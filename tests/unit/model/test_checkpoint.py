@@ -93,6 +93,9 @@ def test_weights_are_views_of_the_mapped_file(tiny):
 
 
 def test_tied_embeddings_need_no_lm_head(tiny_copy):
+    edit_json(tiny_copy / "config.json", lambda c: c.update(tie_word_embeddings=True))
+    assert "lm_head.weight: differs from model.embed_tokens.weight" in message(tiny_copy)
+    edit_json(tiny_copy / "config.json", lambda c: c.update(tie_word_embeddings=False))
     rewrite(tiny_copy, lambda t: t.pop("lm_head.weight"))
     assert "lm_head.weight: tensor missing" in message(tiny_copy)
     edit_json(tiny_copy / "config.json", lambda c: c.update(tie_word_embeddings=True))
@@ -198,10 +201,10 @@ def test_tokenizer_round_trips_any_text_and_starts_with_bos(tiny):
 
 def test_damaged_tokenizers_are_named(tiny_copy):
     (tiny_copy / "tokenizer.json").write_text('{"model": 3}')
-    with pytest.raises(ConfigError, match="tokenizer.json: not readable"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: not readable"):
         Checkpoint(tiny_copy).tokenizer()
     (tiny_copy / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match="tokenizer.json: missing; a fast tokenizer is needed"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: missing; a fast tokenizer is needed"):
         Checkpoint(tiny_copy).tokenizer()
 
 
@@ -223,6 +226,14 @@ def test_fingerprint_follows_content_not_place(tiny, tiny_copy, tmp_path):
 
     rewrite(elsewhere, negate_one_expert)
     assert Checkpoint(elsewhere).fingerprint() != original
+
+    def change_the_last_row(tensors):  # behind the sampled values
+        tensors[Q][-1].neg_()
+
+    version = Checkpoint(tiny_copy).version()
+    assert Checkpoint(tiny_copy).version() == version
+    rewrite(tiny_copy, change_the_last_row)
+    assert Checkpoint(tiny_copy).version() != version
     edit_json(
         tiny_copy / "config.json", lambda c: c.update(rope_parameters={"rope_type": "default", "rope_theta": 1e4})
     )

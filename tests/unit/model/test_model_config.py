@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import yaml
@@ -22,7 +23,7 @@ def test_defaults_are_the_stated_models(model_config):
 
 
 def test_the_open_model_needs_a_path(model_config):
-    with pytest.raises(ConfigError, match="model.path: missing; give a checkpoint folder or a Hugging Face hub id"):
+    with pytest.raises(ConfigError, match=r"model\.path: missing; give a checkpoint folder or a Hugging Face hub id"):
         model_config("mixtral")
     assert parse(ModelConfig, {"name": "mixtral", "path": "/somewhere"}, "model").recipe is None
 
@@ -47,14 +48,12 @@ def test_the_open_model_needs_a_path(model_config):
     ],
 )
 def test_impossible_recipes_name_the_field(model_config, change, named):
-    with pytest.raises(ConfigError, match=f"model.recipe.{named}"):
+    with pytest.raises(ConfigError, match=rf"model\.recipe\.{named}"):
         model_config("mixtral-tiny", **change)
 
 
 def test_every_yaml_of_the_group_is_commented_and_parses():
-    from conftest import CONF
-
-    paths = sorted(CONF.glob("*.yaml"))
+    paths = sorted((Path(__file__).resolve().parents[3] / "conf" / "model").glob("*.yaml"))
     assert len(paths) >= 3
     for path in paths:
         values = yaml.safe_load(path.read_text())
@@ -65,9 +64,3 @@ def test_every_yaml_of_the_group_is_commented_and_parses():
 def test_planning_imports_no_torch():
     code = f"import sys, {TORCH_FREE}; sys.exit(int('torch' in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_transformers_is_importable_beside_our_kernels_package():
-    """`transformers` looks for a package named `kernels`, which the checkout has."""
-    code = "import kernels; from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM"
-    assert subprocess.run([sys.executable, "-W", "error", "-c", code], check=False).returncode == 0

@@ -1,6 +1,5 @@
 """Metrics against a time grid: with integer times, every quantity can be counted cell by cell."""
 
-import time
 from itertools import pairwise
 
 import pytest
@@ -182,11 +181,10 @@ def test_a_saturated_link_is_named_with_its_rate_and_ceiling():
     assert "0.48 of 1.00 GB/s, only 0.50 GB/s while busy" in slow
 
 
-def test_a_hundred_thousand_packets_and_five_hundred_passes_take_seconds():
-    spans = [span((GPU, H2D)[i % 2], i * 1e-3, i * 1e-3 + 9e-4, ticket=i) for i in range(100_000)]
-    started = time.perf_counter()
+def test_a_short_window_of_a_long_run_reads_few_packets():
+    """What keeps thousands of passes over a million packets fast; counted, as clocks lie on a busy machine."""
+    spans = [span((GPU, H2D)[i % 2], i * 1e-3, i * 1e-3 + 9e-4, ticket=i) for i in range(20_000)]
     table = SpanTable.of(spans)
-    activity = [metrics.pass_activity(table, (i * 0.2, i * 0.2 + 0.2)) for i in range(500)]
-    assert metrics.utilization(table, (0.0, 100.0))["gpu"] == pytest.approx(0.45, abs=1e-3)
-    assert activity[300]["busy_s"]["gpu"] == pytest.approx(0.09, abs=2e-3)
-    assert time.perf_counter() - started < 10.0  # quadratic work would take minutes
+    assert len(table.lane(GPU).within((5.0, 5.2)).rows) <= 102
+    assert metrics.busy_s(table, GPU, (5.0, 5.2)) == pytest.approx(0.09, abs=1e-3)
+    assert metrics.utilization(table, (0.0, 20.0))["gpu"] == pytest.approx(0.45, abs=1e-3)

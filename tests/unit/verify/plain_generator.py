@@ -5,7 +5,7 @@ at the place where a scheduler could go wrong.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,16 +13,20 @@ import torch
 from harness.model.checkpoint import Checkpoint, part_views
 from harness.verify.records import GeneratedSequence, Segment
 
-KV_BLOCK_TOKENS = 16
+
+def same(*values):
+    return values if len(values) > 1 else values[0]
 
 
 @dataclass
 class Fault:
-    """Identity by default; a test replaces one of them."""
+    """Each does nothing by default; a test replaces one of them."""
 
-    expert_weights: Callable = field(default=lambda layer, expert: (layer, expert))  # which weights run instead
-    position: Callable = field(default=lambda position: position)
-    kv: Callable = field(default=lambda layer, k, v: (k, v))  # what decode attention sees [kv_heads, context, head_dim]
+    expert_weights: Callable = same  # (layer, expert) -> whose weights run instead
+    position: Callable = same  # a token's position -> the one that RoPE gets
+    kv: Callable = lambda layer, k, v: (k, v)  # what decode attention sees, [kv_heads, context, head_dim]
+    routes: Callable = lambda layer, ids: ids  # expert ids [tokens, k]
+    pick: Callable = lambda logits: int(logits.argmax())  # the next token
 
 
 class PlainGenerator:
@@ -39,14 +43,13 @@ class PlainGenerator:
         """`preempt_after`: after so many tokens the KV cache is dropped and rebuilt by a prefill of all tokens."""
         fault, generated, segments = fault or Fault(), [], []
         for end in [*preempt_after, num_tokens]:
-            first = len(generated)
-            caches = [None] * self.spec.num_layers
-            routing, new_ids, start = [], [*prompt_ids, *generated], 0
+            first, caches, routing = len(generated), [None] * self.spec.num_layers, []
+            new_ids, start = [*prompt_ids, *generated], 0
             while len(generated) < end:
                 positions = torch.tensor([fault.position(p) for p in range(start, start + len(new_ids))])
                 logits, routes = self._forward(torch.tensor(new_ids), positions, caches, fault)
                 routing.append(routes)
-                generated.append(int(logits.argmax()))
+                generated.append(fault.pick(logits))
                 start, new_ids = start + len(new_ids), generated[-1:]
             segments.append(Segment(first_generated_index=first, routing=np.concatenate(routing)))
         return GeneratedSequence(
@@ -60,9 +63,9 @@ class PlainGenerator:
         for layer in range(spec.num_layers):
             q, k, v = family.attention_in(spec, self.weights[layer, "attention_in"], hidden, positions)
             attn = self._attend(layer, q, k, v, caches, fault)
-            residual, normed, ids, expert_weights = family.attention_out(
-                spec, self.weights[layer, "attention_out"], attn, hidden
-            )
+            w = self.weights[layer, "attention_out"]
+            residual, normed, ids, expert_weights = family.attention_out(spec, w, attn, hidden)
+            ids = fault.routes(layer, ids)
             routes.append(ids)
             hidden = residual + self._experts(layer, normed, ids, expert_weights, fault)
         logits = family.head(spec, self.weights[None, "head"], hidden[-1:])
