@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import Any
 
@@ -38,6 +39,7 @@ def main() -> int:
     from harness.memory.tiers import MemoryCapacityError
     from harness.record.files import RecordError
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a run as Ctrl-C does: recorded, lanes stopped
     try:
         run()
     except (ConfigError, HydraException, OmegaConfBaseException) as error:

@@ -17,6 +17,7 @@ from harness.engine import loop
 from harness.engine.engine import Engine
 from harness.engine.sequences import Sequence, State
 from harness.engine.strategy import Strategy
+from harness.hardware.ratios import ratios
 from harness.machine.base import Machine
 from harness.machine.build import build_machine
 from harness.memory.kv_cache import KVCache
@@ -152,8 +153,10 @@ def _generate(
         generated += passed.generated_tokens
         progress.update(finished, generated / max(passed.end_s - state.passes[0].start_s, 1e-9))
 
-    loop.run(engine, strategy, on_pass)
-    record(meter.finish())
+    try:
+        loop.run(engine, strategy, on_pass)
+    finally:
+        record(meter.finish())  # the meter holds the last pass back
     for sequence in state.sequences:
         folder.append_request(_request_row(sequence))
 
@@ -244,7 +247,7 @@ def _record_failure(
     """Whatever ended the run, its cause and what was measured until then are recorded before the error goes on."""
     if isinstance(error, KeyboardInterrupt):
         status, text = "interrupted", "interrupted"
-    elif isinstance(error, MemoryError | MemoryCapacityError):
+    elif any(isinstance(e, MemoryError | MemoryCapacityError) for e in (error, error.__cause__)):
         status, text = "oom", f"{type(error).__name__}: {error}"
     else:
         status, text = "failed", f"{type(error).__name__}: {error}"
@@ -262,6 +265,7 @@ def _report(
     trace_path = folder.path / "trace.json"
     write_trace(trace_path, spans, state.passes, label=label, meta={"run_id": folder.run_id})
     extra: dict[str, Any] = {"run_id": folder.run_id, "warnings": state.warnings}
+    extra["hardware_ratios"] = ratios(settings.hardware, spans)
     if state.strategy and state.strategy.prediction:
         extra["prediction"] = asdict(state.strategy.prediction)
     summary = build_summary(_facts(settings, state, status, error), state.passes, spans, extra)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -64,8 +65,9 @@ class MicroBatch:
         """KV-cache tokens that decode attention reads."""
         return int(self.context_lens.sum())
 
-    @property
+    @cached_property
     def records_routing(self) -> bool:
+        """Asked once a layer, hence cached: the sequences are many."""
         return any(s.records_routing for s in self.sequences)
 
     def rows_of(self) -> Iterable[tuple[Sequence, slice]]:

@@ -14,7 +14,7 @@ from harness.model.spec import ModelSpec
 
 @dataclass(eq=False, kw_only=True)
 class Engine:
-    """One loaded model on one machine. `reference_rates` are the profile's stated rates, for plans and reports."""
+    """One loaded model on one machine, and the requests it is to serve, in the order of their arrival."""
 
     machine: Machine
     spec: ModelSpec

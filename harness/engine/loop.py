@@ -33,6 +33,7 @@ def run(engine: Engine, strategy: Strategy, on_pass: Callable[[PassRecord], None
         index += 1
     strategy.pipeline.finish()
     engine.machine.drain()
+    _check_conservation(engine)
 
 
 def _retire(engine: Engine, result: PassResult, index: int) -> list[Sequence]:
@@ -86,6 +87,12 @@ def _record(
         mode=plan.mode,
         generated_tokens=len(plan.sequences),
     )
+
+
+def _check_conservation(engine: Engine) -> None:
+    """A scheduler that loses a request would otherwise report a shorter run as a faster one."""
+    open_ = [s.request.request_id for s in engine.sequences if s.state not in (State.FINISHED, State.REJECTED)]
+    assert not open_, f"the scheduler stopped with {len(open_)} requests unfinished, the first is {open_[0]}"
 
 
 def _check_integrity(engine: Engine) -> None:

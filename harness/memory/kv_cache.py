@@ -61,13 +61,16 @@ class BlockAllocator:
         return released
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Every block is free or held by exactly the sequence that lists it."""
-        assert len(self._free) == len(set(self._free)), "a block is twice in the free list"
-        assert len(self._free) + len(self._holders) == self.num_blocks, "blocks were lost"
-        listed = {block: s for s in sequences for block in s.blocks}
-        assert listed.keys() == self._holders.keys(), "held blocks and block tables differ"
-        assert all(self._holders[block] is s for block, s in listed.items()), "a block is in two tables"
-        assert not set(self._free) & listed.keys(), "a free block is in a table"
+        """Every block is free or held by exactly the sequence that lists it; every cached token has a place."""
+        sequences = list(sequences)
+        free, tables = set(self._free), [(block, s) for s in sequences for block in s.blocks]
+        assert len(self._free) == len(free), "a block is twice in the free list"
+        assert free.isdisjoint(self._holders), "a held block is in the free list"
+        assert free | self._holders.keys() == set(range(self.num_blocks)), "blocks were lost"
+        assert len(tables) == len({block for block, _ in tables}), "a block is twice in the tables"
+        assert {block for block, _ in tables} == self._holders.keys(), "held blocks and block tables differ"
+        assert all(self._holders[block] is s for block, s in tables), "a block is in the wrong table"
+        assert all(s.num_cached <= len(s.blocks) * self.block_size for s in sequences), "cached tokens without a block"
 
 
 class KVCache:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
@@ -17,39 +17,41 @@ from harness.record.files import RecordError
 from harness.record.store import Run, list_runs, read_run
 from harness.record.terminal import number
 
-_FACTS = ("model", "dataset", "machine", "hardware", "label", "data_source", "weights_source")
+_NAMES = ("strategy", "model", "dataset", "machine", "hardware")
+_SOURCES = ("data_source", "weights_source")  # long texts: below the table where they differ
 
 
-def compare_table(runs: Sequence[Run]) -> Table:
-    """One row a run; the ratio is to the first run that has a throughput. What all runs share is in the title."""
-    summaries = [run.summary or {} for run in runs]
-    shared = _shared(summaries)
-    varying = [fact for fact in _FACTS if fact not in shared]
-    base = next((s["throughput_tok_s"] for s in summaries if s.get("throughput_tok_s")), None)
-    title = "; ".join(f"{fact.replace('_', ' ')} {value}" for fact, value in shared.items() if value is not None)
-    table = Table(title=title or None, title_justify="left", title_style="", box=box.SIMPLE_HEAD, pad_edge=False)
+def compare_table(runs: Sequence[Run]) -> Group:
+    """One row a run; the ratio is to the first run that ended well. What all runs share is above the table."""
+    rows = [_facts(run) for run in runs]
+    shared = [fact for fact in (*_NAMES[1:], "label", *_SOURCES) if len({row[fact] for row in rows if row[fact]}) == 1]
+    varying = [fact for fact in (*_NAMES[1:], "label") if fact not in shared and any(row[fact] for row in rows)]
+    observed_tok_s = [
+        row.get("throughput_tok_s") if run.status == "ok" else None for run, row in zip(runs, rows, strict=True)
+    ]
+    base = next(filter(None, observed_tok_s), None)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("strategy", overflow="fold")
     for fact in varying:
-        table.add_column(fact.replace("_", " "), overflow="fold")
+        table.add_column(fact, overflow="fold")
     for name in ("tok/s", "ratio"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("busiest lane", no_wrap=True)
     table.add_column("accuracy", justify="right", no_wrap=True)
     table.add_column("verify", overflow="fold")
-    table.add_column("run", overflow="fold", style="dim")
-    for run, summary in zip(runs, summaries, strict=True):
-        observed = summary.get("throughput_tok_s")
+    table.add_column("run", no_wrap=True, style="dim")
+    for run, row, observed in zip(runs, rows, observed_tok_s, strict=True):
         table.add_row(
-            str(summary.get("strategy") or _asked(run)),
-            *(str(summary.get(fact, "-")) for fact in varying),
+            *(Text(row[fact] or "-") for fact in ("strategy", *varying)),
             number(observed) if run.status == "ok" else Text(run.status, style="red"),
-            f"{observed / base:.2f}x" if observed and base and run.status == "ok" else "-",
-            _busiest(summary.get("utilization") or {}),
-            "-" if summary.get("prediction_accuracy") is None else f"{summary['prediction_accuracy']:.1%}",
-            _verify(summary.get("verify") or {}),
+            f"{observed / base:.2f}x" if observed and base else "-",
+            _busiest(row.get("utilization") or {}),
+            "-" if row.get("prediction_accuracy") is None else f"{row['prediction_accuracy']:.1%}",
+            _verify(row.get("verify") or {}),
             _short(run.run_id),
         )
-    return table
+    title = [Text(f"{fact.replace('_', ' ')}: {next(row[fact] for row in rows if row[fact])}") for fact in shared]
+    return Group(*title, table, *_differing_sources(runs, rows, shared))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,27 +62,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         runs = [run for folder in asked for run in _runs(Path(folder))]
-        Console().print(compare_table(runs))
+        Console().print(compare_table(runs) if runs else "no runs")
     except RecordError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _shared(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Facts that are the same in every run that got as far as a summary."""
-    told = [summary for summary in summaries if summary]
-    same = [fact for fact in _FACTS if len({str(summary.get(fact)) for summary in told}) == 1]
-    return {fact: told[0].get(fact) for fact in same}
-
-
 def _runs(folder: Path) -> list[Run]:
     return list_runs(folder) if (folder / "runs").is_dir() else [read_run(folder)]
 
 
-def _asked(run: Run) -> Any:
-    strategy = run.config.get("strategy")
-    return strategy.get("name") if isinstance(strategy, dict) else strategy
+def _facts(run: Run) -> dict[str, Any]:
+    """The run's summary; where it did not get that far, what its configuration asked for."""
+    found: dict[str, Any] = dict.fromkeys((*_NAMES, "label", *_SOURCES))
+    for name in _NAMES:
+        group = run.config.get(name)
+        asked = group.get("name") if isinstance(group, dict) else group
+        found[name] = None if asked is None else str(asked)
+    return found | (run.summary or {})
+
+
+def _differing_sources(runs: Sequence[Run], rows: Sequence[dict[str, Any]], shared: Sequence[str]) -> list[Text]:
+    return [
+        Text(f"{_short(run.run_id)} {fact.replace('_', ' ')}: {row[fact]}", style="dim")
+        for fact in _SOURCES
+        for run, row in zip(runs, rows, strict=True)
+        if fact not in shared and row[fact]
+    ]
 
 
 def _short(run_id: str) -> str:
@@ -96,7 +105,7 @@ def _busiest(utilization: dict[str, float]) -> str:
     return f"{lane} {utilization[lane]:.1%}"
 
 
-def _verify(verify: dict[str, object]) -> str:
+def _verify(verify: dict[str, Any]) -> str:
     if not verify.get("checked"):
         return "no"
     return (

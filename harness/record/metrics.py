@@ -19,6 +19,7 @@ SATURATED = (
     0.85  # busy share from which a lane is called saturated; a full lane never shows 100 %: hand-overs cost time
 )
 BELOW_CEILING = 0.80  # share of a link's ceiling below which its rate while busy is worth a word
+WORTH_NAMING = 0.10  # share of a busy lane's time from which an op's kind is named
 
 _MOVES = {
     LaneKind.GPU: "device_bytes",
@@ -206,7 +207,8 @@ def _describe(table: SpanTable, lane: Lane, share: float, window: Window, ceilin
     elif lane.kind in (LaneKind.H2D, LaneKind.D2H, LaneKind.PIN):
         facts.append(f"{rate.window_gb_s:.2f} GB/s")
     top = kind_totals(SpanTable({lane: table.lanes[lane]}, table.kinds), window)[:2]
-    facts.append("most of it " + " and ".join(f"{total.kind} {total.share:.0%}" for total in top))
+    told = [f"{total.kind} {total.share:.0%}" for total in top if total.share >= WORTH_NAMING * share]
+    facts.append(f"most of it {' and '.join(told)}")
     return f"{_IN_WORDS[lane.kind]} ({', '.join(facts)})"
 
 

@@ -122,6 +122,8 @@ def _rows(summary: Mapping[str, Any], full: str, empty: str) -> list[tuple[str, 
             ("where time goes", _kinds(summary)),
             ("steady window", _window(summary)),
         ]
+    if summary.get("hardware_ratios"):
+        rows.append(("GPU : link : host", _ratios(summary["hardware_ratios"])))
     rows += [("prediction", _prediction(summary)), ("memory peak", _memory(summary)), ("verified", _verified(summary))]
     rows += [("prompts", _source(summary.get("data_source"))), ("weights", _source(summary.get("weights_source")))]
     if str(summary.get("wandb", "")).startswith("not recorded"):
@@ -185,6 +187,17 @@ def _window(summary: Mapping[str, Any]) -> str:
     stolen = summary.get("stolen_core_share")
     text += "" if summary.get("tokens_per_t_gpu") is None else f"; tokens/T_GPU {summary['tokens_per_t_gpu']:.1%}"
     return text if stolen is None else f"{text}; gpu lane without a core {stolen:.1%}"
+
+
+def _ratios(ratios: Mapping[str, Any]) -> str:
+    """FLOPs and host bytes for each byte over the link, beside the papers' machines."""
+
+    def pair(values: Mapping[str, Any]) -> str:
+        flops, host = number(values["gpu_flop_per_link_byte"]), number(values["host_bytes_per_link_byte"])
+        return f"{flops} FLOP : 1 B : {host} B"
+
+    others = "; ".join(f"{name} {pair(values)}" for name, values in ratios["references"].items())
+    return f"{pair(ratios)} (GPU as achieved; {others})"
 
 
 def _prediction(summary: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ TORCH_FREE = (
 
 def test_defaults_are_the_stated_models(model_config):
     mini, tiny = model_config("mixtral-mini"), model_config("mixtral-tiny")
-    assert mini.recipe.dtype == "bfloat16" and mini.recipe.weight_std == pytest.approx(768**-0.5)
+    assert mini.recipe.dtype == "bfloat16" and mini.recipe.weight_std == pytest.approx(mini.recipe.hidden_dim**-0.5)
     assert tiny.recipe.dtype == "float32" and tiny.recipe.weight_std == 0.15
     assert all(getattr(mini.recipe, field.name) is not None or field.default is None for field in fields(RandomRecipe))
 

@@ -58,14 +58,13 @@ def test_weights_have_the_stated_dtype_mean_and_deviation(model_config, recipe):
             assert abs(parameter.mean().item()) < 5 * std / parameter.numel() ** 0.5, name
 
 
-def test_mini_has_its_stated_size(model_config):
+def test_mini_is_large_enough_to_time_and_small_enough_to_keep(model_config):
     recipe = model_config("mixtral-mini").recipe
     expert = 3 * recipe.hidden_dim * recipe.expert_dim
     attention = 2 * recipe.hidden_dim * recipe.head_dim * (recipe.num_heads + recipe.num_kv_heads)
     layer = recipe.num_experts * (expert + recipe.hidden_dim) + attention + 2 * recipe.hidden_dim
     num_bytes = 2 * (recipe.num_layers * layer + 2 * recipe.vocab_size * recipe.hidden_dim + recipe.hidden_dim)
-    assert 320e6 < num_bytes < 400e6
-    assert recipe.weight_std == pytest.approx(0.0361, abs=1e-4)
+    assert 200e6 < num_bytes < 400e6
 
 
 @pytest.mark.parametrize("recipe", [{}, SMALL_BF16], ids=["tiny", "bfloat16"])

@@ -198,8 +198,15 @@ def test_runs_side_by_side(tmp_path):
 def test_what_runs_share_is_said_once_and_what_differs_has_a_column(tmp_path):
     runs = [store(tmp_path, "a", 10.0), store(tmp_path, "b", 20.0, label="simulated")]
     text = table_text(runs)
-    assert "dataset mtbench" in text and "label emulated" not in text
+    assert "dataset: mtbench" in text and "label: " not in text
     assert all(label in text for label in ("emulated", "simulated"))
+
+
+def test_sources_that_differ_are_told_run_by_run(tmp_path):
+    runs = [store(tmp_path, "a", 10.0), store(tmp_path, "b", 20.0, data_source="mt_bench.jsonl")]
+    text = table_text(runs)
+    assert "data source: synthetic prompts" in text and "data source: mt_bench.jsonl" in text
+    assert text.count("weights source: random weights") == 1
 
 
 def test_compare_from_the_command_line(tmp_path, capsys, monkeypatch):

@@ -168,7 +168,7 @@ def test_ties_between_experts_are_excused_and_counted(checkpoint_of, prompts_of,
     assert tied.ok and tied.excused >= 1, tied.first_mismatch
 
     # The recorded tie excuses what follows from it, nothing else.
-    sequences = generate(checkpoint, prompts, Fault(routes=swap_twins, expert_weights=swapped_experts))
+    sequences = generate(checkpoint, prompts, Fault(routes=swap_twins, expert_weights=stale_expert))
     assert not verify(checkpoint, sequences, eos=False).ok
 
 

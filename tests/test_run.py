@@ -1,0 +1,142 @@
+"""Whole runs in this process: what a user gets, and what is left when a run goes wrong in the middle."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from harness.engine.ops import compute, host
+from harness.experiment import RunFailed, run_experiment
+from harness.machine.base import MachineError
+from harness.record.store import read_run
+from tests.conftest import ROOT
+
+
+def settings(tmp_path: Path, *overrides: str) -> dict[str, Any]:
+    base = ["experiment=smoke", f"results_dir={tmp_path}", "wandb.mode=disabled", "progress=false"]
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = compose("config", overrides=[*base, *overrides])
+    values = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(values, dict)
+    return values  # type: ignore[return-value]
+
+
+def only_run(tmp_path: Path):
+    (folder,) = (tmp_path / "runs").iterdir()
+    return read_run(folder)
+
+
+def test_real_prompts_under_preemption_give_every_token_of_hugging_face(tmp_path, mt_bench):
+    """Real MT-Bench prompts, float32, a KV cache small enough to preempt: all tokens equal, nobody lost."""
+    summary, folder = run_experiment(
+        settings(
+            tmp_path,
+            f"dataset.path={mt_bench}",
+            "dataset.num_requests=24",
+            "dataset.max_new_tokens=24",
+            "kv_cache_gb=0.0008",
+            "strategy.n_real=600",
+            "verify=all",
+        )
+    )
+    assert summary["status"] == "ok"
+    assert summary["preemptions"] > 0
+    assert summary["num_finished"] == 24
+    assert summary["verify"]["checked"] == 24
+    assert summary["verify"]["mismatched"] == 0
+    assert summary["data_source"].startswith("real:")
+    assert summary["generated_tokens"] == 24 * 24
+    assert len(read_run(folder).requests) == 24
+
+
+def test_summary_names_label_and_every_promised_field(tmp_path):
+    summary, folder = run_experiment(settings(tmp_path))
+    promised = """status label strategy model dataset machine hardware num_requests num_finished prompt_tokens
+        generated_tokens wall_s throughput_tok_s utilization h2d_gb_s predicted_throughput_tok_s prediction_accuracy
+        preemptions peak_bytes verify""".split()
+    assert not [name for name in promised if name not in summary]
+    assert summary["label"] == "emulated"
+    assert "synthetic" in summary["data_source"]
+    assert set(summary["utilization"]) >= {"gpu", "cpu", "h2d", "d2h"}
+    assert set(summary["peak_bytes"]) >= {"device", "pinned", "host"}
+    for name in ("config.yaml", "meta.json", "summary.json", "passes.jsonl", "trace.json", "requests.jsonl"):
+        assert (folder / name).is_file(), name
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert any(event.get("ph") == "X" and "experts" in event["name"] for event in events)
+
+
+def test_an_error_in_a_lane_ends_the_run_with_the_ops_name(tmp_path, monkeypatch):
+    run = compute.Experts.run
+
+    def fail(self, ctx, packet):
+        if self.layer == 2 and self.batch.decode:
+            raise RuntimeError("planted")
+        run(self, ctx, packet)
+
+    monkeypatch.setattr(compute.Experts, "run", fail)
+    with pytest.raises(MachineError, match="experts layer 2.*planted"):
+        run_experiment(settings(tmp_path))
+    left = only_run(tmp_path)
+    assert left.status == "failed"
+    assert "planted" in left.error
+    assert left.summary["status"] == "failed"
+    assert left.passes, "the passes before the fault stay readable"
+
+
+def test_full_memory_in_the_middle_is_recorded_as_oom(tmp_path, monkeypatch):
+    def fail(self, ctx, packet):
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(host.DecodeAttention, "run", fail)
+    with pytest.raises(MachineError, match="MemoryError"):
+        run_experiment(settings(tmp_path))
+    assert only_run(tmp_path).status == "oom"
+
+
+def test_wrong_tokens_fail_the_run(tmp_path, monkeypatch):
+    """A stale expert: layer 1's expert 0 gives what layer 1's expert 1 would."""
+    run = compute.Experts.run
+
+    def stale(self, ctx, packet):
+        if self.layer == 1 and len(self.parts) > 1:
+            self.parts = (self.parts[1], *self.parts[1:])
+        run(self, ctx, packet)
+
+    monkeypatch.setattr(compute.Experts, "run", stale)
+    with pytest.raises(RunFailed, match="verification failed"):
+        run_experiment(settings(tmp_path))
+    left = only_run(tmp_path)
+    assert left.status == "failed"
+    assert left.summary["verify"]["mismatched"] > 0
+
+
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGKILL, "interrupted"), (signal.SIGTERM, "interrupted")])
+def test_a_kill_leaves_readable_files(tmp_path, sent, status):
+    command = [sys.executable, "run.py", "experiment=smoke", f"results_dir={tmp_path}", "wandb.mode=disabled"]
+    command += ["dataset.num_requests=64", "dataset.max_new_tokens=256", "kv_cache_gb=0.02", "verify=off"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            written = list(tmp_path.glob("runs/*/passes.jsonl"))
+            if written and written[0].read_text().count("\n") >= 3:
+                break
+            time.sleep(0.1)
+        os.kill(process.pid, sent)
+        process.wait(timeout=60)
+    finally:
+        process.kill()
+    left = only_run(tmp_path)
+    assert left.status == status
+    assert len(left.passes) >= 3
+    assert left.config["dataset"]["num_requests"] == 64
