@@ -53,6 +53,7 @@ class Context(Protocol):
     """What a running op may use: tensors over planned buffers, and the lane's copy engine."""
 
     lane: Lane
+    memo: dict[Hashable, Any]  # for what an op derives from buffers once and wants again, such as views
 
     def tensor(self, buffer: Buffer, shape: Sequence[int], dtype: str) -> Any:
         """A torch view of the buffer's first bytes."""

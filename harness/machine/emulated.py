@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ from harness.machine.host_context import HostContext, LaneRate
 from harness.machine.queues import Board
 from harness.memory.tiers import Buffer
 
+_SWITCH_INTERVAL_S = 1e-4  # a lane must not wait Python's default 5 ms while the strategy's thread emits a pass
 _COMPUTE_LANES = (LaneKind.GPU, LaneKind.CPU)
 
 
@@ -53,6 +55,7 @@ class EmulatedMachine(Machine):
         self._failure: tuple[str, BaseException] | None = None
         self._closing = False
         torch.set_num_threads(1)  # one core a lane; must precede the workers
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
     # -- the strategy's side ------------------------------------------------------------------------------------
 

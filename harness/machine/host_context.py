@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ class HostContext:
 
     def __init__(self, lane: Lane, arenas: Arenas, rate: LaneRate | None = None, threads: int = 1) -> None:
         self.lane = lane
+        self.memo: dict[Hashable, Any] = {}
         self._arenas = arenas
         self._rate = rate or LaneRate()
         self._threads = threads

@@ -117,7 +117,7 @@ class Checkpoint:
             raise checkpoint_error(str(self.folder / "tokenizer.json"), "missing; a fast tokenizer is needed")
         try:
             with quiet_transformers():
-                return PreTrainedTokenizerFast.from_pretrained(self.folder)
+                return PreTrainedTokenizerFast.from_pretrained(self.folder, local_files_only=True)
         except Exception as error:  # the tokenizers library raises bare Exception on a bad file
             raise checkpoint_error(str(self.folder / "tokenizer.json"), f"not readable ({error})") from None
 

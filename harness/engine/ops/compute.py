@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any, ClassVar
+
+from torch import cat
 
 from harness.engine.activations import Activations
 from harness.engine.batch import MicroBatch
@@ -173,7 +176,7 @@ class AttentionOut(ComputeOp):
 class Experts(ComputeOp):
     """Some experts, one after another, each over the tokens routed to it; weighted sums go to `moe_out` (float32).
 
-    `experts` names the experts behind `parts`, in order. Work counts the expected tokens under even routing, since
+    `experts` names the experts behind `parts`, ascending. Work counts the expected tokens under even routing, since
     the real counts live on the device.
     """
 
@@ -206,13 +209,28 @@ class Experts(ComputeOp):
         ids = rows(ctx, acts.expert_ids, n, spec.experts_per_token, "int64").reshape(-1)
         probs = rows(ctx, acts.expert_weights, n, spec.experts_per_token, "float32").reshape(-1)
         out = rows(ctx, acts.moe_out, n, spec.hidden_dim, "float32")
-        for expert, part in zip(self.experts, self.parts, strict=True):
-            chosen = (ids == expert).nonzero().flatten()
-            if len(chosen) == 0:
-                continue
-            tokens = chosen // spec.experts_per_token
-            result = self.family.expert(spec, weights(ctx, part), normed[tokens])
-            out.index_add_(0, tokens, result.float() * probs[chosen, None])
+        chosen, counts = self._by_expert(ids)
+        if len(chosen) == 0:
+            return
+        tokens = chosen // spec.experts_per_token
+        x = normed[tokens]
+        y = x.new_empty(x.shape, dtype=out.dtype)
+        start = 0
+        for part, count in zip(self.parts, counts, strict=True):
+            if count:
+                y[start : start + count] = self.family.expert(spec, weights(ctx, part), x[start : start + count])
+            start += count
+        out.index_add_(0, tokens, y.mul_(probs[chosen, None]))
+
+    def _by_expert(self, ids: Any) -> tuple[Any, list[int]]:
+        """(token, choice) pairs of this op's experts, grouped in their order, and how many each has."""
+        order = ids.argsort(stable=True)
+        all_counts = ids.bincount(minlength=self.spec.num_experts).tolist()
+        if len(self.experts) == self.spec.num_experts:
+            return order, [all_counts[expert] for expert in self.experts]
+        starts = [0, *accumulate(all_counts)]
+        groups = [order[starts[expert] : starts[expert + 1]] for expert in self.experts]
+        return (groups[0] if len(groups) == 1 else cat(groups)), [len(group) for group in groups]
 
 
 class Combine(ComputeOp):

@@ -10,7 +10,15 @@ from harness.memory.weights import PlacedPart
 
 
 def weights(ctx: Context, part: PlacedPart) -> dict[str, Any]:
-    """The part's tensors by local name."""
+    """The part's tensors by local name; made once for each place that a part can lie in."""
+    key = (part.buffer, id(part.layout))
+    if key not in ctx.memo:
+        ctx.memo[key] = _weight_views(ctx, part)
+    views: dict[str, Any] = ctx.memo[key]
+    return views
+
+
+def _weight_views(ctx: Context, part: PlacedPart) -> dict[str, Any]:
     raw = ctx.tensor(part.buffer, (part.layout.nbytes,), "uint8")
     kind = ctx.tensor(part.buffer, (0,), part.layout.dtype).dtype
     return {

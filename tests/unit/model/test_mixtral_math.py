@@ -1,5 +1,7 @@
 """Every function of the family against the Hugging Face module it stands for, layer by layer."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -145,3 +147,22 @@ def test_decode_positions_beyond_the_prompt_are_rotated_as_in_one_pass(tiny):
     alone = family.attention_in(spec, w, hidden[41:42], torch.tensor([41]))
     for one, all_of_them in zip(alone, whole, strict=True):
         torch.testing.assert_close(one[0], all_of_them[41], rtol=1e-5, atol=1e-5)
+
+
+def test_everything_stays_on_the_device_it_got(tiny):
+    """The meta device refuses to mix with the CPU, as a GPU does."""
+    spec, family = tiny.spec, tiny.family
+    weights = {name: {key: view.to("meta") for key, view in views.items()} for name, views in weights_of(tiny).items()}
+    token_ids = torch.zeros(12, dtype=torch.int64, device="meta")
+    hidden = family.embed(spec, weights[None, "embedding"], token_ids)
+    q, k, v = family.attention_in(spec, weights[0, "attention_in"], hidden, token_ids)
+    assert (q.shape, k.shape, v.shape) == ((12, 4, 16), (12, 2, 16), (12, 2, 16))
+    windowed = replace(spec, sliding_window=3)
+    attn = family.prefill_attention(windowed, q, k, v, [5, 7])
+    assert family.decode_attention(windowed, q[0], k.transpose(0, 1), v.transpose(0, 1), 9).shape == (64,)
+    residual, normed, ids, expert_weights = family.attention_out(spec, weights[0, "attention_out"], attn, hidden)
+    assert ids.shape == expert_weights.shape == (12, 2)
+    y = family.expert(spec, weights[0, "expert.5"], normed[:3])
+    logits = family.head(spec, weights[None, "head"], residual[:2])
+    assert y.shape == (3, 64) and logits.shape == (2, 384)
+    assert all(x.device.type == "meta" for x in (attn, residual, normed, ids, expert_weights, y, logits))

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.model import linear as module
-from harness.model.linear import bf16_method, cast_linear, linear
+from harness.model.linear import bf16_method, linear
 
 BF16_EPS = 2.0**-8
 
@@ -19,12 +19,11 @@ def forget_method():
 
 @settings(max_examples=25, deadline=None)
 @given(
-    m=st.integers(1, 40), n_in=st.integers(1, 90), n_out=st.integers(1, 300), method=st.sampled_from(["native", "cast"])
+    m=st.integers(1, 40), n_in=st.integers(1, 90), n_out=st.integers(1, 300), method=st.sampled_from(["native", "kernel"])
 )
 def test_bfloat16_is_the_exact_product_rounded_once(m, n_in, n_out, method):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(module.METHOD_VARIABLE, method)
-        patch.setattr(module, "PANEL_BYTES", 4 * 64 * n_in)  # several panels for n_out > 64
         bf16_method.cache_clear()
         x, weight = torch.randn(m, n_in).bfloat16(), torch.randn(n_out, n_in).bfloat16()
         got = linear(x, weight)
@@ -43,16 +42,16 @@ def test_method_is_measured_once_and_can_be_forced(monkeypatch):
     monkeypatch.delenv(module.METHOD_VARIABLE, raising=False)
     calls = []
     monkeypatch.setattr(module, "_best_s", lambda multiply, x, w: calls.append(multiply) or float(multiply is F.linear))
-    assert bf16_method() == "cast" and bf16_method() == "cast" and len(calls) == 2
+    assert bf16_method() == "kernel" and bf16_method() == "kernel" and len(calls) == 2
     bf16_method.cache_clear()
-    monkeypatch.setattr(module, "_best_s", lambda multiply, x, w: float(multiply is cast_linear))
+    monkeypatch.setattr(module, "_best_s", lambda multiply, x, w: float(multiply is not F.linear))
     assert bf16_method() == "native"
     bf16_method.cache_clear()
-    monkeypatch.setenv(module.METHOD_VARIABLE, "cast")
-    assert bf16_method() == "cast"
+    monkeypatch.setenv(module.METHOD_VARIABLE, "kernel")
+    assert bf16_method() == "kernel"
 
 
 def test_unknown_method_names_the_variable(monkeypatch):
     monkeypatch.setenv(module.METHOD_VARIABLE, "fast")
-    with pytest.raises(ValueError, match="MOE_HARNESS_BF16_LINEAR: must be native or cast"):
+    with pytest.raises(ValueError, match="MOE_HARNESS_BF16_LINEAR: must be native or kernel"):
         bf16_method()

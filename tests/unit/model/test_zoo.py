@@ -30,6 +30,11 @@ def test_made_once_and_the_same_everywhere(model_config, tmp_path, monkeypatch):
     assert again != first and digests(again) == digests(first)
 
 
+def test_making_and_reading_is_quiet(model_config, capfd, recwarn):
+    Checkpoint(zoo.ensure(model_config("mixtral-tiny", seed=21))).tokenizer()
+    assert capfd.readouterr() == ("", "") and not recwarn.list
+
+
 def test_recipe_seed_and_version_have_their_own_folders(model_config, monkeypatch):
     keys = {
         zoo.recipe_key(model_config("mixtral-tiny", **change).recipe) for change in ({}, {"seed": 1}, {"num_layers": 5})

@@ -24,22 +24,23 @@ def generate(checkpoint, prompts, fault=None, num_tokens=NUM_TOKENS, preempt_aft
     return [generator.generate(i, ids, num_tokens, fault, preempt_after) for i, ids in enumerate(prompts)]
 
 
-def hf_greedy(checkpoint, prompt_ids, num_tokens):
+def hf_greedy(checkpoint, prompts):
     """With transformers' default attention and experts, apart from the harness's own way to call it."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=torch.float32)
     model.generation_config.eos_token_id = None
-    ids = torch.tensor([prompt_ids])
-    settings = {"do_sample": False, "max_new_tokens": num_tokens, "attention_mask": torch.ones_like(ids)}
-    return model.generate(ids, **settings)[0, len(prompt_ids) :].tolist()
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, do_sample=False, max_new_tokens=NUM_TOKENS, attention_mask=torch.ones_like(ids))
+        yield out[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("overrides", [{}, {"sliding_window": 16}, {"tie_embeddings": True}], ids=str)
 def test_plain_generator_equals_hugging_face_generate(checkpoint_of, prompts_of, overrides):
     checkpoint = checkpoint_of("tiny-float32", **overrides)
-    for sequence in generate(checkpoint, prompts_of(checkpoint)):
-        expected = hf_greedy(checkpoint, sequence.prompt_ids, NUM_TOKENS)
-        assert sequence.generated_ids == expected
-    report = verify(checkpoint, generate(checkpoint, prompts_of(checkpoint)), eos=False)
+    prompts = prompts_of(checkpoint)
+    sequences = generate(checkpoint, prompts)
+    assert [sequence.generated_ids for sequence in sequences] == list(hf_greedy(checkpoint, prompts))
+    report = verify(checkpoint, sequences, eos=False)
     assert (report.checked, report.mismatched, report.excused) == (4, 0, 0)
 
 

@@ -1,0 +1,47 @@
+"""C++ kernels of the cpu and link lanes, called with torch CPU tensors, the GIL released.
+
+Importing this package never fails and loads nothing: transformers looks for a package of this name and reads its
+`__version__` (which is below any it accepts, so it leaves ours alone). The extension is loaded by the first call.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "decode_attention": "attention",
+    "kv_append": "cache",
+    "linear": "linear",
+    "paced_copy": "link",
+    "sleep_until": "link",
+    "isa": "cpu",
+    "num_cores": "cpu",
+    "thread_cpu_s": "cpu",
+}
+
+__all__ = [*_HOMES, "__version__"]
+
+if TYPE_CHECKING:
+    from kernels.attention import decode_attention as decode_attention
+    from kernels.cache import kv_append as kv_append
+    from kernels.cpu import isa as isa
+    from kernels.cpu import num_cores as num_cores
+    from kernels.cpu import thread_cpu_s as thread_cpu_s
+    from kernels.linear import linear as linear
+    from kernels.link import paced_copy as paced_copy
+    from kernels.link import sleep_until as sleep_until
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kernels' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"kernels.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

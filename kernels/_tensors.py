@@ -1,0 +1,76 @@
+"""Checks of tensor arguments, as `check.cpu("q", q, 3)`: each raises a `ValueError` that names the argument.
+
+They stand between Python and raw addresses, so they must be complete; they run on every call, so they must be cheap
+(all checks of one kernel call together take a few microseconds).
+"""
+
+from __future__ import annotations
+
+import torch
+
+# The numbers are those of `DType` in csrc/core/types.h.
+DTYPE_CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_FLOAT_NAMES = "bfloat16, float16 or float32"
+
+
+def cpu(name: str, tensor: torch.Tensor, num_dims: int) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if not tensor.is_cpu:
+        raise ValueError(f"{name}: expected a CPU tensor, got one on {tensor.device}")
+    if tensor.dim() != num_dims:
+        raise ValueError(f"{name}: expected {num_dims} dimensions, got shape {tuple(tensor.shape)}")
+
+
+def float_code(name: str, tensor: torch.Tensor) -> int:
+    code = DTYPE_CODES.get(tensor.dtype)
+    if code is None:
+        raise ValueError(f"{name}: expected {_FLOAT_NAMES}, got {tensor.dtype}")
+    return code
+
+
+def dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype is not dtype:
+        raise ValueError(f"{name}: expected {dtype}, got {tensor.dtype}")
+
+
+def shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
+
+
+def rows(name: str, tensor: torch.Tensor) -> int:
+    """All dimensions but the first must be contiguous; the first dimension's stride, in elements, is returned."""
+    if tensor.is_contiguous():
+        return tensor.numel() // (tensor.shape[0] or 1)
+    shape, strides = tensor.shape, tensor.stride()
+    num_elements = 1
+    for size, stride in zip(shape[:0:-1], strides[:0:-1], strict=True):
+        if stride != num_elements and size > 1:
+            raise ValueError(f"{name}: all dimensions but the first must be contiguous, got strides {strides}")
+        num_elements *= size
+    if strides[0] < num_elements:
+        raise ValueError(f"{name}: rows overlap: stride {strides[0]} for rows of {num_elements} elements")
+    return strides[0]
+
+
+def contiguous(name: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
+
+
+def span_bytes(tensor: torch.Tensor) -> tuple[int, int]:
+    """[start, end) addresses of a tensor that `rows` accepted."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    num_rows = tensor.shape[0]  # not contiguous, hence not empty
+    last_row = (num_rows - 1) * tensor.stride(0) + tensor.numel() // num_rows
+    return start, start + last_row * tensor.element_size()
+
+
+def disjoint(name: str, span: tuple[int, int], **others: tuple[int, int]) -> None:
+    start, end = span
+    for other_name, (other_start, other_end) in others.items():
+        if start < other_end and other_start < end:
+            raise ValueError(f"{name}: overlaps {other_name} in memory")

@@ -1,0 +1,51 @@
+"""Writing new keys and values into the paged KV cache."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels import _tensors as check
+from kernels._extension import native
+
+
+def kv_append(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Scatter new tokens into one layer's cache, converting dtypes (round to nearest even).
+
+    k, v:             [tokens, kv_heads, head_dim]; may be strided in dim 0; same dtype
+    k_cache, v_cache: [num_blocks, kv_heads, block_size, head_dim]; may be strided in dim 0; same dtype
+    slots:            int32 or int64 [tokens], block * block_size + offset; of equal slots the last token wins
+
+    Raises ValueError naming the argument; nothing is written if a slot is out of range.
+    """
+    check.cpu("k", k, 3)
+    check.cpu("v", v, 3)
+    check.cpu("k_cache", k_cache, 4)
+    check.cpu("v_cache", v_cache, 4)
+    check.cpu("slots", slots, 1)
+    num_tokens, num_kv_heads, head_dim = k.shape
+    num_blocks, _, block_size, _ = k_cache.shape
+    check.shape("v", v, (num_tokens, num_kv_heads, head_dim))
+    check.shape("k_cache", k_cache, (num_blocks, num_kv_heads, block_size, head_dim))
+    check.shape("v_cache", v_cache, (num_blocks, num_kv_heads, block_size, head_dim))
+    check.shape("slots", slots, (num_tokens,))
+    src_code, cache_code = check.float_code("k", k), check.float_code("k_cache", k_cache)
+    check.dtype("v", v, k.dtype)
+    check.dtype("v_cache", v_cache, k_cache.dtype)
+    if slots.dtype is not torch.int64 and slots.dtype is not torch.int32:
+        raise ValueError(f"slots: expected torch.int64 or torch.int32, got {slots.dtype}")
+    check.contiguous("slots", slots)
+    if num_tokens == 0:
+        return
+
+    k_stride, v_stride = check.rows("k", k), check.rows("v", v)
+    k_block_stride, v_block_stride = check.rows("k_cache", k_cache), check.rows("v_cache", v_cache)
+    sources = {"k": check.span_bytes(k), "v": check.span_bytes(v), "slots": check.span_bytes(slots)}
+    check.disjoint("k_cache", check.span_bytes(k_cache), **sources)
+    check.disjoint("v_cache", check.span_bytes(v_cache), **sources)
+    native().kv_append(
+        k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slots.data_ptr(),
+        slots.dtype is torch.int64, src_code, cache_code, num_tokens, num_blocks, num_kv_heads, head_dim, block_size,
+        k_stride, v_stride, k_block_stride, v_block_stride,
+    )  # fmt: skip

@@ -1,0 +1,19 @@
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+#include "../core/types.h"
+#include "decode.h"
+
+#include "../simd/begin_avx2.h"
+
+#include "../simd/vec_avx2.h"
+
+#include "../simd/vec.h"
+
+#include "decode_kernel.h"
+
+#include "../simd/end.h"

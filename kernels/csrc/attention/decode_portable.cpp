@@ -1,0 +1,18 @@
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+#include "../core/types.h"
+#include "decode.h"
+
+#include "../simd/begin_portable.h"
+
+#include "../simd/vec_portable.h"
+
+#include "../simd/vec.h"
+
+#include "decode_kernel.h"
+

@@ -1,0 +1,16 @@
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#include "../core/types.h"
+#include "linear.h"
+
+#include "../simd/begin_portable.h"
+
+#include "../simd/vec_portable.h"
+
+#include "../simd/vec.h"
+
+#include "linear_kernel.h"

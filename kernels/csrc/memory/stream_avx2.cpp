@@ -1,0 +1,10 @@
+#include <cstdint>
+#include <cstring>
+
+#include "stream.h"
+
+#include "../simd/begin_avx2.h"
+
+#include "stream_kernel.h"
+
+#include "../simd/end.h"

@@ -1,0 +1,6 @@
+// Ends the region opened by begin_avx512.h or begin_avx2.h.
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif

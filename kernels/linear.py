@@ -1,0 +1,47 @@
+"""Matrix product with bfloat16 weights read in place."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels import _tensors as check
+from kernels._extension import native
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None, *, num_threads: int = 1
+) -> torch.Tensor:
+    """x @ weight.T with float32 sums.
+
+    x:      [rows, depth] bfloat16 or float32; may be strided in dim 0
+    weight: [outputs, depth] bfloat16; may be strided in dim 0
+    out:    [rows, outputs] bfloat16 or float32, made in x's dtype where it is not given; may be strided in dim 0
+
+    Nothing is widened in memory: for few rows the time is that of reading `weight` once. Raises ValueError naming the
+    argument.
+    """
+    check.cpu("x", x, 2)
+    check.cpu("weight", weight, 2)
+    if out is None:
+        out = x.new_empty(x.shape[0], weight.shape[0])
+    check.cpu("out", out, 2)
+    check.dtype("weight", weight, torch.bfloat16)
+    check.shape("weight", weight, (weight.shape[0], x.shape[1]))
+    check.shape("out", out, (x.shape[0], weight.shape[0]))
+    codes = []
+    for name, tensor in (("x", x), ("out", out)):
+        if tensor.dtype is not torch.bfloat16 and tensor.dtype is not torch.float32:
+            raise ValueError(f"{name}: expected bfloat16 or float32, got {tensor.dtype}")
+        codes.append(check.float_code(name, tensor))
+    if num_threads < 1:
+        raise ValueError(f"num_threads: expected 1 or more, got {num_threads}")
+    x_stride, w_stride, out_stride = check.rows("x", x), check.rows("weight", weight), check.rows("out", out)
+    check.disjoint("out", check.span_bytes(out), x=check.span_bytes(x), weight=check.span_bytes(weight))
+    if x.shape[1] == 0:
+        return out.zero_()
+    if out.numel():
+        native().linear(
+            x.data_ptr(), weight.data_ptr(), out.data_ptr(), *codes, *out.shape, x.shape[1], x_stride, w_stride,
+            out_stride, num_threads,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,55 @@
+"""Memory behind buffers: apart from each other, aligned, poisoned in tests, given back."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from harness.machine.arenas import Arenas
+
+
+@pytest.fixture
+def tiers():
+    arenas = Arenas(poison=True)
+    return arenas, arenas.tiers({"device": 1 << 20, "pinned": 1 << 20})
+
+
+def test_new_memory_is_nan_and_aligned(tiers):
+    arenas, by_name = tiers
+    buffer = by_name["device"].reserve("a", 1000)
+    for dtype in ("float32", "bfloat16", "float16"):
+        assert torch.isnan(arenas.tensor(buffer, (250,), dtype)).all()
+    assert (arenas.tensor(buffer, (125,), "int64") == -1).all()
+    assert arenas.bytes_of(buffer).data_ptr() % 4096 == 0
+
+
+def test_a_parent_and_its_children_share_memory_and_others_do_not(tiers):
+    arenas, by_name = tiers
+    parent, other = by_name["device"].reserve("parent", 64), by_name["pinned"].reserve("other", 64)
+    child = parent.sub("child", 16, 32).sub("grandchild", 8, 8)
+    arenas.bytes_of(parent).copy_(torch.arange(64))
+    assert arenas.tensor(child, (8,), "uint8").tolist() == list(range(24, 32))
+    arenas.bytes_of(other).fill_(1)
+    assert arenas.bytes_of(parent).tolist() == list(range(64))
+
+
+def test_a_shape_that_does_not_fit_is_refused(tiers):
+    arenas, by_name = tiers
+    buffer = by_name["device"].reserve("small", 64)
+    assert arenas.tensor(buffer, (4, 4), "float32").shape == (4, 4)
+    with pytest.raises(AssertionError, match="does not fit.*small"):
+        arenas.tensor(buffer, (4, 5), "float32")
+
+
+def test_released_memory_is_freed(tiers):
+    arenas, by_name = tiers
+    buffer = by_name["device"].reserve("a", 1 << 20)
+    memory = weakref.ref(arenas._roots[buffer])
+    by_name["device"].release(buffer)
+    gc.collect()
+    assert memory() is None
+    with pytest.raises(KeyError):
+        arenas.bytes_of(buffer)

@@ -1,0 +1,176 @@
+"""Whatever goes wrong inside a lane ends the run with the op's name, at once, from whatever is called next."""
+
+from __future__ import annotations
+
+import _thread
+import time
+
+import pytest
+
+from harness.machine.base import CPU, D2H, GPU, H2D, MachineError, Ticket
+from harness.machine.emulated import EmulatedMachine
+from tests.unit.machine.ops import Gated, Quick, Raising, Sleeping
+
+
+class Stop(BaseException):
+    """Like KeyboardInterrupt or SystemExit: not an Exception."""
+
+
+ERRORS = [ValueError("bad shape"), MemoryError("no memory left"), Stop("stop")]
+CALLS = {
+    "wait": lambda machine, ticket: machine.wait(ticket),
+    "wait for another": lambda machine, ticket: machine.wait(machine.submit(D2H, Quick(), after=[ticket])),
+    "wait_any": lambda machine, ticket: machine.wait_any([ticket]),
+    "drain": lambda machine, ticket: machine.drain(),
+}
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_an_error_in_a_lane_reaches_the_caller_with_the_name_of_the_op(emulated, call, error):
+    machine = emulated()
+    with pytest.raises(MachineError, match=rf"raising layer 7 mb 1 on cpu failed: {type(error).__name__}: {error}") as e:
+        call(machine, machine.submit(CPU, Raising(error, packets=2, at=1)))
+    assert e.value.__cause__ is error
+    machine.close()
+
+
+def test_an_error_where_the_cost_of_an_op_is_computed_is_an_error_of_the_op(emulated):
+    machine = emulated()
+    ticket = machine.submit(CPU, Raising(ZeroDivisionError("no experts"), in_work=True))
+    with pytest.raises(MachineError, match="raising.*no experts"):
+        machine.wait(ticket)
+
+
+def test_after_a_failure_everything_fails_and_nothing_runs(machine):
+    failing = Raising(ValueError("bad shape"))
+    with pytest.raises(MachineError, match="raising"):
+        machine.wait(machine.submit(CPU, failing))
+    for call in (machine.drain, lambda: machine.submit(GPU, Quick()), lambda: machine.submit(H2D, Quick())):
+        with pytest.raises(MachineError, match="raising.*bad shape"):
+            call()
+    assert failing.times_run == 1
+    machine.close()
+    machine.close()
+
+
+def test_the_first_failure_is_the_one_that_is_told(emulated):
+    machine, second = emulated(), Gated()
+    ticket = machine.submit(GPU, second)
+    second.await_packet(0)
+    first = machine.submit(CPU, Raising(ValueError("first")))
+    with pytest.raises(MachineError, match="first"):
+        machine.wait(first)
+    second.open()
+    machine.close()
+    with pytest.raises(MachineError, match="first"):
+        machine.wait(ticket)
+
+
+def test_a_failing_urgent_op_stops_the_op_it_interrupts_and_the_urgent_ones_behind_it(emulated):
+    machine, large, behind = emulated(), Gated(packets=3), Gated()
+    ticket = machine.submit(H2D, large)
+    large.await_packet(0)
+    machine.submit(H2D, Raising(ValueError("urgent")), urgent=True)
+    machine.submit(H2D, behind, urgent=True)
+    large.open()
+    behind.open()
+    with pytest.raises(MachineError, match="raising.*urgent"):
+        machine.wait(ticket)
+    machine.close()
+    assert [(s.ticket, s.packet) for s in machine.spans] == [(0, 0)]
+
+
+def test_an_interrupt_in_the_shuffled_machine_stays_an_interrupt():
+    """There the strategy's thread runs the ops, so that Ctrl-C arrives inside one."""
+    from harness.machine.shuffled import ShuffledMachine
+
+    machine, op = ShuffledMachine(capacities_bytes={}, seed=0, eager=0.0), Raising(KeyboardInterrupt())
+    ticket = machine.submit(CPU, op)
+    with pytest.raises(KeyboardInterrupt):
+        machine.wait(ticket)
+    with pytest.raises(MachineError, match="raising.*KeyboardInterrupt"):
+        machine.wait(ticket)
+    assert op.times_run == 1
+
+
+def test_an_interrupt_while_waiting_leaves_the_machine_whole(emulated):
+    class Interrupting(Sleeping):
+        def run(self, ctx, packet):
+            _thread.interrupt_main()
+            return super().run(ctx, packet)
+
+    machine = emulated()
+    blocked = Gated()
+    with pytest.raises(KeyboardInterrupt):
+        machine.submit(GPU, Interrupting(0.05))
+        machine.wait(machine.submit(CPU, blocked))
+    blocked.open()
+    assert machine.wait(machine.submit(CPU, Quick("still works"))) == "still works"
+    machine.drain()
+    machine.close()
+
+
+def test_a_deadlock_is_found_at_once_and_says_who_waits_for_whom(machine):
+    """Only something that this machine never got can block it: its own ops always depend on earlier ones."""
+    foreign = Ticket(op=Quick(), lane=GPU, number=77, urgent=False)
+    machine.submit(CPU, Quick(), after=[foreign])
+    blocked = machine.submit(H2D, Gated(), urgent=True, after=[foreign])
+    begun_s = time.monotonic()
+    with pytest.raises(MachineError) as e:
+        machine.wait(blocked)
+    assert time.monotonic() - begun_s < 10, "the watchdog, not the check, found it"
+    text = str(e.value)
+    assert text.startswith("deadlock")
+    assert "lane cpu: 1 pending" in text
+    assert "lane h2d: 1 pending" in text
+    assert "gated on h2d urgent waits for #77 quick on gpu" in text
+
+
+@pytest.mark.parametrize("call", ["wait_any", "drain"])
+def test_a_deadlock_is_found_by_every_way_to_wait(machine, call):
+    ticket = machine.submit(CPU, Quick(), after=[Ticket(op=Quick(), lane=GPU, number=77, urgent=False)])
+    with pytest.raises(MachineError, match="deadlock"):
+        machine.drain() if call == "drain" else machine.wait_any([ticket])
+
+
+def test_the_watchdog_names_the_op_that_does_not_end(emulated):
+    machine, stuck = emulated(watchdog_s=0.2), Gated(packets=2)
+    ticket = machine.submit(GPU, stuck)
+    machine.submit(CPU, Quick(), after=[ticket])
+    stuck.open(0)
+    with pytest.raises(MachineError) as e:
+        machine.drain()
+    assert str(e.value).startswith("watchdog")
+    assert "#0 gated on gpu runs, 1 of 2 packets done" in str(e.value)
+    assert "#1 quick on cpu waits for #0 gated on gpu" in str(e.value)
+    stuck.open()
+
+
+def test_the_watchdog_lets_slow_but_steady_work_go_on(emulated):
+    machine = emulated(watchdog_s=1.5)
+    machine.wait(machine.submit(GPU, Sleeping(0.1, packets=20)))
+
+
+def test_close_stops_running_ops_at_their_next_packet(emulated):
+    machine = emulated()
+    ticket = machine.submit(H2D, Sleeping(0.01, packets=100_000))
+    waiting = machine.submit(H2D, Quick())
+    begun_s = time.monotonic()
+    machine.close()
+    assert time.monotonic() - begun_s < 8, "close waited for the whole op"
+    assert ticket.packets_run < 100_000
+    for call in (lambda: machine.wait(ticket), lambda: machine.wait(waiting), machine.drain):
+        with pytest.raises(MachineError, match="closed"):
+            call()
+    for lane in (H2D, CPU):
+        with pytest.raises(MachineError, match="closed"):
+            machine.submit(lane, Quick())
+
+
+def test_values_stay_readable_after_close(emulated):
+    machine: EmulatedMachine = emulated()
+    ticket = machine.submit(D2H, Quick(3))
+    machine.drain()
+    machine.close()
+    assert machine.wait(ticket) == 3

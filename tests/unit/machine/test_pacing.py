@@ -1,0 +1,165 @@
+"""No lane of the emulated machine is ever faster than its stated rate; slower it may be, since cores are shared."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from harness.machine.base import CPU, D2H, GPU, H2D, LaneKind, Op, Work
+from harness.machine.host_context import LaneRate
+
+RATE_BYTES_S = 50e6
+BURST_S = 2.5e-3  # what back-to-back packets may make up for
+PACKET_BYTES = 200_000  # 4 ms
+
+
+class Copy(Op):
+    kind = "copy"
+
+    def __init__(self, source, target, packets: int = 1) -> None:
+        self.source, self.target, self.packets = source, target, packets
+        self.reads, self.writes = (source,), (target,)
+
+    def work(self):
+        return Work(link_bytes=self.packets * PACKET_BYTES)
+
+    def run(self, ctx, packet):
+        ctx.copy(self.target, self.source, packet * PACKET_BYTES, PACKET_BYTES)
+
+
+class Move(Copy):
+    kind = "move"
+
+    def run(self, ctx, packet):
+        ctx.move(*(ctx.tensor(b, (PACKET_BYTES,), "uint8") for b in (self.target, self.source)))
+
+
+class Fetch(Copy):
+    kind = "fetch"
+
+    def run(self, ctx, packet):
+        return ctx.host_value(ctx.tensor(self.source, (PACKET_BYTES,), "uint8"))
+
+
+class Compute(Op):
+    kind = "compute"
+
+    def __init__(self, work: Work, packets: int = 1) -> None:
+        self._work, self.packets = work, packets
+
+    def work(self):
+        return self._work
+
+    def run(self, ctx, packet):
+        return None
+
+
+@pytest.fixture
+def linked(emulated):
+    machine = emulated(rates={kind: LaneRate(bytes_s=RATE_BYTES_S) for kind in (LaneKind.H2D, LaneKind.D2H)})
+    source = machine.tiers["pinned"].reserve("source", 10 * PACKET_BYTES)
+    target = machine.tiers["device"].reserve("target", 10 * PACKET_BYTES)
+    return machine, source, target
+
+
+@pytest.mark.parametrize(("kind", "lane"), [(Copy, H2D), (Move, H2D), (Move, D2H), (Fetch, D2H)])
+@pytest.mark.parametrize("packets", [1, 10])
+def test_a_busy_link_never_exceeds_its_rate(linked, kind, lane, packets):
+    machine, source, target = linked
+    for _ in range(10 // packets):
+        machine.submit(lane, kind(source, target, packets))
+    machine.drain()
+    assert len(machine.spans) == 10
+    for first in range(10):
+        for last in range(first, 10):
+            num_bytes = (last - first + 1) * PACKET_BYTES
+            elapsed_s = machine.spans[last].end_s - machine.spans[first].start_s
+            assert num_bytes <= RATE_BYTES_S * (elapsed_s + BURST_S)
+    total_s = machine.spans[-1].end_s - machine.spans[0].start_s
+    assert 10 * PACKET_BYTES <= RATE_BYTES_S * total_s * 1.001, "after an idle link there is nothing to make up for"
+
+
+@pytest.mark.parametrize("kind", [Copy, Move])
+def test_a_link_that_stood_idle_does_not_make_up_for_it(linked, kind):
+    """The bytes were not there while the link waited, so each copy takes its full time even after a short gap."""
+    machine, source, target = linked
+    for _ in range(10):
+        machine.wait(machine.submit(H2D, kind(source, target)))
+        time.sleep(2e-4)
+    assert all((s.end_s - s.start_s) * RATE_BYTES_S >= PACKET_BYTES * 0.999 for s in machine.spans)
+
+
+def test_the_two_directions_do_not_share_their_rate(linked):
+    """PCIe is full duplex: both lanes are busy at the same time."""
+    machine, source, target = linked
+    back = machine.tiers["pinned"].reserve("back", PACKET_BYTES)
+    device = machine.tiers["device"].reserve("device", PACKET_BYTES)
+    machine.submit(H2D, Copy(source, target, 10))
+    machine.submit(D2H, Move(device, back))
+    machine.drain()
+    up = [s for s in machine.spans if s.lane == H2D]
+    down = next(s for s in machine.spans if s.lane == D2H)
+    assert down.start_s < up[-1].end_s
+    assert down.end_s > up[0].start_s
+
+
+def test_copies_copy(linked):
+    machine, source, target = linked
+
+    class Fill(Op):
+        writes = (source,)
+
+        def run(self, ctx, packet):
+            ctx.tensor(source, (10, PACKET_BYTES), "uint8").copy_(
+                ctx.tensor(source, (10 * PACKET_BYTES,), "uint8").random_(0, 255).view(10, PACKET_BYTES)
+            )
+
+    class Same(Op):
+        reads = (source, target)
+
+        def run(self, ctx, packet):
+            return all(
+                bool((ctx.tensor(source, shape, "uint8") == ctx.tensor(target, shape, "uint8")).all())
+                for shape in [(10 * PACKET_BYTES,)]
+            )
+
+    machine.submit(CPU, Fill())
+    machine.submit(H2D, Copy(source, target, 10))
+    assert machine.wait(machine.submit(D2H, Same()))
+
+
+@pytest.mark.parametrize(
+    ("lane", "rate", "work", "least_s"),
+    [
+        (CPU, LaneRate(flops_s=1e9, bytes_s=1e9), Work(flops=3e6, host_bytes=1e6), 3e-3),
+        (CPU, LaneRate(flops_s=1e9, bytes_s=1e9), Work(flops=1e6, host_bytes=4e6), 4e-3),
+        (CPU, LaneRate(flops_s=1e9), Work(flops=2e6, host_bytes=1e12), 2e-3),
+        (GPU, LaneRate(flops_s=1e9), Work(flops=2e6, device_bytes=1e12), 2e-3),
+        (GPU, LaneRate(bytes_s=1e9), Work(flops=1e12, device_bytes=2e6, host_bytes=1e12), 2e-3),
+    ],
+)
+@pytest.mark.parametrize("packets", [1, 4])
+def test_a_compute_lane_is_never_faster_than_its_caps(emulated, lane, rate, work, least_s, packets):
+    machine = emulated(rates={lane.kind: rate})
+    for _ in range(3):
+        machine.submit(lane, Compute(work, packets))
+    machine.drain()
+    assert len(machine.spans) == 3 * packets
+    assert all(s.end_s - s.start_s >= least_s / packets for s in machine.spans)
+    assert sum(s.work.flops for s in machine.spans) == pytest.approx(3 * work.flops)
+    assert sum(s.work.host_bytes for s in machine.spans) == pytest.approx(3 * work.host_bytes)
+
+
+def test_without_a_rate_nothing_is_held_back(emulated):
+    machine = emulated()
+    machine.wait(machine.submit(CPU, Compute(Work(flops=1e18, host_bytes=1e18))))
+    assert machine.spans[0].end_s - machine.spans[0].start_s < 10
+
+
+def test_spans_count_the_processor_time_of_the_lane_alone(emulated):
+    """A paced packet sleeps: its wall time is not processor time."""
+    machine = emulated(rates={LaneKind.CPU: LaneRate(flops_s=1e9)})
+    machine.wait(machine.submit(CPU, Compute(Work(flops=100e6))))
+    assert machine.spans[0].end_s - machine.spans[0].start_s >= 0.1
+    assert machine.spans[0].cpu_s < 0.09

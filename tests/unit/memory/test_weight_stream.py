@@ -1,0 +1,151 @@
+"""The cyclic stream: every reader gets the layer it asked for, whatever order the machine runs ops in."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.machine.base import GPU, H2D
+from harness.memory.weights import WeightStore, WeightStream
+from tests.unit.machine.ops import Quick
+from tests.unit.memory.parts import NUM_LAYERS, PARTS, FakeSource, content, machine, read_bytes
+
+NAMES = list(PARTS)
+
+
+def stream_on(device, depth: int, packet_bytes: int = 100) -> WeightStream:
+    return WeightStream(device, WeightStore(device, FakeSource()), depth=depth, packet_bytes=packet_bytes)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    depth=st.integers(1, 4),
+    packet_bytes=st.sampled_from((64, 100, 10_000)),
+    poison=st.booleans(),
+    num_readers=st.lists(st.integers(0, 2), min_size=1, max_size=2 * NUM_LAYERS + 2),
+)
+def test_readers_see_their_own_layer(seed, depth, packet_bytes, poison, num_readers):
+    """Prefetched `depth` deep and handed on part by part; some parts are never read, some twice."""
+    device = machine(seed, poison=poison)
+    stream = stream_on(device, depth, packet_bytes)
+    for index in range(min(depth, len(num_readers))):
+        for name in NAMES:
+            stream.request(index, name)
+    reads = []
+    for index, count in enumerate(num_readers):
+        for name in NAMES:
+            placed = stream.part(index, name)
+            reads += [(index, name, read_bytes(device, placed)) for _ in range(count)]
+            if index + depth < len(num_readers):
+                stream.advance(index, name)
+            else:
+                stream.release(index, name)
+    for index, name, ticket in reads:
+        assert device.wait(ticket) == [content(index % NUM_LAYERS, name)], (index, name)
+    device.drain()
+
+
+def test_a_place_is_requested_only_after_its_release():
+    stream = stream_on(machine(), depth=2)
+    stream.request(0, "expert.1")
+    stream.request(1, "expert.1")
+    with pytest.raises(AssertionError, match="expert.1 of 0 was not released"):
+        stream.request(2, "expert.1")
+    stream.release(0, "expert.1")
+    stream.request(2, "expert.1")
+
+
+def test_only_what_is_in_the_stream_can_be_used_or_released():
+    stream = stream_on(machine(), depth=2)
+    stream.request(0, "expert.1")
+    for call in (stream.part, stream.release):
+        with pytest.raises((AssertionError, KeyError)):
+            call(2, "expert.1")
+    stream.release(0, "expert.1")
+    with pytest.raises((AssertionError, KeyError)):
+        stream.part(0, "expert.1")
+
+
+def test_experts_are_found_by_number():
+    device = machine()
+    stream = stream_on(device, depth=1)
+    for name in NAMES:
+        stream.request(4, name)
+    experts = stream.experts(4)
+    assert sorted(experts) == [0, 1, 10]
+    for number, placed in experts.items():
+        assert device.wait(read_bytes(device, placed)) == [content(4 % NUM_LAYERS, f"expert.{number}")]
+
+
+@pytest.mark.parametrize("poison", [True, False])
+def test_a_released_place_is_poisoned_after_its_last_reader_in_tests_only(poison):
+    device = machine(poison=poison)
+    stream = stream_on(device, depth=1)
+    stream.request(0, "expert.1")
+    placed = stream.part(0, "expert.1")
+    before = read_bytes(device, placed)
+    stream.release(0, "expert.1")
+    after = read_bytes(device, placed)  # a use after release, which no pipeline may submit
+    assert device.wait(before) == [content(0, "expert.1")]
+    assert device.wait(after) == ([0xFF] if poison else [content(0, "expert.1")])
+
+
+def test_packets_cover_a_part_exactly():
+    device = machine()
+    stream = stream_on(device, depth=1, packet_bytes=100)
+    ticket = stream.request(1, "expert.1")
+    nbytes = stream.part(1, "expert.1").layout.nbytes
+    assert nbytes % 100, "the last packet is a short one"
+    assert ticket.op.packets == -(-nbytes // 100)
+    assert device.wait(read_bytes(device, stream.part(1, "expert.1"))) == [content(1, "expert.1")]
+    assert ticket.op.work().link_bytes == nbytes
+
+
+def test_slots_hold_the_largest_of_each_part_and_are_accounted_for():
+    device = machine()
+    stream = stream_on(device, depth=2)
+    assert device.tiers["device"].holders() == {f"weight buffer {i}": stream._store.layer_bytes for i in (0, 1)}
+    stream.close()
+    assert device.tiers["device"].used_bytes == 0
+
+
+def test_cancel_all_withdraws_what_has_not_started_and_empties_the_stream():
+    from tests.unit.machine.conftest import CAPACITIES_BYTES
+
+    from harness.machine.emulated import EmulatedMachine
+    from tests.unit.machine.ops import Gated
+
+    device = EmulatedMachine(capacities_bytes=CAPACITIES_BYTES, rates={}, poison=True, watchdog_s=20.0)
+    try:
+        stream = stream_on(device, depth=2)
+        device.spans.clear()
+        blocked = Gated()
+        device.submit(H2D, blocked)
+        blocked.await_packet(0)
+        for index in (0, 1):
+            for name in NAMES:
+                stream.request(index, name)
+        read = read_bytes(device, stream.part(0, "expert.0"))
+        stream.cancel_all()
+        blocked.open()
+        device.drain()
+        copied = [s for s in device.spans if s.kind == "weights"]
+        assert {s.layer for s in copied} == {0}, "only the part that has a reader was still transferred"
+        assert device.wait(read) == [content(0, "expert.0")]
+        for name in NAMES:  # the stream starts again
+            stream.request(0, name)
+            assert device.wait(read_bytes(device, stream.part(0, name))) == [content(0, name)]
+    finally:
+        device.close()
+
+
+def test_a_request_can_follow_another_op():
+    device = machine()
+    stream = stream_on(device, depth=1)
+    first = device.submit(GPU, Quick())
+    ticket = stream.request(0, "expert.0", after=[first])
+    device.wait(ticket)
+    assert first.finished_s <= ticket.started_s
+    assert first.done
