@@ -54,7 +54,8 @@ class BlockAllocator:
         """Take all blocks back; every op that touches them must have finished. The blocks that were released."""
         released = sequence.blocks[:]
         for block in released:
-            assert self._holders.pop(block) is sequence, f"block {block} belongs to another sequence"
+            holder = self._holders.pop(block)
+            assert holder is sequence, f"block {block} belongs to another sequence"
             self._free.append(block)
         sequence.blocks.clear()
         sequence.num_cached = 0

@@ -141,19 +141,24 @@ class WeightStream:
 
     def part(self, index: int, part_name: str) -> PlacedPart:
         """The requested part in its device slot; ops that read its keys run after its transfer."""
-        place = (index % self.depth, part_name)
-        assert self._occupant[place][0] == index, f"{part_name} of {index} is not in the stream"
-        target = self._slots[place[0]][part_name]
+        target = self._slots[self._place(index, part_name)[0]][part_name]
         return PlacedPart(self._store.layers[self.layer(index)][part_name].layout, target, (target,))
 
     def release(self, index: int, part_name: str) -> None:
         """The last reader of this part has been submitted; its place may be requested again."""
         from harness.engine.ops.data import Poison
 
-        place = (index % self.depth, part_name)
-        assert self._occupant.pop(place)[0] == index, f"{part_name} of {index} is not in the stream"
+        place = self._place(index, part_name)
+        del self._occupant[place]
         if self._machine.poisons:
             self._machine.submit(GPU, Poison(self._slots[place[0]][part_name]))
+
+    def _place(self, index: int, part_name: str) -> tuple[int, str]:
+        """Where a requested part lies: (slot, part)."""
+        place = (index % self.depth, part_name)
+        occupant = self._occupant.get(place)
+        assert occupant is not None and occupant[0] == index, f"{part_name} of {index} is not in the stream"
+        return place
 
     def advance(self, index: int, part_name: str) -> Ticket:
         """Release a part and request its successor into the same place."""

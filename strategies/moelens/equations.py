@@ -51,12 +51,12 @@ def prefills_per_pass(p: float, g: int, *, num_blocks: int, block_size: int) -> 
     return num_blocks / sum(ceil((p + i) / block_size) for i in range(g + 1))  # Eq. 8
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Stage2:
     """Stage 2's answer: generated tokens per second, and what bounds it."""
 
     throughput_tok_s: float
-    bound: str  # "kv capacity" (Eq. 10) or "gpu" (Eq. 13)
+    bound: str  # "kv capacity" (Eq. 10), "gpu" (Eq. 13) or "workload" (all of it fits the cache)
     q: float
     passes: float
     pass_s: float
@@ -68,9 +68,14 @@ def stage2(
     """Generated tokens per second of K requests (Eq. 8 to 14). `pass_tokens` = T_GPU delta: tokens a pass can hold.
 
     Equation 12 is used only where q(p+g) exceeds the GPU's tokens per pass, and never below the passes that all
-    tokens need at full GPU rate: unguarded it turns negative for g > 2p.
+    tokens need at full GPU rate: unguarded it turns negative for g > 2p. Where all K requests fit the cache at full
+    length the capacity bounds nothing and K/q means nothing: passes are what prefill takes, and g - 1 decodes after it.
     """
     q = prefills_per_pass(p, g, num_blocks=num_blocks, block_size=block_size)
+    if num_requests * ceil((p + g) / block_size) <= num_blocks:
+        prefill_passes = max(num_requests * p / pass_tokens, 1.0)
+        passes, bound = max(prefill_passes + g - 1, num_requests * (p + g) / pass_tokens), "workload"
+        return Stage2(num_requests * g / (passes * delta_s), bound, q, passes, delta_s)
     passes, bound = num_requests / q + g, "kv capacity"  # Eq. 10
     if q * (p + g) > pass_tokens:
         prefill_tokens = pass_tokens * p / (p + g)  # Eq. 11, tokens a pass
@@ -78,6 +83,4 @@ def stage2(
         iterations = max(2 * g + middle, num_requests * (p + g) / pass_tokens)  # Eq. 12, guarded
         if iterations > passes:  # Eq. 14: the smaller throughput
             passes, bound = iterations, "gpu"
-    return Stage2(
-        throughput_tok_s=num_requests * g / (passes * delta_s), bound=bound, q=q, passes=passes, pass_s=delta_s
-    )  # Eq. 10, 13
+    return Stage2(num_requests * g / (passes * delta_s), bound, q, passes, delta_s)  # Eq. 10, 13

@@ -51,9 +51,10 @@ def plan_policy(config: Config, engine: Engine) -> Policy:
     profile = profiler.measure()
     profiler.close()
     n_real = config.n_real or max(1, int(profile.n_real))
-    concurrency = min(len(engine.sequences), engine.kv.allocator.num_blocks)
     all_tokens = sum(s.max_tokens for s in engine.sequences)
-    max_pass_tokens = min(fitting, all_tokens, max(n_real, longest, concurrency))
+    concurrency = min(len(engine.sequences), engine.kv.allocator.num_blocks)
+    # All that can decode at once runs in one pass, and the scheduler may exceed n_real by one prompt.
+    max_pass_tokens = min(fitting, all_tokens, max(n_real, concurrency) + longest)
     return Policy(
         n_real=min(n_real, max_pass_tokens),
         n_real_measured=profile.n_real,

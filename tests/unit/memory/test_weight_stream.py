@@ -61,10 +61,11 @@ def test_only_what_is_in_the_stream_can_be_used_or_released():
     stream = stream_on(machine(), depth=2)
     stream.request(0, "expert.1")
     for call in (stream.part, stream.release):
-        with pytest.raises((AssertionError, KeyError)):
-            call(2, "expert.1")
+        for index, name in ((2, "expert.1"), (1, "expert.1"), (0, "expert.0")):
+            with pytest.raises(AssertionError, match=f"{name} of {index} is not in the stream"):
+                call(index, name)
     stream.release(0, "expert.1")
-    with pytest.raises((AssertionError, KeyError)):
+    with pytest.raises(AssertionError, match="expert.1 of 0 is not in the stream"):
         stream.part(0, "expert.1")
 
 

@@ -1,0 +1,197 @@
+"""Every YAML composes and becomes settings; whatever a user can get wrong there is answered with the field's name."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.config import ConfigError
+from harness.machine.build import build_machine
+from harness.settings import Settings, load_strategy, parse_settings
+from tests.composing import CONF, GROUPS, composed, names_in
+
+CHOICES = [(group, name) for group in GROUPS for name in names_in(group)]
+# What a choice cannot do without on the command line.
+NEEDED = {("model", "mixtral"): ["model.path=some/folder"]}
+
+
+def check(values: dict[str, Any]) -> Settings:
+    """Parse all that a run parses before it does any work."""
+    settings = parse_settings(values)
+    load_strategy(settings.strategy)
+    build_machine(settings.machine, settings.hardware).close()
+    return settings
+
+
+@cache
+def defaults() -> dict[str, Any]:
+    return composed()
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """The default configuration with one value set, whether or not its key exists."""
+    values = copy.deepcopy(defaults())
+    place = values
+    *parents, key = path.split(".")
+    for parent in parents:
+        place = place[parent]
+    place[key] = value
+    return values
+
+
+def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+@pytest.mark.parametrize(("group", "name"), CHOICES, ids=[f"{group}-{name}" for group, name in CHOICES])
+def test_every_choice_composes_and_parses(group, name):
+    settings = check(composed(f"{group}={name}", *NEEDED.get((group, name), [])))
+    assert settings.dataset.num_requests >= 1
+    if group in ("model", "dataset", "hardware", "experiment"):
+        assert getattr(settings, group).name == name
+
+
+@pytest.mark.parametrize("name", names_in("machine"))
+def test_every_machine_is_built_as_the_profile_says(name):
+    settings = parse_settings(composed(f"machine={name}"))
+    machine = build_machine(settings.machine, settings.hardware)
+    machine.close()
+    assert machine.name == name
+    assert {tier: t.capacity_bytes for tier, t in machine.tiers.items()} == settings.hardware.capacities_bytes
+
+
+def test_every_group_offers_a_choice():
+    assert {group for group in GROUPS if names_in(group)} == set(GROUPS)
+    folders = {path.name for path in CONF.iterdir() if path.is_dir()}
+    assert folders == set(GROUPS)
+
+
+@pytest.mark.parametrize("name", names_in("strategy"))
+def test_a_strategys_yaml_shows_every_setting_with_its_default(name):
+    """Whoever reads the YAML sees all switches; whoever builds a Config in code gets the same behaviour."""
+    values = composed(f"strategy={name}")["strategy"]
+    module, config = load_strategy(values)
+    assert set(values) - {"package"} == {f.name for f in fields(module.Config)}
+    assert config == module.Config()
+
+
+@pytest.mark.parametrize(("group", "name"), CHOICES, ids=[f"{group}-{name}" for group, name in CHOICES])
+def test_yamls_show_every_key_of_their_group(group, name):
+    """No setting is hidden in code: what can be overridden can be seen."""
+    settings = check(composed(f"{group}={name}", *NEEDED.get((group, name), [])))
+    values = composed(f"{group}={name}", *NEEDED.get((group, name), []))
+    if is_dataclass(part := getattr(settings, group)):
+        assert set(values[group]) == {f.name for f in fields(part)}
+
+
+KEY = re.compile(r"^(?P<indent> *)(?P<key>[a-z_0-9]+):")
+
+
+def keys_of(text: str) -> Iterator[tuple[str, bool]]:
+    """(dotted key, whether a comment beside it or right above it explains it); the file's first lines explain it all."""
+    stack: list[tuple[int, str]] = []
+    above, in_header = False, True
+    for line in text.splitlines():
+        if line.lstrip().startswith("#"):
+            above = not in_header
+            continue
+        in_header = False
+        if match := KEY.match(line):
+            depth = len(match["indent"])
+            stack = [(d, key) for d, key in stack if d < depth] + [(depth, match["key"])]
+            yield ".".join(key for _, key in stack), above or " #" in line
+        above = False
+
+
+def test_comments_are_found():
+    text = "# header\na: 1\nb: 2  # said\n# said\nc:\n  d: 3\n  # said\n  e: 4\nf: 5\n"
+    explained = {"a": False, "b": True, "c": True, "c.d": False, "c.e": True, "f": False}
+    assert dict(keys_of(text)) == explained
+
+
+@pytest.mark.parametrize("group", [*GROUPS, "."])
+def test_every_key_is_explained(group):
+    """Once in its group: in the shared part, or in the file where it first matters."""
+    told: dict[str, bool] = {}
+    for path in (CONF / group).glob("*.yaml"):
+        for key, explained in keys_of(path.read_text(encoding="utf-8")):
+            told[key] = told.get(key, False) or explained
+    if group == "experiment":  # it sets keys that are explained where they belong
+        told = {key: said for key, said in told.items() if key.split(".")[0] not in defaults()}
+    silent = [key for key, said in told.items() if not said and not key.startswith(("defaults", "hydra"))]
+    assert not silent, f"conf/{group}: no comment explains {', '.join(silent)}"
+
+
+MISTAKES = [
+    ("strategy.pakcet_mb", 1.0, "did you mean 'packet_mb'"),
+    ("strategy.packet_mb", "big", "valid number"),
+    ("strategy.packet_mb", 0.0, "> 0"),
+    ("strategy.package", "strategies.nowhere", "no package"),
+    ("model.pth", "x", "unknown key"),
+    ("model.dtype", "float64", "float32"),
+    ("model.recipe.num_layers", "six", "valid integer"),
+    ("model.recipe.num_layers", 0, "at least 1"),
+    ("model.recipe.family", "mixture", "mixtral"),
+    ("dataset.num_requets", 8, "unknown key"),
+    ("dataset.num_requests", "8", "valid integer"),
+    ("dataset.num_requests", 0, "1 or more"),
+    ("dataset.lengths.mean", 1e9, "must lie in"),
+    ("machine.watchdog", 1.0, "did you mean 'watchdog_s'"),
+    ("machine.watchdog_s", "long", "valid number"),
+    ("machine.poison", 1, "valid boolean"),
+    ("hardware.device_memory", 1.0, "unknown key"),
+    ("hardware.device_memory_gb", "much", "valid number"),
+    ("hardware.device_memory_gb", 0.0, "> 0"),
+    ("hardware.h2d_gb_s", -1.0, "> 0"),
+    ("experiment.nam", "x", "unknown key"),
+    ("experiment.name", 3, "valid string"),
+    ("wandb.mode", "sometimes", "offline"),
+    ("verify", "some", "sample"),
+    ("kv_cache_gb", 0, "> 0"),
+    ("kv_block_tokens", 1.5, "valid integer"),
+    ("verify_requests", 0, ">= 1"),
+    ("sede", 0, "did you mean 'seed'"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "told"), MISTAKES, ids=[f"{f}={v}" for f, v, _ in MISTAKES])
+def test_a_mistake_is_answered_with_the_field_and_what_is_valid(field, value, told):
+    with pytest.raises(ConfigError) as caught:
+        check(changed(field, value))
+    assert caught.value.field == field
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+LEAVES = sorted(leaves(composed()))
+
+
+@given(path=st.sampled_from(LEAVES), data=st.data())
+def test_any_misspelt_key_is_named(path, data):
+    parent, dot, key = path.rpartition(".")
+    at = data.draw(st.integers(0, len(key) - 1))
+    misspelt = f"{parent}{dot}{key[:at]}{data.draw(st.sampled_from('qxz'))}{key[at + 1 :]}"
+    if misspelt in LEAVES:
+        return
+    with pytest.raises(ConfigError) as caught:
+        check(changed(misspelt, 1))
+    assert caught.value.field == misspelt
+
+
+@given(path=st.sampled_from(LEAVES))
+def test_any_value_of_a_wrong_type_is_named(path):
+    with pytest.raises(ConfigError) as caught:
+        check(changed(path, {"no": ["such", "thing"]}))
+    assert caught.value.field.startswith(path)

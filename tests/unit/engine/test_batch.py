@@ -1,0 +1,136 @@
+"""A micro-batch's arrays against an oracle that walks token by token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.engine.batch import MicroBatch, assemble
+from harness.engine.sequences import Sequence, State
+from harness.memory.kv_cache import BlockAllocator
+from harness.workload.request import Request
+
+
+@st.composite
+def batches(draw) -> tuple[list[Sequence], list[Sequence], BlockAllocator]:
+    """Prefilling and decoding sequences with scattered blocks; some prefill again after a preemption."""
+    block_size = draw(st.sampled_from((1, 3, 4, 16)))
+    allocator = BlockAllocator(400, block_size)
+    prefill, decode = [], []
+    for number in range(draw(st.integers(1, 6))):
+        prompt = tuple(draw(st.lists(st.integers(0, 999), min_size=1, max_size=20)))
+        one = Sequence(Request(request_id=number, prompt_ids=prompt, max_new_tokens=50, text=None))
+        one.partition = draw(st.integers(0, 2))
+        one.generated = draw(st.lists(st.integers(0, 999), max_size=9))
+        decodes = bool(one.generated) and draw(st.booleans())
+        one.num_cached = one.num_tokens - 1 if decodes else 0
+        one.state = State.DECODING if decodes else State.PREFILL
+        (decode if decodes else prefill).append(one)
+    everyone = [*prefill, *decode]
+    spare = draw(st.sampled_from((0, 5)))
+    for num_tokens in range(1, 40):  # blocks of different sequences alternate
+        for one in everyone:
+            allocator.grow(one, min(num_tokens, one.num_tokens + spare))
+    for one in draw(st.permutations(everyone))[: len(everyone) // 2]:
+        kept, one.num_cached = one.num_cached, 0
+        allocator.release(one)
+        allocator.grow(one, one.num_tokens)
+        one.num_cached = kept
+    return prefill, decode, allocator
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches())
+def test_arrays_against_an_oracle(case):
+    prefill, decode, allocator = case
+    batch, size = assemble(4, prefill, decode, allocator), allocator.block_size
+    rows, last_rows = [], []
+    for one in (*prefill, *decode):
+        text = [*one.request.prompt_ids, *one.generated]
+        for position in range(one.num_cached, len(text)):
+            rows.append((text[position], position, one.blocks[position // size] * size + position % size))
+        last_rows.append(len(rows) - 1)
+    assert list(zip(batch.token_ids, batch.positions, batch.slots, strict=True)) == rows
+    assert batch.last_rows.tolist() == last_rows
+    assert len(set(batch.slots.tolist())) == batch.num_tokens, "two tokens in one place of the cache"
+    assert batch.index == 4
+    assert batch.num_tokens == len(rows)
+    assert batch.num_prefill_tokens == sum(batch.prefill_lens) == sum(one.num_tokens for one in prefill)
+    assert batch.sequences == (*prefill, *decode)
+    assert batch.partitions == tuple(sorted({one.partition for one in (*prefill, *decode)}))
+    assert batch.num_context_tokens == sum(one.num_tokens for one in decode)
+
+
+@settings(max_examples=50, deadline=None)
+@given(batches())
+def test_block_tables_lead_to_every_cached_token(case):
+    """Walk a decoding sequence's context through its table, as attention does."""
+    _, decode, allocator = case
+    if not decode:
+        return
+    batch, size = assemble(0, [], decode, allocator), allocator.block_size
+    assert batch.context_lens.tolist() == [one.num_tokens for one in decode]
+    for row, one in enumerate(decode):
+        for position in range(int(batch.context_lens[row])):
+            assert batch.block_tables[row, position // size] == one.blocks[position // size]
+        newest = batch.block_tables[row, (one.num_tokens - 1) // size] * size + (one.num_tokens - 1) % size
+        assert newest == batch.slots[row], "the new token is the last of its own context"
+    assert batch.block_tables.shape[1] == max(len(one.blocks) for one in decode)
+
+
+@settings(max_examples=40, deadline=None)
+@given(batches())
+def test_rows_of_each_sequence(case):
+    prefill, decode, allocator = case
+    batch = assemble(0, prefill, decode, allocator)
+    covered = []
+    for one, rows in batch.rows_of():
+        assert batch.token_ids[rows].tolist() == list(one.pending_ids())
+        covered += range(batch.num_tokens)[rows]
+    assert covered == list(range(batch.num_tokens))
+
+
+def decoding(num_cached: int) -> tuple[Sequence, BlockAllocator]:
+    one = Sequence(Request(request_id=0, prompt_ids=(1, 2, 3), max_new_tokens=9, text=None), generated=[4, 5])
+    allocator = BlockAllocator(9, 4)
+    allocator.grow(one, 5)
+    one.num_cached = num_cached
+    return one, allocator
+
+
+def test_dtypes_are_those_of_the_kernels():
+    one, allocator = decoding(4)
+    batch = assemble(0, [], [one], allocator)
+    int64 = (batch.token_ids, batch.positions, batch.slots, batch.last_rows)
+    assert {a.dtype for a in int64} == {np.dtype(np.int64)}
+    assert {a.dtype for a in (batch.context_lens, batch.block_tables)} == {np.dtype(np.int32)}
+
+
+@pytest.mark.parametrize("num_cached", [0, 3, 5])
+def test_a_decoding_sequence_has_exactly_one_new_token(num_cached):
+    one, allocator = decoding(num_cached)
+    with pytest.raises(AssertionError, match="exactly one new token"):
+        assemble(0, [], [one], allocator)
+
+
+def test_a_prefill_starts_from_an_empty_cache():
+    one, allocator = decoding(4)
+    with pytest.raises(AssertionError, match="empty cache"):
+        assemble(0, [one], [], allocator)
+
+
+def test_tokens_without_a_block_are_an_error():
+    one, allocator = decoding(4)
+    one.blocks.pop()
+    with pytest.raises(IndexError):
+        assemble(0, [], [one], allocator)
+
+
+def test_routing_is_recorded_if_any_sequence_wants_it():
+    one, allocator = decoding(4)
+    batch: MicroBatch = assemble(0, [], [one], allocator)
+    assert not batch.records_routing
+    one.records_routing = True
+    assert assemble(0, [], [one], allocator).records_routing
