@@ -17,7 +17,7 @@ def longest_sequence(engine: Engine) -> int:
 def tokens_that_fit(engine: Engine, *, num_layers_buffered: int, num_micro_batches: int, reserved_bytes: int = 0) -> int:
     """Tokens of activations per micro-batch that fit device memory beside the weight buffer.
 
-    Raises ConfigError("hardware.device_memory_gb", ...) where not even the longest sequence fits.
+    Raises ConfigError("hardware.device_memory_gb", ...) where not even one token fits.
     """
     device = engine.machine.tiers["device"]
     weights_bytes = num_layers_buffered * engine.store.layer_bytes + reserved_bytes + _SLACK_BYTES

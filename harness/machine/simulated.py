@@ -131,11 +131,13 @@ class SimulatedMachine(Machine):
     def _wake(self) -> None:
         self._num_idle_polls = 0
         self._host_s = max(self._host_s, self._clock_s) + self._wake_s
+        self._board.show_events()
 
     def _catch_up(self) -> None:
         """Let the lanes do what they have done by the strategy's time."""
         while self._clock_s < self._host_s:
             self._step(until_s=self._host_s)
+        self._board.show_events()
 
     def _step(self, until_s: float | None) -> None:
         """Start what can start, then go to the next event, or to `until_s` if that comes first."""
@@ -185,7 +187,7 @@ class SimulatedMachine(Machine):
     def _begin(self, lane: Lane, ticket: Ticket) -> None:
         work = ticket.op.work()
         alone_s = max(self._costs.seconds(lane, ticket.op, work), _EPSILON_S)
-        ticket.state, ticket.started_s = TicketState.RUNNING, self._clock_s
+        self._board.start(ticket, self._clock_s)
         del self._submitted_s[ticket]
         demand = work.host_bytes / alone_s
         self._running[lane] = _Running(ticket, work, alone_s, alone_s, demand, 1.0, self._clock_s, 0)
@@ -195,12 +197,13 @@ class SimulatedMachine(Machine):
         del self._running[lane]
         self._record(running, ticket.op.packets)
         ticket.value = ticket.op.imagine(self._world)
-        ticket.done, ticket.finished_s = True, self._clock_s
-        self._board.finish(ticket)
+        self._board.finish(ticket, self._clock_s)
 
     def _record(self, running: _Running, packets_done: int) -> None:
         """One span for each uninterrupted run of packets."""
         ticket, count = running.ticket, packets_done - running.done_packets
+        if count == 0:
+            return  # an urgent op took the lane before the first packet
         share = running.work
         if count < ticket.op.packets:
             part = count / ticket.op.packets

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
+
+from harness.model import parts as model_parts
+from harness.model.dimensions import Dimensions, SpecConfig
 
 Dtype = Literal["float32", "bfloat16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSpec:
-    """Dimensions of a decoder-only MoE model. Papers' symbols: h hidden_dim, h_i expert_dim, N_e, N_k, s group."""
+class ModelSpec(Dimensions):
+    """A decoder-only MoE model: `Dimensions` (see there), a name and the dtype of activations, KV cache and weights
+    (those apart that `weights` lists). s is the papers' symbol for group_size."""
 
     name: str
-    family: str  # module under harness/model/families, equal to Hugging Face's `model_type`
-    num_layers: int
-    hidden_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    num_experts: int
-    experts_per_token: int
-    expert_dim: int
-    vocab_size: int
-    max_positions: int
-    rope_theta: float
-    norm_eps: float
-    sliding_window: int | None = None
-    tie_embeddings: bool = False
-    eos_token_id: int | None = None
     dtype: Dtype = "bfloat16"
+
+    @classmethod
+    def from_config(cls, spec: SpecConfig, name: str, dtype: Dtype | None) -> ModelSpec:
+        """The model of `model.spec`; without a dtype as published, in bfloat16."""
+        return cls(name=name, dtype=dtype or "bfloat16", **spec.dimensions())
 
     @property
     def dtype_bytes(self) -> int:
@@ -42,7 +36,13 @@ class ModelSpec:
 
     @property
     def kv_dim(self) -> int:
+        """All heads' keys; without latent attention their values too."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def o_dim(self) -> int:
+        """All heads' attention results."""
+        return self.num_heads * (self.latent.value_dim if self.latent else self.head_dim)
 
     @property
     def group_size(self) -> int:
@@ -50,7 +50,14 @@ class ModelSpec:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def num_moe_layers(self) -> int:
+        return self.num_layers - self.num_dense_layers
+
+    @property
     def kv_bytes_per_token_layer(self) -> int:
+        """Keys and values, or the latent and the shared RoPE key."""
+        if self.latent:
+            return (self.latent.kv_rank + self.latent.rope_dim) * self.dtype_bytes
         return 2 * self.kv_dim * self.dtype_bytes
 
     @property
@@ -63,31 +70,77 @@ class ModelSpec:
         return 3 * self.hidden_dim * self.expert_dim
 
     @property
+    def shared_expert_params(self) -> int:
+        """One layer's shared experts with their gate."""
+        return 3 * self.hidden_dim * self.shared_expert_dim + (self.hidden_dim if self.shared_expert_gate else 0)
+
+    @property
     def attention_params(self) -> int:
-        """Q, K, V and O projections of one layer."""
-        return self.hidden_dim * (2 * self.q_dim + 2 * self.kv_dim)
+        """Projections of one layer: Q, K, V and O; with latent attention down to the latents and up from them."""
+        latent, hidden = self.latent, self.hidden_dim
+        if latent is None:
+            return hidden * (2 * self.q_dim + 2 * self.kv_dim)
+        q = latent.q_rank * (hidden + self.q_dim) if latent.q_rank else hidden * self.q_dim
+        kv_up = latent.kv_rank * self.num_heads * (latent.nope_dim + latent.value_dim)
+        return q + hidden * (latent.kv_rank + latent.rope_dim) + kv_up + self.o_dim * hidden
+
+    @property
+    def parts(self) -> Mapping[str, model_parts.Part]:
+        """Parameters, bytes and FLOPs by the names of `harness.model.parts`."""
+        return model_parts.parts(self)
 
     @property
     def layer_params(self) -> int:
-        """One layer: attention, router, experts and the two norms."""
-        router_and_norms = self.hidden_dim * self.num_experts + 2 * self.hidden_dim
-        return self.attention_params + router_and_norms + self.num_experts * self.expert_params
+        """One MoE layer: attention, norms, router, experts and shared experts."""
+        return self._layer_sum("params")
 
     @property
     def layer_bytes(self) -> int:
-        return self.layer_params * self.dtype_bytes
+        return self._layer_sum("nbytes")
+
+    def _layer_sum(self, size: str) -> int:
+        names = (model_parts.ATTENTION, model_parts.NORMS, model_parts.ROUTER, model_parts.SHARED_EXPERTS)
+        once = sum(int(getattr(self.parts[name], size)) for name in names)
+        return once + self.num_experts * int(getattr(self.parts[model_parts.EXPERT], size))
 
     @property
     def num_params(self) -> int:
-        embeddings = self.vocab_size * self.hidden_dim * (1 if self.tie_embeddings else 2)
-        return self.num_layers * self.layer_params + embeddings + self.hidden_dim
+        return sum(part.total_params for part in self.parts.values())
+
+    @property
+    def active_params(self) -> int:
+        """Parameters that one token passes, head included; the embedding is a lookup."""
+        return sum(part.active_params for part in self.parts.values())
 
     @property
     def model_bytes(self) -> int:
-        return self.num_params * self.dtype_bytes
+        return sum(part.total_bytes for part in self.parts.values())
+
+    @property
+    def flops_per_token(self) -> int:
+        """GEMM FLOPs of one token through all layers and the head, attention scores apart."""
+        return sum(part.flops_per_token for part in self.parts.values())
 
     @property
     def flops_per_token_layer(self) -> int:
-        """GEMM FLOPs of one token in one layer (2 per multiply-add), attention scores apart."""
-        active = self.attention_params + self.hidden_dim * self.num_experts
+        """GEMM FLOPs of one token in one MoE layer (2 per multiply-add), attention scores apart."""
+        active = self.attention_params + self.hidden_dim * self.num_experts + self.shared_expert_params
         return 2 * (active + self.experts_per_token * self.expert_params)
+
+    @property
+    def prefill_pair_flops(self) -> int:
+        """Attention of one layer on keys and values of all heads, for each pair of a query and a token it sees."""
+        return 2 * (self.q_dim + self.o_dim)
+
+    @property
+    def decode_pair_flops(self) -> int:
+        """The same on the KV cache as stored: with latent attention every head works on the latent itself, its up
+        projections absorbed into query and output (they then cost what `attention_params` already counts)."""
+        if self.latent is None:
+            return self.prefill_pair_flops
+        return 2 * self.num_heads * (2 * self.latent.kv_rank + self.latent.rope_dim)
+
+    def seen_tokens(self, layer: int, context_len: int) -> int:
+        """Tokens of the context that a query sees in `layer`, its own included."""
+        slides = self.sliding_layers == "all" or layer % 2 == 0
+        return min(context_len, self.sliding_window) if self.sliding_window and slides else context_len

@@ -1,0 +1,113 @@
+"""The dimensions that decide how large a decoder-only MoE model is and how much it computes. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, Literal
+
+from harness.config import config, require
+
+
+@config
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 §2.1): keys and values of all heads are projections of
+    one cached latent of `kv_rank` numbers, beside one RoPE key of `rope_dim` that the heads share."""
+
+    kv_rank: int
+    nope_dim: int  # per head, of a query or key: the part without RoPE
+    rope_dim: int  # per head, of a query; shared by all heads, of a key
+    value_dim: int  # per head
+    q_rank: int | None = None  # null: queries are projected directly
+
+    def __post_init__(self) -> None:
+        for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
+            require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
+        require(self.q_rank is None or self.q_rank >= 1, "q_rank", f"must be at least 1 or null, got {self.q_rank}")
+
+
+@config
+class WeightFormat:
+    """How the matrices of some parts are published, scales included; everything else is in the model's dtype."""
+
+    name: str
+    bytes_per_param: float
+    parts: tuple[str, ...]  # names of `harness.model.parts`
+
+    def __post_init__(self) -> None:
+        require(self.bytes_per_param > 0, "bytes_per_param", f"must be > 0, got {self.bytes_per_param}")
+
+
+@config
+class Dimensions:
+    """Papers' symbols: h hidden_dim, h_i expert_dim, N_e num_experts, N_k experts_per_token."""
+
+    family: str  # Hugging Face's `model_type`; where the model is run, a module under harness/model/families
+    num_layers: int
+    hidden_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # of queries and keys; with latent attention nope_dim + rope_dim
+    num_experts: int
+    experts_per_token: int
+    expert_dim: int
+    vocab_size: int
+    max_positions: int
+    rope_theta: float
+    norm_eps: float
+    sliding_window: int | None = None  # tokens a token sees, itself included
+    sliding_layers: Literal["all", "even"] = "all"  # which layers the window holds for, counted from 0
+    tie_embeddings: bool = False
+    eos_token_id: int | None = None
+    latent: LatentAttention | None = None
+    shared_expert_dim: int = 0  # width of the MLP that every token passes beside its experts, over all shared experts
+    shared_expert_gate: bool = False  # its output is scaled by a sigmoid of one projection
+    num_dense_layers: int = 0  # leading layers with an ordinary MLP in place of router and experts
+    dense_dim: int = 0
+    qk_norm: Literal["head", "full"] | None = None  # RMS norm of queries and keys over each head, or over all heads
+    qkv_bias: bool = False
+    o_bias: bool = False
+    attention_sinks: bool = False  # one learned logit a head
+    router_bias: bool = False
+    correction_bias: bool = False  # added to the router's scores for choosing, not for weighting
+    expert_bias: bool = False
+    weights: WeightFormat | None = None
+
+
+@config
+class SpecConfig(Dimensions):
+    """`model.spec`: the public dimensions of a model whose checkpoint need not be here."""
+
+    source: str
+
+    def __post_init__(self) -> None:
+        at_least_one = (
+            "num_layers hidden_dim num_heads num_kv_heads head_dim num_experts expert_dim vocab_size max_positions"
+        )
+        for name in at_least_one.split():
+            require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
+        require(self.num_heads % self.num_kv_heads == 0, "num_kv_heads", f"must divide num_heads {self.num_heads}")
+        require(
+            1 <= self.experts_per_token <= self.num_experts,
+            "experts_per_token",
+            f"must lie between 1 and num_experts {self.num_experts}, got {self.experts_per_token}",
+        )
+        require(
+            0 <= self.num_dense_layers < self.num_layers,
+            "num_dense_layers",
+            f"must lie between 0 and num_layers - 1 = {self.num_layers - 1}, got {self.num_dense_layers}",
+        )
+        require(
+            (self.dense_dim >= 1) == (self.num_dense_layers >= 1),
+            "dense_dim",
+            f"must be at least 1 where num_dense_layers is, else 0; got {self.dense_dim}",
+        )
+        require(self.shared_expert_dim >= 0, "shared_expert_dim", f"must be >= 0, got {self.shared_expert_dim}")
+        window, latent = self.sliding_window, self.latent
+        require(window is None or window >= 1, "sliding_window", f"must be at least 1 or null, got {window}")
+        if latent is not None:
+            qk_dim = latent.nope_dim + latent.rope_dim
+            require(self.head_dim == qk_dim, "head_dim", f"must be nope_dim + rope_dim = {qk_dim}, got {self.head_dim}")
+
+    def dimensions(self) -> dict[str, Any]:
+        """The fields of `Dimensions`, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(Dimensions)}

@@ -1,0 +1,60 @@
+"""`python run.py` as a user meets it: exit codes, and what is printed where."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+MISTAKES = [
+    ("dataset.num_requets=8", "dataset.num_requets", "did you mean 'num_requests'?"),
+    ("strategy=moelnes", "strategy", "moelens"),
+    ("machine=cloud", "machine", "emulated"),
+    ("dataset.num_requests=many", "dataset.num_requests", "valid integer"),
+    ("dataset.num_requests=0", "dataset.num_requests", "1 or more"),
+    ("hardware.device_memory_gb=0.0001", "hardware.device_memory_gb", "two layers"),
+    ("kv_cache_gb=0.0000001", "kv_cache_gb", "one takes"),
+]
+
+
+def run(tmp_path: Path, *arguments: str, sweep: bool = False) -> subprocess.CompletedProcess[str]:
+    """In another working directory, where the configuration and the packages must be found all the same."""
+    command = [sys.executable, str(ROOT / "run.py"), *(["-m"] if sweep else [])]
+    command += [f"results_dir={tmp_path}/results", "wandb.mode=disabled"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+@pytest.mark.parametrize(("mistake", "field", "valid"), MISTAKES, ids=[m for m, _, _ in MISTAKES])
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, mistake, field, valid):
+    done = run(tmp_path, "experiment=smoke", "progress=false", mistake)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: {field}: ")
+    assert valid in line
+    assert not done.stdout
+
+
+def test_a_run_prints_its_table_and_no_warnings(tmp_path):
+    done = run(tmp_path, "experiment=smoke")
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in (done.stdout + done.stderr).lower()
+    assert "[emulated]" in done.stdout
+    assert "0 mismatched" in done.stdout
+    (folder,) = (tmp_path / "results" / "runs").iterdir()
+    assert str(folder / "trace.json") in done.stdout
+
+
+def test_a_sweep_goes_on_after_a_failed_job_and_tells(tmp_path):
+    done = run(tmp_path, "experiment=smoke", "progress=false", "dataset.num_requests=0,2", sweep=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: dataset.num_requests: must be 1 or more")
+    assert "Traceback" not in done.stderr
+    assert "2 of 2 finished" in done.stdout

@@ -1,0 +1,84 @@
+"""Activation memory: what is planned is what is reserved, and what is reserved is what the ops need."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.config import ConfigError
+from harness.engine.activations import Activations, device_bytes_per_token
+from harness.engine.emitter import Emitter
+from harness.engine.limits import longest_sequence, tokens_that_fit
+from harness.machine.base import CPU, D2H, GPU, H2D
+from tests.unit.engine.fakes import SPEC, engine, sequences
+from tests.unit.machine.ops import Quick
+
+
+@pytest.mark.parametrize("max_tokens", [1, 7, 100])
+def test_bytes_per_token_are_those_that_are_reserved(max_tokens):
+    machine = engine([]).machine
+    acts = Activations(machine, SPEC, max_tokens=max_tokens, name="alpha")
+    assert machine.tiers["device"].used_bytes == max_tokens * device_bytes_per_token(SPEC)
+    assert all(name.startswith("alpha ") for tier in machine.tiers.values() for name in tier.holders())
+    acts.close()
+    assert all(tier.used_bytes == 0 for tier in machine.tiers.values())
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    layers=st.integers(1, 3), batches=st.integers(1, 3), taken=st.integers(0, 1 << 22), reserved=st.integers(0, 1 << 20)
+)
+def test_as_many_tokens_as_are_said_to_fit_do_fit(layers, batches, taken, reserved):
+    on = engine(sequences((5, 5)))
+    on.machine.tiers["device"].reserve("embedding", taken)
+    fitting = tokens_that_fit(on, num_layers_buffered=layers, num_micro_batches=batches, reserved_bytes=reserved)
+    assert fitting >= 1
+    on.machine.tiers["device"].reserve("other", reserved + layers * on.store.layer_bytes)
+    for number in range(batches):
+        Activations(on.machine, SPEC, max_tokens=fitting, name=f"batch {number}")
+    unused = on.machine.tiers["device"].free_bytes
+    assert unused < batches * device_bytes_per_token(SPEC) + (1 << 16), "more would have fitted"
+
+
+def test_a_device_too_small_is_refused_with_what_is_needed():
+    on = engine(sequences((5, 6)))
+    on.store.layer_bytes = 9_000_000
+    with pytest.raises(ConfigError, match="^hardware.device_memory_gb: 0.01678 GB is too small.*2 layer buffers.*0.018"):
+        tokens_that_fit(on, num_layers_buffered=2, num_micro_batches=1)
+
+
+def test_the_longest_sequence_counts_what_is_prefilled_after_a_preemption():
+    assert longest_sequence(engine(sequences((5, 6), (8, 1), (2, 3)))) == 10
+    assert longest_sequence(engine([])) == 1
+
+
+@given(st.lists(st.integers(1, 20), max_size=12))
+def test_runs_of_rows_fit_the_staging_buffer_and_cover_all(contexts):
+    batch = SimpleNamespace(context_lens=np.asarray(contexts, dtype=np.int32), decode=contexts)
+    nbytes = 20 * SPEC.kv_bytes_per_token_layer + 7
+    runs = Emitter(engine([]))._rows_that_fit(batch, nbytes)
+    assert [row for rows in runs for row in rows] == list(range(len(contexts)))
+    assert all(0 < sum(contexts[row] for row in rows) <= 20 for rows in runs)
+    for rows, following in zip(runs, runs[1:], strict=False):
+        assert sum(contexts[row] for row in rows) + contexts[following.start] > 20, "the runs are not full"
+
+
+def test_a_context_larger_than_the_staging_buffer_is_an_error():
+    batch = SimpleNamespace(context_lens=np.asarray([3, 21]), decode=[1, 2])
+    with pytest.raises(AssertionError, match="context of 21 tokens does not fit"):
+        Emitter(engine([]))._rows_that_fit(batch, 20 * SPEC.kv_bytes_per_token_layer)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_serial_emitter_overlaps_nothing(seed):
+    """Not even on a machine that ignores lanes."""
+    on = engine([])
+    on.machine._random.seed(seed)
+    emitter = Emitter(on, serial=True)
+    tickets = [emitter.submit((GPU, CPU, H2D, D2H)[i % 4], Quick(packets=2)) for i in range(12)]
+    on.machine.drain()
+    assert all(a.finished_s <= b.started_s for a, b in zip(tickets, tickets[1:], strict=False))

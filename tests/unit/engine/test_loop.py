@@ -1,0 +1,86 @@
+"""The loop hands out tokens, frees blocks in time, records passes, and loses nobody silently."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.engine import loop
+from harness.engine.batch import PassPlan
+from harness.engine.sequences import State
+from harness.engine.strategy import Strategy
+from strategies.common.static_batches import StaticBatches
+from tests.unit.engine.fakes import FakePipeline, engine, sequences
+
+
+def run(on, scheduler=None, pipeline=None, *, check: bool = True):
+    scheduler = scheduler or StaticBatches(on.sequences, on.kv.allocator, max_pass_tokens=30)
+    strategy, passes = Strategy(scheduler=scheduler, pipeline=pipeline or FakePipeline(on)), []
+    loop.run(on, strategy, passes.append, check=check)
+    assert strategy.pipeline.finished
+    return passes
+
+
+def test_tokens_go_to_the_sequences_that_they_were_sampled_for():
+    on = engine(sequences((3, 3), (5, 1), (2, 2)))
+    run(on)
+    assert [s.generated for s in on.sequences] == [[0, 10, 20], [1], [2, 12]]
+    assert {s.state for s in on.sequences} == {State.FINISHED}
+    assert on.kv.released == [1, 2, 0]
+    assert [s.finished_pass for s in on.sequences] == [2, 0, 1]
+
+
+def test_an_end_token_ends_a_sequence_early():
+    on = engine(sequences((3, 5), (5, 5)), eos=11)
+    run(on)
+    assert [s.generated for s in on.sequences] == [[0, 10, 20, 30, 40], [1, 11]]
+
+
+def test_passes_are_recorded():
+    on = engine(sequences((3, 3), (5, 1), (9, 2)), num_blocks=5)
+    passes = run(on)
+    assert [p.mode for p in passes] == ["prefill", "decode", "decode", "prefill", "decode"]
+    assert [p.num_prefill_tokens for p in passes] == [8, 0, 0, 9, 0]
+    assert [p.num_decode_tokens for p in passes] == [0, 1, 1, 0, 1]
+    assert [p.generated_tokens for p in passes] == [2, 1, 1, 1, 1]
+    assert [p.num_finished for p in passes] == [1, 0, 1, 0, 1]
+    assert [p.num_waiting for p in passes] == [1, 1, 1, 0, 0]
+    assert [p.kv_blocks_used for p in passes] == [4, 2, 2, 3, 3]
+    assert {p.kv_blocks_total for p in passes} == {5}
+    assert [p.index for p in passes] == list(range(5))
+    assert all(p.start_s <= p.end_s for p in passes)
+
+
+def test_a_scheduler_that_loses_a_request_is_found_out():
+    """Its run would otherwise only look fast."""
+
+    class Forgetful(StaticBatches):
+        def next_pass(self) -> PassPlan | None:
+            self._queue.clear()
+            return super().next_pass()
+
+    on = engine(sequences((3, 3), (5, 1)))
+    with pytest.raises(AssertionError, match="2 requests unfinished, the first is 0"):
+        run(on, Forgetful(on.sequences, on.kv.allocator, max_pass_tokens=30))
+
+
+def test_a_corrupt_block_table_is_found_after_the_pass_that_made_it():
+    class Corrupting(FakePipeline):
+        def run(self, plan):
+            result = super().run(plan)
+            if self.passes == 2:
+                plan.sequences[0].blocks.append(on.kv.allocator._free[0])
+            return result
+
+    on = engine(sequences((3, 6), (5, 6)))
+    with pytest.raises(AssertionError, match="block tables differ"):
+        run(on, pipeline=Corrupting(on))
+
+
+def test_every_life_of_a_cache_is_noted():
+    on = engine(sequences((3, 3)))
+    run(on)
+    assert [life.first_generated for life in on.sequences[0].lives] == [0]
+
+
+def test_an_empty_workload_is_no_pass():
+    assert run(engine([])) == []

@@ -1,0 +1,170 @@
+"""The simulated machine against closed forms: durations, fair sharing, packets, host time, determinism."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.machine.base import CPU, D2H, GPU, H2D, LaneKind, MachineError, Op, Work
+from harness.machine.costs import Curve, LaneCost, Roofline
+from harness.machine.simulated import SimulatedMachine
+
+
+class Unit(Op):
+    """Costs `seconds` alone on any lane; `host` bytes per second while it runs at full speed."""
+
+    kind = "unit"
+
+    def __init__(self, seconds: float, *, reads=(), writes=(), packets=1, host=0.0) -> None:
+        self.seconds, self.host = seconds, host
+        self.reads, self.writes, self.packets = tuple(reads), tuple(writes), packets
+
+    def work(self) -> Work:
+        return Work(flops=self.seconds, host_bytes=self.seconds * self.host)
+
+    def imagine(self, world):
+        return world
+
+
+COSTS = Roofline(lanes={kind: LaneCost(flops_s=1.0) for kind in LaneKind})
+
+
+def machine(host_bytes_s: float = 1e9, **times: float) -> SimulatedMachine:
+    return SimulatedMachine(capacities_bytes={"device": 100}, costs=COSTS, host_bytes_s=host_bytes_s, world=7, **times)
+
+
+def test_lanes_run_side_by_side_and_data_orders_them():
+    m = machine()
+    first = m.submit(H2D, Unit(2.0, writes=["w"]))
+    beside = m.submit(CPU, Unit(3.0))
+    after = m.submit(GPU, Unit(1.0, reads=["w"]))
+    assert m.wait(after) == 7
+    assert (first.finished_s, after.started_s, after.finished_s) == (2.0, 2.0, 3.0)
+    m.wait(beside)
+    assert beside.finished_s == 3.0
+
+
+def test_host_memory_is_shared_max_min():
+    """Demands 10 and 2 under a capacity of 6: the small one is served, the large one gets 4 until it is alone."""
+    m = machine(host_bytes_s=6.0)
+    large = m.submit(CPU, Unit(1.0, host=10.0))
+    small = m.submit(H2D, Unit(1.0, host=2.0))
+    m.drain()
+    assert small.finished_s == pytest.approx(1.0)
+    assert large.finished_s == pytest.approx(1.0 + (1.0 - 0.4) / 0.6)
+
+
+def test_an_urgent_op_takes_the_lane_at_the_next_packet_boundary():
+    m = machine()
+    big = m.submit(H2D, Unit(10.0, packets=5))
+    m.submit(GPU, Unit(3.0, writes=["x"]))
+    urgent = m.submit(H2D, Unit(1.0, reads=["x"]), urgent=True)
+    m.drain()
+    assert (urgent.started_s, urgent.finished_s, big.finished_s) == (4.0, 5.0, 11.0)
+    spans = [(s.start_s, s.end_s, s.packet) for s in m.spans if s.ticket == big.number]
+    assert spans == [(0.0, 4.0, 0), (5.0, 11.0, 2)]
+
+
+def test_one_packet_is_never_interrupted():
+    m = machine()
+    m.submit(H2D, Unit(10.0))
+    m.submit(GPU, Unit(3.0, writes=["x"]))
+    urgent = m.submit(H2D, Unit(1.0, reads=["x"]), urgent=True)
+    m.drain()
+    assert urgent.started_s == 10.0
+
+
+def test_submissions_and_wake_ups_cost_host_time():
+    m = machine(submit_s=0.5, wake_s=0.25)
+    first = m.submit(GPU, Unit(1.0))
+    second = m.submit(CPU, Unit(1.0))
+    m.drain()
+    assert (first.started_s, second.started_s) == (0.5, 1.0)
+    assert m.now() == pytest.approx(2.25)
+
+
+def test_time_stands_still_without_waiting():
+    m = machine()
+    ticket = m.submit(GPU, Unit(1.0))
+    assert m.now() == 0.0
+    assert not ticket.done
+    with pytest.raises(MachineError, match="polling"):
+        while True:
+            m.now()
+
+
+def test_wait_any_returns_at_the_first_completion():
+    m = machine()
+    slow, fast = m.submit(GPU, Unit(5.0)), m.submit(CPU, Unit(2.0))
+    assert m.wait_any([slow, fast]) == [fast]
+    assert m.now() == 2.0
+    assert not slow.done
+
+
+def test_cancelled_ops_never_run():
+    m = machine()
+    running = m.submit(H2D, Unit(2.0))
+    waiting = m.submit(H2D, Unit(2.0))
+    m.wait(m.submit(GPU, Unit(1.0)))
+    assert not m.cancel(running)
+    assert m.cancel(waiting)
+    m.drain()
+    assert running.finished_s == 2.0
+    assert waiting.finished_s is None
+
+
+def test_a_deadlock_is_told_at_once():
+    m = machine()
+    blocked = m.submit(GPU, Unit(1.0))
+    blocked.unmet.add(blocked)  # nothing can ever free it
+    with pytest.raises(MachineError, match="deadlock"):
+        m.drain()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_same_program_same_trace_and_the_critical_path_bounds_it(data):
+    steps = data.draw(
+        st.lists(
+            st.tuples(
+                st.sampled_from([GPU, CPU, H2D, D2H]),
+                st.floats(0.1, 2.0),
+                st.integers(1, 4),
+                st.booleans(),
+                st.lists(st.integers(0, 3), max_size=2),
+                st.lists(st.integers(0, 3), max_size=2),
+                st.sampled_from([0.0, 3.0]),
+            ),
+            min_size=1,
+            max_size=25,
+        )
+    )
+
+    def run():
+        m = machine(host_bytes_s=4.0)
+        for lane, seconds, packets, urgent, reads, writes, host in steps:
+            m.submit(lane, Unit(seconds, reads=reads, writes=writes, packets=packets, host=host), urgent=urgent)
+        m.drain()
+        return m
+
+    one, two = run(), run()
+    assert one.spans == two.spans
+    length_s = max(s.end_s for s in one.spans)
+    assert length_s <= sum(step[1] * (2.0 if step[6] else 1.0) for step in steps) + 1e-6
+    for lane in (GPU, CPU, H2D, D2H):
+        spans = sorted((s for s in one.spans if s.lane == lane), key=lambda s: s.start_s)
+        assert all(a.end_s <= b.start_s + 1e-9 for a, b in zip(spans, spans[1:], strict=False)), "a lane is serial"
+        assert sum(s.work.flops for s in spans) == pytest.approx(sum(step[1] for step in steps if step[0] == lane))
+
+
+def test_curve_is_linear_between_and_beyond_its_points():
+    curve = Curve([10, 20, 40], [1.0, 3.0, 4.0])
+    for size, seconds in [(10, 1.0), (15, 2.0), (30, 3.5), (60, 5.0), (6, 0.2), (0, 0.0)]:
+        assert curve.at(size) == pytest.approx(seconds)
+    assert Curve([5], [2.0]).at(100) == 2.0
+    for a, b in product(range(10, 60, 7), repeat=2):
+        if a <= b:
+            assert curve.at(a) <= curve.at(b)

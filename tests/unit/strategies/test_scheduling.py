@@ -1,0 +1,141 @@
+"""No block lost, no request lost, no starvation: both schedulers over random requests, capacities and limits."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.engine.sequences import Sequence
+from strategies.common.static_batches import StaticBatches
+from strategies.moelens.scheduler import ResourceAwareScheduler
+from tests.unit.strategies.driving import (
+    FakeKV,
+    Record,
+    Workload,
+    check_conservation,
+    check_first_admissions,
+    drive,
+    workloads,
+)
+
+
+def run_moelens(load: Workload) -> Record:
+    kv, sequences = FakeKV(load.num_blocks, load.block_size), load.sequences()
+    scheduler = ResourceAwareScheduler(sequences, kv, n_real=load.n_real, max_pass_tokens=load.max_pass_tokens)
+    return drive(scheduler, kv, sequences, load)
+
+
+def run_static(load: Workload) -> Record:
+    kv, sequences = FakeKV(load.num_blocks, load.block_size), load.sequences()
+    return drive(StaticBatches(sequences, kv.allocator, max_pass_tokens=load.max_pass_tokens), kv, sequences, load)
+
+
+def too_large(load: Workload, sequence: Sequence) -> bool:
+    return -(-sequence.max_tokens // load.block_size) > load.num_blocks
+
+
+@settings(max_examples=400, deadline=None)
+@given(workloads())
+def test_moelens_conserves_requests_and_blocks(load):
+    record = run_moelens(load)
+    check_conservation(record, load, lambda s: too_large(load, s) or s.max_tokens > load.max_pass_tokens)
+    check_first_admissions(record)
+
+
+@settings(max_examples=300, deadline=None)
+@given(workloads())
+def test_static_batches_conserve_requests_and_blocks(load):
+    record = run_static(load)
+    check_conservation(record, load, lambda s: too_large(load, s) or s.prompt_len > load.max_pass_tokens)
+    check_first_admissions(record)
+    assert all(not one.preempted for one in record.passes)
+
+
+@settings(max_examples=300, deadline=None)
+@given(workloads())
+def test_moelens_starves_nobody(load):
+    """The oldest unfinished request is in every pass, and every pass gives each of its sequences a token: so a request
+    waits at most for the tokens of those before it."""
+    record = run_moelens(load)
+    for one in record.passes:
+        assert min(one.unfinished) in (*one.prefill, *one.decode)
+        assert one.decode == sorted(one.decode), "older sequences come first"
+
+
+@settings(max_examples=300, deadline=None)
+@given(workloads())
+def test_moelens_fills_a_pass_up_to_n_real(load):
+    """More only for a single prefill beside fewer decoding sequences than n_real; never more than the buffers hold."""
+    for one in run_moelens(load).passes:
+        num_tokens = len(one.decode) + sum(one.prefill_tokens)
+        assert num_tokens <= load.max_pass_tokens
+        if num_tokens > load.n_real:
+            alone = len(one.prefill) == 1 and len(one.decode) < load.n_real
+            assert alone or not one.prefill
+        if not one.preempted:
+            assert one.decode == one.running_before[: load.max_pass_tokens], "in normal mode all decoding sequences run"
+
+
+@settings(max_examples=300, deadline=None)
+@given(workloads())
+def test_moelens_preempts_the_newest_and_no_more_than_it_must(load):
+    for one in run_moelens(load).passes:
+        assert one.mode == ("preemption" if one.preempted else "normal")
+        assert bool(one.preempted) == (one.missing_before > one.free_before)
+        if one.preempted:
+            assert one.prefill == [], "nobody is admitted in a preemption pass"
+            count = len(one.preempted)
+            assert one.preempted == set(one.running_before[-count:]), "the newest give their blocks back"
+            assert one.queue_head == min(one.preempted), "they are first in the queue, the oldest in front"
+
+
+@settings(max_examples=200, deadline=None)
+@given(workloads())
+def test_static_batches_keep_the_phases_apart(load):
+    """A batch is prefilled completely before it decodes, and decodes to its end before the next is admitted."""
+    generated: dict[int, int] = {}
+    for one in run_static(load).passes:
+        assert bool(one.prefill) != bool(one.decode)
+        assert one.mode == ("prefill" if one.prefill else "decode")
+        assert sum(one.prefill_tokens) + len(one.decode) <= load.max_pass_tokens
+        if one.prefill and one.running_before:
+            assert all(generated[n] == 1 for n in one.running_before), "a decoding batch was joined"
+        for number in (*one.prefill, *one.decode):
+            generated[number] = generated.get(number, 0) + 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(workloads())
+def test_static_batches_decode_in_turns(load):
+    """Where a pass cannot hold all of a batch, nobody gets a second token before everybody had a first."""
+    generated: dict[int, int] = {}
+    for one in run_static(load).passes:
+        for number in one.decode:
+            generated[number] = generated.get(number, 0) + 1
+        waiting = [n for n in one.running_before if n not in one.decode]
+        assert all(generated[a] <= generated.get(b, 0) + 1 for a in one.decode for b in waiting)
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_a_lone_request_always_runs_or_is_told_why(prompt, n_real):
+    load = Workload([(prompt, 5, None)], num_blocks=10, block_size=4, n_real=n_real, max_pass_tokens=n_real)
+    (sequence,) = run_moelens(load).sequences
+    if prompt + 4 > 40:
+        assert sequence.reject_reason == "needs 11 KV blocks, the cache has 10"
+    elif prompt + 4 > n_real:
+        assert sequence.reject_reason == f"{prompt + 4} tokens exceed the {n_real} that one pass can hold"
+    else:
+        assert len(sequence.generated) == 5
+
+
+def test_preemption_mode_by_hand():
+    """8 blocks of 2 tokens, three prompts of 4 and one of 2: all start, then the caches outgrow the blocks."""
+    load = Workload([(4, 6, None)] * 3 + [(2, 6, None)], num_blocks=8, block_size=2, n_real=100, max_pass_tokens=100)
+    passes = run_moelens(load).passes
+    first, second, third = passes[:3]
+    assert (first.prefill, first.decode) == ([0, 1, 2, 3], [])
+    assert (second.mode, second.decode, second.preempted) == ("preemption", [0, 1], {2, 3})
+    assert (third.mode, third.prefill, third.decode) == ("normal", [], [0, 1])
+    assert (passes[5].mode, passes[5].decode, passes[5].preempted) == ("preemption", [0], {1})
+    assert (passes[6].mode, passes[6].prefill, passes[6].decode) == ("normal", [1, 2], [])
+    assert passes[6].prefill_tokens == [9, 5], "prompts and the tokens they had generated"
