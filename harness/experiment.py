@@ -19,7 +19,7 @@ from harness.engine.sequences import Sequence, State
 from harness.engine.strategy import Strategy
 from harness.hardware.ratios import ratios
 from harness.machine.base import Machine
-from harness.machine.build import build_machine
+from harness.machine.build import load_machine
 from harness.memory.kv_cache import KVCache
 from harness.memory.tiers import MemoryCapacityError
 from harness.memory.weights import Resident, WeightStore
@@ -74,6 +74,7 @@ def run_experiment(values: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
     """
     settings = parse_settings(values)
     module, strategy_config = load_strategy(settings.strategy)
+    load_machine(settings.machine)  # bad settings are told before anything is loaded
     config = {**values, "strategy": {"name": settings.strategy_name, **values["strategy"]}}
     name = run_id(config, code_version(), [settings.hardware.name, environment()["processor"]])
     meta = {"code_version": code_version(), "environment": environment(), "experiment": settings.experiment.name}
@@ -110,12 +111,13 @@ def _execute(
     progress: Progress,
 ) -> None:
     progress.stage("checkpoint")
+    settings.model.require_weights()
     checkpoint = Checkpoint(ensure(settings.model), settings.model.dtype)
     state.weights_source = _weights_source(settings, checkpoint)
     progress.stage("prompts")
     state.workload = _workload(settings, checkpoint)
     progress.stage("weights")
-    state.machine = machine = build_machine(settings.machine, settings.hardware)
+    state.machine = machine = load_machine(settings.machine)(settings.hardware)
     if checkpoint.spec.dtype == "bfloat16":
         bf16_method()  # decides by a measurement, which lanes at work would disturb
     engine = _engine(settings, machine, checkpoint, state)

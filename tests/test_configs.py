@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.config import ConfigError
-from harness.machine.build import build_machine
+from harness.machine.build import load_machine
 from harness.settings import Settings, load_strategy, parse_settings
 from tests.composing import CONF, GROUPS, composed, names_in
 
@@ -28,7 +28,7 @@ def check(values: dict[str, Any]) -> Settings:
     """Parse all that a run parses before it does any work."""
     settings = parse_settings(values)
     load_strategy(settings.strategy)
-    build_machine(settings.machine, settings.hardware).close()
+    load_machine(settings.machine)(settings.hardware).close()
     return settings
 
 
@@ -70,7 +70,7 @@ def test_every_choice_composes_and_parses(group, name):
 def test_every_machine_is_built_as_the_profile_says(name):
     values = composed(f"machine={name}")
     settings = parse_settings(values)
-    machine = build_machine(settings.machine, settings.hardware)
+    machine = load_machine(settings.machine)(settings.hardware)
     machine.close()
     assert machine.name == name
     assert {tier: t.capacity_bytes for tier, t in machine.tiers.items()} == settings.hardware.capacities_bytes
@@ -97,7 +97,7 @@ KEY = re.compile(r"^(?P<indent> *)(?P<key>[a-z_0-9]+):")
 
 
 def keys_of(text: str) -> Iterator[tuple[str, bool]]:
-    """(dotted key, whether a comment beside it or right above it explains it); the file's first lines explain it all."""
+    """(dotted key, whether a comment beside it or right above it explains it); the file's header explains no key."""
     stack: list[tuple[int, str]] = []
     above, in_header = False, True
     for line in text.splitlines():

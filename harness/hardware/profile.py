@@ -2,31 +2,88 @@
 
 from __future__ import annotations
 
-from harness.config import config, require
+from dataclasses import field, fields
+
+from harness.config import ConfigError, config, require
+from harness.hardware.constants import Constant, Kind, Number, NumberByDtype, OptionalNumber
+
+_SIZES = ("device_memory_gb", "pinned_memory_gb", "host_memory_gb", "ram_gb", "cpu_cores")
 
 
 @config
 class HardwareConfig:
-    """Sizes in 10^9 bytes, rates in 10^9 per second; null = as fast as the real thing goes."""
+    """Sizes in 10^9 bytes, rates in 10^9 (tflop: 10^12) per second, for one GPU and its host; null: unknown, and on the
+    emulated machine as fast as the real thing goes. Each number may say its kind and source (`constants.py`); plain
+    ones are chosen, and `source` is theirs. A rate is what large work achieves; `_peak_` is beside it where it is known.
+    """
 
     name: str
     source: str
-    device_memory_gb: float
-    pinned_memory_gb: float
-    host_memory_gb: float
-    h2d_gb_s: float | None = None
-    d2h_gb_s: float | None = None
-    pin_gb_s: float | None = None
-    cpu_gflop_s: float | None = None
-    cpu_gb_s: float | None = None
-    gpu_gflop_s: float | None = None
+    gpu: str | None = None
+    host: str | None = None
+    num_gpus: int = 1
+
+    device_memory_gb: Number  # of each GPU
+    pinned_memory_gb: Number  # host memory that the links can read
+    host_memory_gb: Number  # pageable host memory
+    ram_gb: OptionalNumber = None  # pinned and pageable together
+    cpu_cores: OptionalNumber = None
+
+    h2d_gb_s: OptionalNumber = None  # of each GPU, from pinned memory
+    h2d_peak_gb_s: OptionalNumber = None
+    d2h_gb_s: OptionalNumber = None
+    d2h_peak_gb_s: OptionalNumber = None
+    p2p_gb_s: OptionalNumber = None  # from GPU to GPU, each direction
+    p2p_peak_gb_s: OptionalNumber = None
+    transfer_latency_us: OptionalNumber = None  # of each transfer, whatever its size
+    pin_gb_s: OptionalNumber = None  # staging copy, pageable to pinned
+
+    gpu_gflop_s: OptionalNumber = None  # holds back the emulated machine's gpu lane
+    gemm_tflop_s: NumberByDtype = field(default_factory=dict)  # dense, no sparsity, accumulating in float32
+    gemm_peak_tflop_s: NumberByDtype = field(default_factory=dict)
+    device_gb_s: OptionalNumber = None  # device memory
+    device_peak_gb_s: OptionalNumber = None
+    kernel_launch_us: OptionalNumber = None
+
+    host_gb_s: OptionalNumber = None  # host memory, all its users together
+    host_peak_gb_s: OptionalNumber = None
+    cpu_gb_s: OptionalNumber = None  # host memory as the attention kernel reads it
+    cpu_gflop_s: OptionalNumber = None  # the attention kernel's
+    cpu_gemm_gflop_s: OptionalNumber = None  # matrix products' (experts on the CPU)
+    cpu_peak_gflop_s: OptionalNumber = None  # float32
 
     def __post_init__(self) -> None:
-        for field in ("device_memory_gb", "pinned_memory_gb", "host_memory_gb"):
-            require(getattr(self, field) > 0, field, f"must be > 0, got {getattr(self, field)}")
-        for field in ("h2d_gb_s", "d2h_gb_s", "pin_gb_s", "cpu_gflop_s", "cpu_gb_s", "gpu_gflop_s"):
-            rate = getattr(self, field)
-            require(rate is None or rate > 0, field, f"must be > 0 or null, got {rate}")
+        require(self.num_gpus >= 1, "num_gpus", f"must be >= 1, got {self.num_gpus}")
+        for name in ("pinned_memory_gb", "host_memory_gb"):
+            size, ram_gb = getattr(self, name), self.ram_gb
+            require(ram_gb is None or size <= ram_gb, name, f"must be at most ram_gb {ram_gb}, got {size:g}")
+        for name, constant in self.constants().items():
+            expected = _kind_of(name)
+            valid = constant.kind in (expected, "chosen")
+            require(valid, f"{name}.kind", f"must be {expected} or chosen, got {constant.kind}")
+
+    def constants(self) -> dict[str, Constant]:
+        """Every number there is, by field (and dtype), each with kind and source."""
+        found: dict[str, Constant] = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            entries = value.items() if isinstance(value, dict) else [("", value)]
+            for key, number in entries:
+                if isinstance(number, float):
+                    name = f"{item.name}.{key}" if key else item.name
+                    sourced = isinstance(number, Constant) and bool(number.source)
+                    found[name] = number if sourced else Constant(number, "chosen", self.source)
+        return found
+
+    def gemm_flop_s(self, dtype: str, *, peak: bool = False) -> float:
+        """Achieved (or peak) FLOP/s of large products in `dtype`. A GPU from before bfloat16 is taken to run such models
+        in float16, as the papers do on T4 and V100. Raises ConfigError where the profile has no such rate."""
+        name = "gemm_peak_tflop_s" if peak else "gemm_tflop_s"
+        rates: dict[str, Constant] = getattr(self, name)
+        for candidate in (dtype, "float16") if dtype == "bfloat16" else (dtype,):
+            if candidate in rates:
+                return rates[candidate] * 1e12
+        raise ConfigError(f"hardware.{name}", f"profile {self.name!r} states no rate for {dtype}")
 
     @property
     def capacities_bytes(self) -> dict[str, int]:
@@ -40,3 +97,9 @@ class HardwareConfig:
     def link_ceilings_gb_s(self) -> dict[str, float]:
         rates = {"h2d": self.h2d_gb_s, "d2h": self.d2h_gb_s, "pin": self.pin_gb_s}
         return {lane: rate for lane, rate in rates.items() if rate is not None}
+
+
+def _kind_of(name: str) -> Kind:
+    if name in _SIZES:
+        return "nominal"
+    return "peak" if "_peak_" in name else "achieved"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from math import prod
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ class Arenas:
 
     def __init__(self, poison: bool) -> None:
         self._roots: dict[Buffer, torch.Tensor] = {}
+        self._memos: dict[Buffer, dict[Hashable, Any]] = {}  # what ops keep about a root, for as long as it is backed
         self._poison = poison
 
     def tiers(self, capacities_bytes: dict[str, int]) -> dict[str, Tier]:
@@ -34,12 +36,15 @@ class Arenas:
     def back(self, buffer: Buffer) -> None:
         raw = torch.empty(buffer.nbytes + _ALIGNMENT_BYTES, dtype=torch.uint8)
         skip = -raw.data_ptr() % _ALIGNMENT_BYTES
-        self._roots[buffer] = raw[skip : skip + buffer.nbytes]
+        self._roots[buffer], self._memos[buffer] = raw[skip : skip + buffer.nbytes], {}
         if self._poison:
             self._roots[buffer].fill_(_POISON_BYTE)
 
     def unback(self, buffer: Buffer) -> None:
-        del self._roots[buffer]
+        del self._roots[buffer], self._memos[buffer]
+
+    def memo(self, buffer: Buffer) -> dict[Hashable, Any]:
+        return self._memos[buffer.root]
 
     def bytes_of(self, buffer: Buffer) -> torch.Tensor:
         """The buffer's memory as a uint8 view."""

@@ -53,7 +53,9 @@ class Context(Protocol):
     """What a running op may use: tensors over planned buffers, and the lane's copy engine."""
 
     lane: Lane
-    memo: dict[Hashable, Any]  # for what an op derives from buffers once and wants again, such as views
+
+    def memo(self, buffer: Buffer) -> dict[Hashable, Any]:
+        """For what ops derive from a buffer's memory once and want again, such as views; gone with the memory."""
 
     def tensor(self, buffer: Buffer, shape: Sequence[int], dtype: str) -> Any:
         """A torch view of the buffer's first bytes."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,16 +14,15 @@ from harness.hardware.profile import HardwareConfig
 from harness.machine.base import Machine
 
 
-def build_machine(values: Mapping[str, Any], hardware: HardwareConfig) -> Machine:
-    """`values` is the `machine` group of the configuration."""
+def load_machine(values: Mapping[str, Any]) -> Callable[[HardwareConfig], Machine]:
+    """What builds the machine that the `machine` group of the configuration asks for; the group is checked at once."""
     settings = dict(values)
     name = str(settings.pop("name", ""))
     module_name = f"harness.machine.{name}"
     if not name.isidentifier() or find_spec(module_name) is None or not hasattr(import_module(module_name), "build"):
         raise ConfigError("machine.name", f"'{name}' is not a machine; valid are {', '.join(available())}")
     module = import_module(module_name)
-    machine: Machine = module.build(parse(module.Config, settings, "machine"), hardware)
-    return machine
+    return partial(module.build, parse(module.Config, settings, "machine"))
 
 
 def available() -> list[str]:

@@ -37,11 +37,13 @@ class HostContext:
 
     def __init__(self, lane: Lane, arenas: Arenas, rate: LaneRate | None = None, threads: int = 1) -> None:
         self.lane = lane
-        self.memo: dict[Hashable, Any] = {}
         self._arenas = arenas
         self._rate = rate or LaneRate()
         self._threads = threads
         self._free_s = 0.0  # when this lane's link is free again
+
+    def memo(self, buffer: Buffer) -> dict[Hashable, Any]:
+        return self._arenas.memo(buffer)
 
     def tensor(self, buffer: Buffer, shape: Sequence[int], dtype: str) -> torch.Tensor:
         return self._arenas.tensor(buffer, shape, dtype)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from harness.config import config, require
+from harness.config import ConfigError, config, require
 from harness.model import families
-from harness.model.spec import Dtype
+from harness.model.dimensions import SpecConfig
+from harness.model.spec import Dtype, ModelSpec
 
 
 @config
@@ -59,16 +60,32 @@ class RandomRecipe:
 
 @config
 class ModelConfig:
-    """A checkpoint: `path` (a folder or hub id) or else random weights by `recipe`."""
+    """A checkpoint: `path` (a folder or hub id), which comes before everything else, or else random weights by
+    `recipe`. With `spec` alone there are dimensions and no weights: enough to plan and to simulate."""
 
     name: str
     path: str | None = None
     dtype: Dtype | None = None
     recipe: RandomRecipe | None = None
+    spec: SpecConfig | None = None
 
     def __post_init__(self) -> None:
         require(
-            self.path is not None or self.recipe is not None,
+            self.has_weights or self.spec is not None,
             "path",
             "missing; give a checkpoint folder or a Hugging Face hub id",
         )
+
+    @property
+    def has_weights(self) -> bool:
+        return self.path is not None or self.recipe is not None
+
+    def require_weights(self) -> None:
+        """Raises ConfigError where only dimensions are given, for machines that run the model."""
+        if not self.has_weights:
+            message = f"missing: {self.name!r} has dimensions only; machine=simulated or give a checkpoint"
+            raise ConfigError("model.path", message)
+
+    def planned_spec(self) -> ModelSpec | None:
+        """The model of `spec`, for planning without a checkpoint."""
+        return ModelSpec.from_config(self.spec, self.name, self.dtype) if self.spec else None

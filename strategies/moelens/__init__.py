@@ -23,7 +23,10 @@ def build(config: Config, engine: Engine) -> Strategy:
     else:
         from strategies.common.static_batches import StaticBatches
 
-        scheduler = StaticBatches(engine.sequences, engine.kv.allocator, max_pass_tokens=policy.n_real)  # type: ignore[assignment]
+        longest_prompt = max((s.prompt_len for s in engine.sequences), default=1)  # must run, as it does with overlap
+        scheduler = StaticBatches(  # type: ignore[assignment]
+            engine.sequences, engine.kv.allocator, max_pass_tokens=max(policy.n_real, longest_prompt)
+        )
     if config.pipeline == "vslpipe":
         pipeline = VSLPipe(engine, config, max_tokens=policy.max_pass_tokens)
     else:

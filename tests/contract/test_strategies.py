@@ -11,7 +11,7 @@ from tests.contract.running import check_tokens, emulated, engine_on, requests, 
 YAMLS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "conf/strategy").glob("*.yaml"))}
 VARIANTS = {
     "moelens": [
-        {"overlap_prefill_decode": False, "n_real": 70},
+        {"overlap_prefill_decode": False, "n_real": 20},
         {"pipeline": "sequential"},
         {"attention": "gpu", "gpu_kv_staging_mb": 0.02},
         {"packet_mb": 0.002, "n_real": 40},

@@ -11,10 +11,10 @@ from harness.memory.weights import PlacedPart
 
 def weights(ctx: Context, part: PlacedPart) -> dict[str, Any]:
     """The part's tensors by local name; made once for each place that a part can lie in."""
-    key = (part.buffer, id(part.layout))
-    if key not in ctx.memo:
-        ctx.memo[key] = _weight_views(ctx, part)
-    views: dict[str, Any] = ctx.memo[key]
+    memo, key = ctx.memo(part.buffer), (part.buffer, id(part.layout))
+    if key not in memo:
+        memo[key] = (part.layout, _weight_views(ctx, part))  # the layout is kept so that its id stays its own
+    views: dict[str, Any] = memo[key][1]
     return views
 
 

@@ -87,7 +87,7 @@ void decode_attention(const DecodeRequest& r, ThreadPool* pool) {
   const DecodeKernel kernel = choose_kernel(r);
   const Plan plan = make_plan(r, pool ? pool->size() : 1);
   const int64_t num_pieces = int64_t(plan.pieces.size());
-  const int64_t state_floats = kernel.state_floats(r.group());
+  const int64_t state_floats = kernel.state_floats(r);
   thread_local std::vector<float> buffer;
   buffer.resize(size_t(state_floats * plan.state_index.back()));
   float* const states = buffer.data();

@@ -40,16 +40,14 @@ struct DecodePiece {
   int num_heads() const { return last_head - first_head; }
 };
 
-// A state is what the softmax of one KV head's `group` query heads needs to be continued or merged: group maxima, group
-// sums, then group rows of `padded_dim` unnormalised outputs in kernel order. A piece has one state a KV head.
+// A state is what the softmax of one KV head's `group` query heads needs to be continued or merged: maxima and sums in
+// score vectors (vec.h), then `group` rows of unnormalised outputs in kernel order. A piece has one state a KV head.
 struct DecodeKernel {
   // While it computes the end of `piece` it fetches the start of `next`, which may be null.
   void (*attend)(const DecodeRequest&, const DecodePiece& piece, const DecodePiece* next, float* states);
   // Merges the states of one KV head (exactly: rescaled to their common maximum) and writes the output rows.
   void (*finish)(const DecodeRequest&, int seq, int kv_head, const float* const* states, int num_states);
-  int padded_dim;
-
-  int64_t state_floats(int group) const { return int64_t(group) * (padded_dim + 2); }
+  int64_t (*state_floats)(const DecodeRequest&);
 };
 
 namespace avx512 {

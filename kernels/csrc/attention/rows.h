@@ -68,34 +68,4 @@ void store_row(const float* row, int size, bool bf16_round, Out* out) {
   for (int i = 0; i < size; ++i) out[i] = from_float<Out>(bf16_round ? round_to_bf16(row[i]) : row[i]);
 }
 
-// See DecodeKernel::finish.
-template <class T>
-void finish(const DecodeRequest& r, int seq, int kv_head, const float* const* states, int num_states) {
-  const Row<0> shape(r.head_dim);
-  const int group = r.group();
-  float* const merged = scratch(2 * size_t(shape.padded()));
-  float* const natural = merged + shape.padded();
-  for (int h = 0; h < group; ++h) {
-    float maximum = -std::numeric_limits<float>::infinity();
-    for (int i = 0; i < num_states; ++i) maximum = std::max(maximum, states[i][h]);
-    const float shift = maximum == -std::numeric_limits<float>::infinity() ? 0.0f : maximum;
-    std::fill(merged, merged + shape.padded(), 0.0f);
-    float sum = 0;
-    for (int i = 0; i < num_states; ++i) {
-      const float weight = std::exp(states[i][h] - shift);
-      sum += weight * states[i][group + h];
-      const float* acc = states[i] + 2 * group + int64_t(h) * shape.padded();
-      for (int d = 0; d < shape.padded(); d += kWidth)
-        store(merged + d, fmadd(broadcast(weight), load(acc + d), load(merged + d)));
-    }
-    const Vec factor = broadcast(sum == 0 ? 0.0f : 1.0f / sum);
-    for (int d = 0; d < shape.padded(); d += kWidth) store(merged + d, mul(factor, load(merged + d)));
-    to_natural_order<T>(merged, shape.size(), natural);
-    const int64_t start = seq * r.out_stride + (int64_t(kv_head) * group + h) * r.head_dim;
-    if (r.out_dtype == DType::kBf16) store_row(natural, shape.size(), r.bf16_round, static_cast<bf16*>(r.out) + start);
-    if (r.out_dtype == DType::kFp16) store_row(natural, shape.size(), r.bf16_round, static_cast<fp16*>(r.out) + start);
-    if (r.out_dtype == DType::kFp32) store_row(natural, shape.size(), r.bf16_round, static_cast<float*>(r.out) + start);
-  }
-}
-
 }  // namespace kernels::KERNELS_ISA_NS

@@ -90,8 +90,8 @@ class TilePrefetcher {
     const int until = lines_per_tile_ * (step + 1) / num_steps;
     for (; issued_ < until; ++issued_, offset_ += 64)
       for (int i = 0; i < kWindow; ++i) {
-        __builtin_prefetch(reinterpret_cast<const char*>(k_[i] + uintptr_t(offset_)), 0, 2);
-        __builtin_prefetch(reinterpret_cast<const char*>(v_[i] + uintptr_t(offset_)), 0, 2);
+        __builtin_prefetch(reinterpret_cast<const char*>(k_[i] + uintptr_t(offset_)), 0, 3);
+        __builtin_prefetch(reinterpret_cast<const char*>(v_[i] + uintptr_t(offset_)), 0, 3);
       }
   }
 

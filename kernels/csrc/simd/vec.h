@@ -7,6 +7,7 @@
 #pragma once
 
 #define KERNELS_INLINE inline __attribute__((always_inline))
+#define KERNELS_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace kernels::KERNELS_ISA_NS {
 
@@ -17,6 +18,19 @@ inline void load_pair(const float* p, Vec& first, Vec& second) {
 inline void load_pair(const fp16* p, Vec& first, Vec& second) {
   first = load(p);
   second = load(p + kWidth);
+}
+
+// A score vector holds 4 tokens of each of kHeadTile heads, one head per 128-bit lane: reduce_4_tokens makes one of
+// 4 * H accumulators, lane_max and lane_add combine a lane's tokens and leave the result in all four places.
+constexpr int kHeadTile = kWidth / 4;
+
+inline Vec lane_max(Vec v) {
+  v = vmax(v, swap_pairs(v));
+  return vmax(v, swap_neighbours(v));
+}
+inline Vec lane_add(Vec v) {
+  v = add(v, swap_pairs(v));
+  return add(v, swap_neighbours(v));
 }
 
 inline int padded_width(int num_elements) { return (num_elements + kWidth - 1) / kWidth * kWidth; }

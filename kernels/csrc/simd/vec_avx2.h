@@ -5,7 +5,6 @@ namespace kernels::avx2 {
 
 using Vec = __m256;
 constexpr int kWidth = 8;
-constexpr int kHeadTile = 2;  // 2 heads x 4 tokens of accumulators, 4 of queries, 2 of keys: 14 of 16 registers
 
 inline Vec zero() { return _mm256_setzero_ps(); }
 inline Vec broadcast(float x) { return _mm256_set1_ps(x); }
@@ -19,10 +18,18 @@ inline Vec fmadd(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 inline Vec vmax(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 inline Vec vmin(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 
-inline void reduce_add4(Vec a, Vec b, Vec c, Vec d, float* out) {
-  const __m256 abcd = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
-  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
+template <int H>
+inline Vec reduce_4_tokens(const Vec (&acc)[H][4]) {
+  Vec head[2];
+  for (int h = 0; h < 2; ++h)
+    head[h] = h < H ? _mm256_hadd_ps(_mm256_hadd_ps(acc[h % H][0], acc[h % H][1]),
+                                     _mm256_hadd_ps(acc[h % H][2], acc[h % H][3]))
+                    : zero();
+  return add(_mm256_permute2f128_ps(head[0], head[1], 0x20), _mm256_permute2f128_ps(head[0], head[1], 0x31));
 }
+
+inline Vec swap_pairs(Vec v) { return _mm256_permute_ps(v, 0x4e); }
+inline Vec swap_neighbours(Vec v) { return _mm256_permute_ps(v, 0xb1); }
 
 inline float reduce_add(Vec v) {
   __m128 sum = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));

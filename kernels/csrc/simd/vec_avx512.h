@@ -5,7 +5,6 @@ namespace kernels::avx512 {
 
 using Vec = __m512;
 constexpr int kWidth = 16;
-constexpr int kHeadTile = 4;  // 4 heads x 4 tokens of accumulators, 8 of queries, 2 of keys: 26 of 32 registers
 
 inline Vec zero() { return _mm512_setzero_ps(); }
 inline Vec broadcast(float x) { return _mm512_set1_ps(x); }
@@ -22,14 +21,28 @@ inline Vec vmin(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 inline float reduce_add(Vec v) { return _mm512_reduce_add_ps(v); }
 inline float reduce_max(Vec v) { return _mm512_reduce_max_ps(v); }
 
-inline __m256 fold(Vec v) { return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)); }
-
-inline void reduce_add4(Vec a, Vec b, Vec c, Vec d, float* out) {
-  const __m256 ab = _mm256_hadd_ps(fold(a), fold(b));
-  const __m256 cd = _mm256_hadd_ps(fold(c), fold(d));
-  const __m256 abcd = _mm256_hadd_ps(ab, cd);
-  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
+inline Vec reduce_lanes4(Vec a, Vec b, Vec c, Vec d) {
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));  // a0+a2 b0+b2 a1+a3 b1+b3
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+  return _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
 }
+
+template <int H>
+inline Vec reduce_4_tokens(const Vec (&acc)[H][4]) {
+  Vec head[4];  // lane i of head[h]: the four tokens' sums over elements 4i to 4i+3, to be added over the lanes
+  for (int h = 0; h < 4; ++h)
+    head[h] = h < H ? reduce_lanes4(acc[h % H][0], acc[h % H][1], acc[h % H][2], acc[h % H][3]) : zero();
+  const Vec heads01 =
+      add(_mm512_shuffle_f32x4(head[0], head[1], 0x44), _mm512_shuffle_f32x4(head[0], head[1], 0xee));
+  const Vec heads23 =
+      add(_mm512_shuffle_f32x4(head[2], head[3], 0x44), _mm512_shuffle_f32x4(head[2], head[3], 0xee));
+  return add(_mm512_shuffle_f32x4(heads01, heads23, 0x88), _mm512_shuffle_f32x4(heads01, heads23, 0xdd));
+}
+
+inline Vec swap_pairs(Vec v) { return _mm512_permute_ps(v, 0x4e); }
+inline Vec swap_neighbours(Vec v) { return _mm512_permute_ps(v, 0xb1); }
 
 inline Vec load(const bf16* p) {
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

@@ -7,7 +7,6 @@ typedef float Vec __attribute__((vector_size(16)));
 typedef int32_t IntVec __attribute__((vector_size(16)));
 typedef uint32_t UintVec __attribute__((vector_size(16)));
 constexpr int kWidth = 4;
-constexpr int kHeadTile = 2;
 
 inline Vec zero() { return Vec{}; }
 inline Vec broadcast(float x) { return Vec{x, x, x, x}; }
@@ -31,12 +30,14 @@ inline float reduce_max(Vec v) {
   const float high = v[2] > v[3] ? v[2] : v[3];
   return low > high ? low : high;
 }
-inline void reduce_add4(Vec a, Vec b, Vec c, Vec d, float* out) {
-  out[0] = reduce_add(a);
-  out[1] = reduce_add(b);
-  out[2] = reduce_add(c);
-  out[3] = reduce_add(d);
+template <int H>
+inline Vec reduce_4_tokens(const Vec (&acc)[H][4]) {
+  static_assert(H == 1, "one head fills the vector");
+  return Vec{reduce_add(acc[0][0]), reduce_add(acc[0][1]), reduce_add(acc[0][2]), reduce_add(acc[0][3])};
 }
+
+inline Vec swap_pairs(Vec v) { return Vec{v[2], v[3], v[0], v[1]}; }
+inline Vec swap_neighbours(Vec v) { return Vec{v[1], v[0], v[3], v[2]}; }
 
 inline UintVec load_bits(const void* p) {
   uint16_t bits[4];

@@ -48,8 +48,17 @@ def test_released_memory_is_freed(tiers):
     arenas, by_name = tiers
     buffer = by_name["device"].reserve("a", 1 << 20)
     memory = weakref.ref(arenas._roots[buffer])
+    arenas.memo(buffer.sub("part", 0, 64))["view"] = arenas.tensor(buffer, (16,), "float32")
     by_name["device"].release(buffer)
     gc.collect()
     assert memory() is None
     with pytest.raises(KeyError):
         arenas.bytes_of(buffer)
+
+
+def test_what_ops_remember_of_a_buffer_is_shared_by_its_parts(tiers):
+    arenas, by_name = tiers
+    a, b = by_name["device"].reserve("a", 64), by_name["device"].reserve("b", 64)
+    arenas.memo(a.sub("part", 0, 16))["known"] = 1
+    assert arenas.memo(a) == {"known": 1}
+    assert arenas.memo(b) == {}

@@ -1,0 +1,184 @@
+"""Faults that a hurried author could make, planted one at a time: each must show as wrong tokens or as an error.
+
+Undeclared reads and writes are found by the shuffled machine, which ignores lane order and poisons memory. Wrong data
+(stale, swapped, shifted, dropped) is found by verification, without any poison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import yaml
+
+from harness.engine.ops.compute import AttentionIn, AttentionOut, Combine, Embed, Experts, Head, PrefillAttention
+from harness.engine.ops.data import CopyWeights, FetchSampled, LoadAttention, OffloadQkv, UploadTokens
+from harness.engine.ops.host import AppendKv, DecodeAttention
+from harness.machine.base import MachineError
+from harness.machine.shuffled import ShuffledMachine
+from harness.memory.weights import WeightStream
+from strategies.moelens import vslpipe
+from tests.conftest import ROOT
+from tests.contract.running import CAPACITIES_BYTES, check_tokens, engine_on, requests, run_to_end, strategy_of
+
+SEEDS = (0, 1, 2)
+MOELENS = yaml.safe_load((ROOT / "conf/strategy/moelens.yaml").read_text()) | {"n_real": 60, "profile_repeats": 1}
+
+
+def tokens_are_right(tiny, seed: int, *, poison: bool) -> bool:
+    machine = ShuffledMachine(capacities_bytes=CAPACITIES_BYTES, seed=seed, poison=poison)
+    work = requests(5, vocab_size=tiny.spec.vocab_size, longest=24, max_new_tokens=8, seed=5)
+    engine = engine_on(machine, tiny, work, kv_blocks=60)
+    try:
+        run_to_end(engine, lambda e: strategy_of(e, MOELENS))
+    except MachineError:
+        return False
+    report = check_tokens(tiny, engine.sequences)
+    assert report.checked == len(work)
+    return report.ok
+
+
+def is_caught(tiny, *, poison: bool) -> bool:
+    return any(not tokens_are_right(tiny, seed, poison=poison) for seed in SEEDS)
+
+
+@pytest.mark.parametrize(("seed", "poison"), [*((seed, True) for seed in SEEDS), (0, False)])
+def test_without_a_fault_the_tokens_are_right(tiny, seed, poison):
+    assert tokens_are_right(tiny, seed, poison=poison)
+
+
+def forgets(cls: type, which: str, keys: Callable) -> tuple[type, str, Callable]:
+    """The op `cls` leaves `keys(op)` out of what it declares."""
+    return cls, which, keys
+
+
+UNDECLARED = {
+    "experts do not read their weights": forgets(Experts, "reads", lambda op: op.weight_keys),
+    "attention in does not read its weights": forgets(AttentionIn, "reads", lambda op: op.weight_keys),
+    "attention in does not write keys": forgets(AttentionIn, "writes", lambda op: (op.acts.k,)),
+    "attention out does not read its weights": forgets(AttentionOut, "reads", lambda op: op.weight_keys),
+    "attention out does not read decode attention": forgets(
+        AttentionOut, "reads", lambda op: ((op.acts.attention, "decode"),)
+    ),
+    "prefill attention is not declared": forgets(PrefillAttention, "writes", lambda op: op.writes),
+    "weights are written undeclared": forgets(CopyWeights, "writes", lambda op: op.writes),
+    "tokens are uploaded undeclared": forgets(UploadTokens, "writes", lambda op: op.writes),
+    "embeddings are written undeclared": forgets(Embed, "writes", lambda op: op.writes),
+    "offload does not read": forgets(OffloadQkv, "reads", lambda op: op.reads),
+    "offload does not write": forgets(OffloadQkv, "writes", lambda op: op.writes),
+    "append to the cache is not declared": forgets(AppendKv, "writes", lambda op: op.writes),
+    "append does not read": forgets(AppendKv, "reads", lambda op: op.reads),
+    "decode attention does not read the cache": forgets(DecodeAttention, "reads", lambda op: op.kv_keys),
+    "decode attention is not declared": forgets(DecodeAttention, "writes", lambda op: op.writes),
+    "attention is loaded undeclared": forgets(LoadAttention, "writes", lambda op: op.writes),
+    "attention is loaded unread": forgets(LoadAttention, "reads", lambda op: op.reads),
+    "experts' sums are added unread": forgets(Combine, "reads", lambda op: op.sums),
+    "head does not read": forgets(Head, "reads", lambda op: op.reads),
+    "sampled tokens are fetched unread": forgets(FetchSampled, "reads", lambda op: op.reads),
+}
+
+
+@pytest.mark.parametrize(("cls", "which", "keys"), UNDECLARED.values(), ids=UNDECLARED.keys())
+def test_an_undeclared_access_is_caught(tiny, monkeypatch, cls, which, keys):
+    original = cls.__init__
+
+    def forgetful(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        left_out = keys(self)
+        setattr(self, which, tuple(key for key in getattr(self, which) if key not in left_out))
+
+    monkeypatch.setattr(cls, "__init__", forgetful)
+    assert is_caught(tiny, poison=True)
+
+
+def stale_expert(monkeypatch):
+    """One expert of one layer is not transferred: what lay in the slot before is used."""
+    original = CopyWeights.run
+
+    def run(self, ctx, packet):
+        if not (self.layer == 2 and self.source.layout.name == "expert.3"):
+            original(self, ctx, packet)
+
+    monkeypatch.setattr(CopyWeights, "run", run)
+
+
+def other_slot(monkeypatch):
+    """Experts are looked for in the slot of the neighbouring layer."""
+    original = WeightStream.part
+
+    def part(self, index, name):
+        placed = original(self, index, name)
+        if name == "expert.1":
+            other = self._slots[(index + 1) % self.depth][name]
+            placed = type(placed)(placed.layout, other, placed.keys)
+        return placed
+
+    monkeypatch.setattr(WeightStream, "part", part)
+
+
+def swapped_experts(monkeypatch):
+    original = Experts.__init__
+
+    def init(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        if self.layer == 1:
+            self.parts = (self.parts[1], self.parts[0], *self.parts[2:])
+
+    monkeypatch.setattr(Experts, "__init__", init)
+
+
+def changed_batch(change: Callable) -> Callable:
+    def plant(monkeypatch):
+        original = vslpipe.assemble
+
+        def assemble(*args):
+            batch = original(*args)
+            change(batch)
+            return batch
+
+        monkeypatch.setattr(vslpipe, "assemble", assemble)
+
+    return plant
+
+
+def shift_positions(batch) -> None:
+    """Of decode tokens only: RoPE is relative, a shift of everything changes nothing."""
+    batch.positions[batch.num_prefill_tokens :] += 1
+
+
+def drop_block(batch) -> None:
+    """The second block of a context is lost, the first is read in its place."""
+    for table, length in zip(batch.block_tables, batch.context_lens, strict=True):
+        if length > 8:
+            table[1] = table[0]
+
+
+def cut_context(batch) -> None:
+    batch.context_lens[:] = batch.context_lens.clip(max=8)
+
+
+def misplace_token(batch) -> None:
+    """The newest token of each context lands where the one before it is."""
+    batch.slots[batch.num_prefill_tokens :] -= 1
+
+
+def exchange_rows(batch) -> None:
+    batch.last_rows[:] = batch.last_rows[::-1].copy()
+
+
+WRONG_DATA = {
+    "stale expert": stale_expert,
+    "expert of another layer": other_slot,
+    "swapped experts": swapped_experts,
+    "shifted positions": changed_batch(shift_positions),
+    "dropped KV block": changed_batch(drop_block),
+    "context cut short": changed_batch(cut_context),
+    "misplaced KV token": changed_batch(misplace_token),
+    "tokens of other sequences": changed_batch(exchange_rows),
+}
+
+
+@pytest.mark.parametrize("plant", WRONG_DATA.values(), ids=WRONG_DATA.keys())
+def test_wrong_data_is_caught(tiny, monkeypatch, plant):
+    plant(monkeypatch)
+    assert is_caught(tiny, poison=False)

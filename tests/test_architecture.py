@@ -1,0 +1,214 @@
+"""The rules of docs/architecture.md that can be read off the source, so that they stay true."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+PACKAGES = ("harness", "strategies", "kernels")
+TOP_LEVEL_FOLDERS = {
+    "conf",
+    "harness",
+    "strategies",
+    "kernels",
+    "tests",
+    "benchmarks",
+    "paper_figures",
+    "docs",
+    "results",
+}
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 70
+
+# run -> experiment -> strategies -> engine -> machine, memory, model -> kernels. A row is a module or package, without
+# the parts of it that have a row of their own; modules of one row may import each other.
+MAY_IMPORT: dict[str, set[str]] = {
+    "kernels": set(),
+    "harness": set(),
+    "harness.config": set(),
+    "harness.hardware.profile": {"harness.config"},
+    "harness.memory.tiers": {"harness.config"},
+    "harness.workload": {"harness.config"},
+    "harness.model": {"harness.config", "kernels"},
+    "harness.machine": {"harness.config", "harness.hardware.profile", "harness.memory.tiers", "kernels"},
+    "harness.memory": {"harness.machine", "harness.memory.tiers", "harness.model"},
+    "harness.hardware": {"harness.config", "harness.hardware.profile", "harness.machine"},
+    "harness.record": {"harness", "harness.config", "harness.machine"},
+    "harness.engine": {
+        *("harness.config", "harness.machine", "harness.memory", "harness.memory.tiers", "harness.model"),
+        *("harness.record", "harness.workload", "kernels"),
+    },
+    "harness.verify": {"harness.model", "harness.engine"},
+    "harness.settings": {
+        *("harness.config", "harness.hardware.profile", "harness.model", "harness.record", "harness.workload"),
+    },
+    "strategies": {
+        *("harness.config", "harness.engine", "harness.machine", "harness.memory", "harness.memory.tiers"),
+        *("harness.model", "harness.workload"),
+    },
+}
+MAY_IMPORT["harness.experiment"] = {row for row in MAY_IMPORT if row.startswith("harness")}
+MAY_IMPORT["run"] = {"harness.config", "harness.experiment", *MAY_IMPORT["harness.experiment"]}
+# Imports inside functions that go against the arrows: memory submits the ops that fill and poison it.
+DEFERRED = {(f"harness.memory.{module}", "harness.engine.ops.data") for module in ("weights", "kv_cache")}
+
+# Planning and bookkeeping: importing these never imports torch.
+TORCH_FREE = (
+    *("harness.config", "harness.settings", "harness.hardware.*", "harness.record.*", "harness.workload.*"),
+    *("harness.model.spec", "harness.model.layout", "harness.model.config", "harness.memory.*"),
+    *("harness.machine.base", "harness.machine.hazards", "harness.machine.queues", "harness.verify.records"),
+    *("harness.engine.sequences", "harness.engine.batch", "harness.engine.strategy", "harness.engine.limits"),
+    *("strategies.*.config", "strategies.*.scheduler", "strategies.*.equations"),
+)
+TORCH = {"torch", "transformers"}
+
+
+def sources(*folders: str) -> Iterator[Path]:
+    for folder in folders:
+        yield from sorted((ROOT / folder).rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for path in (ROOT / "run.py", *sources(*PACKAGES))}
+
+
+@cache
+def imports(module: str) -> frozenset[tuple[str, bool]]:
+    """(what it imports, whether only inside functions); what only type checkers see is left out."""
+    found: set[tuple[str, bool]] = set()
+
+    def visit(node: ast.AST, deferred: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                found.update((alias.name, deferred) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{module} imports relatively: `from {'.' * child.level}{child.module or ''}`"
+                for alias in child.names:  # `from package import module` imports the module
+                    whole = f"{child.module}.{alias.name}"
+                    found.add((whole if whole in MODULES else str(child.module), deferred))
+            elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                for other in child.orelse:
+                    visit(other, deferred)
+            else:
+                visit(child, deferred or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+
+    visit(ast.parse(MODULES[module].read_text(encoding="utf-8")), deferred=False)
+    return frozenset(found)
+
+
+def row_of(module: str) -> str:
+    """The most specific row of MAY_IMPORT that a module belongs to; harness itself is no home for modules."""
+    rows = [row for row in MAY_IMPORT if module == row or module.startswith(f"{row}.")]
+    row = max(rows, key=len)
+    assert row != "harness" or module == "harness", f"{module} belongs to no row of MAY_IMPORT"
+    return row
+
+
+def allowed(importer: str, imported: str) -> bool:
+    here, there = row_of(importer), row_of(imported)
+    return here == there or there in MAY_IMPORT[here]
+
+
+def ours(module: str) -> bool:
+    return module.split(".")[0] in (*PACKAGES, "run")
+
+
+def test_the_rules_themselves_go_one_way():
+    order = list(TopologicalSorter(MAY_IMPORT).static_order())  # raises CycleError
+    assert order.index("kernels") < order.index("harness.machine") < order.index("harness.engine")
+    assert order.index("harness.engine") < order.index("harness.experiment") < order.index("run")
+    assert order.index("harness.engine") < order.index("strategies")
+    assert not [row for row, others in MAY_IMPORT.items() if "strategies" in others]
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_go_one_way(module):
+    for imported, deferred in sorted(imports(module)):
+        excused = deferred and (module, imported) in DEFERRED
+        assert not ours(imported) or allowed(module, imported) or excused, f"{module} must not import {imported}"
+
+
+def test_the_excuses_are_still_needed():
+    assert {(m, other) for m, other in DEFERRED if (other, True) in imports(m) and not allowed(m, other)} == DEFERRED
+
+
+def test_strategies_share_only_the_common_parts():
+    for module in MODULES:
+        first, *rest = module.split(".")
+        if first != "strategies" or not rest:
+            continue
+        for imported, _ in imports(module):
+            if imported.startswith("strategies"):
+                assert imported.startswith((f"strategies.{rest[0]}", "strategies.common")), f"{module}: {imported}"
+
+
+def test_no_strategy_is_named_outside_its_package_and_its_yaml():
+    """Adding a strategy changes nothing else: no enum, no registry, no `if name ==`."""
+    names = [path.parent.name for path in (ROOT / "strategies").glob("*/__init__.py") if path.parent.name != "common"]
+    assert names
+    pattern = re.compile(rf"\b({'|'.join(names)})\b")
+    for path in (*sources("harness", "kernels", "strategies/common"), *(ROOT / "kernels").rglob("*.cpp")):
+        found = pattern.search(path.read_text(encoding="utf-8"))
+        assert not found, f"{path.relative_to(ROOT)} names the strategy {found and found[0]}"
+
+
+def needed_at_import(module: str) -> set[str]:
+    """Everything that importing a module imports. A strategy's __init__ is left out: it puts all its parts together."""
+    seen: set[str] = set()
+    todo = [module]
+    while todo:
+        name = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        if name in MODULES:
+            todo += [imported for imported, deferred in imports(name) if not deferred]
+        parent = name.rpartition(".")[0]
+        if parent and not name.startswith("strategies."):
+            todo.append(parent)
+    return seen
+
+
+def test_planning_and_bookkeeping_need_no_torch():
+    for pattern in TORCH_FREE:
+        chosen = [m for m in MODULES if re.fullmatch(re.escape(pattern).replace(r"\*", r"[a-z_0-9.]+"), m)]
+        assert chosen, f"{pattern} matches no module"
+        for module in chosen:
+            assert not needed_at_import(module) & TORCH, f"{module} imports torch"
+
+
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Without the docstring: contracts may be long."""
+    first = function.body[0]
+    docstring = ast.get_docstring(function) is not None
+    skipped = (first.end_lineno or 0) - first.lineno + 1 if docstring else 0
+    return (function.end_lineno or 0) - function.lineno + 1 - skipped
+
+
+@pytest.mark.parametrize("path", [ROOT / "run.py", *sources(*PACKAGES, "tests", "benchmarks")], ids=module_name)
+def test_files_and_functions_stay_short(path):
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") <= MAX_FILE_LINES
+    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    assert not {f.name: code_lines(f) for f in functions if code_lines(f) > MAX_FUNCTION_LINES}
+
+
+def test_kernel_sources_stay_short():
+    for path in (*(ROOT / "kernels").rglob("*.cpp"), *(ROOT / "kernels").rglob("*.h")):
+        assert path.read_text(encoding="utf-8").count("\n") <= MAX_FILE_LINES, path.name
+
+
+def test_the_top_level_keeps_its_shape():
+    made = re.compile(r"\..*|build|wandb|__pycache__|.*\.egg-info")  # by tools, and ignored by git
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not made.fullmatch(path.name)}
+    assert folders <= TOP_LEVEL_FOLDERS
