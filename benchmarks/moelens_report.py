@@ -35,22 +35,22 @@ SPEEDUP = {
     "moelens, phases apart": ["strategy=moelens", "strategy.overlap_prefill_decode=false"],
     "moelens, attention on the gpu lane": ["strategy=moelens", "strategy.attention=gpu"],
 }
-# (generation length, KV cache in GB, requests, link in GB/s); K is about 3 g q where the cache binds (the paper: 5 g q)
+# (generation length, KV cache in GB, requests, link in GB/s); K is 2 to 3 g q where the cache binds (the paper: 5 g q)
 STAGE2 = [
     (16, 0.010, 80, 0.5),
     (16, 0.020, 160, 0.5),
     (16, 0.040, 320, 0.5),
-    (32, 0.010, 80, 0.5),
-    (32, 0.020, 160, 0.5),
-    (32, 0.040, 300, 0.5),
-    (16, 0.020, 160, 0.25),
+    (32, 0.020, 120, 0.5),
+    (16, 0.020, 120, 0.25),
     (16, 0.010, 80, 1.0),
     (16, 0.040, 320, 1.0),
-    (32, 0.020, 160, 1.0),
-    (32, 0.040, 300, 1.0),
+    (16, 0.080, 480, 1.0),
+    (32, 0.010, 60, 1.0),
+    (32, 0.020, 120, 1.0),
+    (32, 0.040, 240, 1.0),
     (32, 0.080, 400, 1.0),
-    (64, 0.010, 70, 1.0),
-    (64, 0.020, 140, 1.0),
+    (64, 0.010, 50, 1.0),
+    (64, 0.020, 100, 1.0),
 ]
 
 

@@ -33,13 +33,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "harness": set(),
     "harness.config": set(),
-    "harness.hardware.profile": {"harness.config"},
+    "harness.hardware.constants": {"harness.config"},
+    "harness.hardware.profile": {"harness.config", "harness.hardware.constants"},
     "harness.memory.tiers": {"harness.config"},
     "harness.workload": {"harness.config"},
     "harness.model": {"harness.config", "kernels"},
     "harness.machine": {"harness.config", "harness.hardware.profile", "harness.memory.tiers", "kernels"},
     "harness.memory": {"harness.machine", "harness.memory.tiers", "harness.model"},
-    "harness.hardware": {"harness.config", "harness.hardware.profile", "harness.machine"},
+    "harness.hardware": {  # what measures machines and fits their constants
+        *("harness.config", "harness.hardware.constants", "harness.hardware.profile", "harness.machine"),
+        "harness.model",
+    },
     "harness.record": {"harness", "harness.config", "harness.machine"},
     "harness.engine": {
         *("harness.config", "harness.machine", "harness.memory", "harness.memory.tiers", "harness.model"),
@@ -61,7 +65,7 @@ DEFERRED = {(f"harness.memory.{module}", "harness.engine.ops.data") for module i
 
 # Planning and bookkeeping: importing these never imports torch.
 TORCH_FREE = (
-    *("harness.config", "harness.settings", "harness.hardware.*", "harness.record.*", "harness.workload.*"),
+    *("harness.config", "harness.settings", "harness.hardware.profile", "harness.record.*", "harness.workload.*"),
     *("harness.model.spec", "harness.model.layout", "harness.model.config", "harness.memory.*"),
     *("harness.machine.base", "harness.machine.hazards", "harness.machine.queues", "harness.verify.records"),
     *("harness.engine.sequences", "harness.engine.batch", "harness.engine.strategy", "harness.engine.limits"),

@@ -61,6 +61,8 @@ def _parsed_by_dtype(given: Any) -> dict[str, Constant]:
     parsed = {}
     for dtype, value in given.items():
         require(dtype in GEMM_DTYPES, dtype, f"unknown dtype; valid ones are {', '.join(GEMM_DTYPES)}")
+        if value is None:
+            continue
         try:
             parsed[dtype] = _parsed(value)
         except ConfigError as error:

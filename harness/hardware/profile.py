@@ -14,7 +14,7 @@ _SIZES = ("device_memory_gb", "pinned_memory_gb", "host_memory_gb", "ram_gb", "c
 class HardwareConfig:
     """Sizes in 10^9 bytes, rates in 10^9 (tflop: 10^12) per second, for one GPU and its host; null: unknown, and on the
     emulated machine as fast as the real thing goes. Each number may say its kind and source (`constants.py`); plain
-    ones are chosen, and `source` is theirs. A rate is what large work achieves; `_peak_` is beside it where it is known.
+    ones are chosen, and `source` is theirs. A rate is what large work achieves, the one with `_peak_` its upper limit.
     """
 
     name: str
@@ -71,13 +71,13 @@ class HardwareConfig:
             for key, number in entries:
                 if isinstance(number, float):
                     name = f"{item.name}.{key}" if key else item.name
-                    sourced = isinstance(number, Constant) and bool(number.source)
-                    found[name] = number if sourced else Constant(number, "chosen", self.source)
+                    constant = number if isinstance(number, Constant) else Constant(number)
+                    found[name] = constant if constant.source else Constant(constant, "chosen", self.source)
         return found
 
     def gemm_flop_s(self, dtype: str, *, peak: bool = False) -> float:
-        """Achieved (or peak) FLOP/s of large products in `dtype`. A GPU from before bfloat16 is taken to run such models
-        in float16, as the papers do on T4 and V100. Raises ConfigError where the profile has no such rate."""
+        """Achieved (or peak) FLOP/s of large products in `dtype`. A GPU from before bfloat16 is taken to run such a model
+        in float16, as papers do on T4 and V100. Raises ConfigError where the profile has no such rate."""
         name = "gemm_peak_tflop_s" if peak else "gemm_tflop_s"
         rates: dict[str, Constant] = getattr(self, name)
         for candidate in (dtype, "float16") if dtype == "bfloat16" else (dtype,):

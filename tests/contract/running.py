@@ -97,4 +97,7 @@ def check_tokens(checkpoint: Checkpoint, sequences: list[Sequence]) -> VerifyRep
     finished = [s for s in sequences if s.state is State.FINISHED]
     for sequence in finished:
         assert len(sequence.generated) == sequence.request.max_new_tokens
+        for segment in generated_sequence(sequence).segments:  # float32 verification reads it only after a divergence
+            possible = (segment.routing >= 0) & (segment.routing < checkpoint.spec.num_experts)
+            assert possible.all(), f"request {sequence.request.request_id}: impossible routing was recorded"
     return verify(checkpoint, [generated_sequence(s) for s in finished], eos=False)

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from harness.engine.ops.compute import AttentionIn, AttentionOut, Combine, Embed, Experts, Head, PrefillAttention
-from harness.engine.ops.data import CopyWeights, FetchSampled, LoadAttention, OffloadQkv, UploadTokens
+from harness.engine.ops.data import CopyWeights, FetchRouting, FetchSampled, LoadAttention, OffloadQkv, UploadTokens
 from harness.engine.ops.host import AppendKv, DecodeAttention
 from harness.machine.base import MachineError
 from harness.machine.shuffled import ShuffledMachine
@@ -31,9 +31,9 @@ def tokens_are_right(tiny, seed: int, *, poison: bool) -> bool:
     engine = engine_on(machine, tiny, work, kv_blocks=60)
     try:
         run_to_end(engine, lambda e: strategy_of(e, MOELENS))
-    except MachineError:
+        report = check_tokens(tiny, engine.sequences)
+    except (MachineError, AssertionError):
         return False
-    report = check_tokens(tiny, engine.sequences)
     assert report.checked == len(work)
     return report.ok
 
@@ -75,6 +75,7 @@ UNDECLARED = {
     "experts' sums are added unread": forgets(Combine, "reads", lambda op: op.sums),
     "head does not read": forgets(Head, "reads", lambda op: op.reads),
     "sampled tokens are fetched unread": forgets(FetchSampled, "reads", lambda op: op.reads),
+    "routing is fetched unread": forgets(FetchRouting, "reads", lambda op: op.reads),
 }
 
 

@@ -1,7 +1,8 @@
 // One piece of decode attention, written once against vec.h and compiled for each instruction set.
 //
-// A tile is up to 16 tokens of one KV head in one block. Its keys stay in L1 while all query heads of the group use
-// them, kHeadTile heads at a time; then an online softmax (running maximum) and the weighted sum of the tile's values.
+// A tile is up to 16 tokens of one KV head in one block, a unit a tile with up to kHeadTile of the query heads that use
+// it. A unit has three steps: scores, online softmax, weighted sum of values. The scores of the next unit are computed
+// between the softmax and the sum, so that the softmax's long dependency chain overlaps with independent work.
 #pragma once
 
 #include "decode.h"
@@ -15,12 +16,14 @@ constexpr int kQuads = kTile / 4;  // score vectors of a tile
 
 // The scores q[h] . k[t] of H heads and 4 tokens, whose rows start at k + offset[t].
 template <class T, int H, int D>
-KERNELS_INLINE Vec dot_4_tokens(const Row<D>& row, const float* q, const T* k, const int (&offset)[4]) {
+KERNELS_INLINE Vec dot_4_tokens(const Row<D>& row, const float* q, const T* k, const int (&offset)[4],
+                                TilePrefetcher<T>& prefetch) {
   Vec acc[H][4];
   for (int h = 0; h < H; ++h)
     for (int t = 0; t < 4; ++t) acc[h][t] = zero();
   int d = 0;
   for (; d < row.paired(); d += 2 * kWidth) {
+    prefetch.during_dot();
     Vec q0[H], q1[H];
     for (int h = 0; h < H; ++h) {
       q0[h] = load(q + h * row.padded() + d);
@@ -45,14 +48,14 @@ KERNELS_INLINE Vec dot_4_tokens(const Row<D>& row, const float* q, const T* k, c
 }
 
 // For tiles with less than 16 tokens, and for rounding: the scores one by one.
-inline void patch_scores(Vec (&scores)[kQuads], int num_tokens, bool bf16_round) {
+inline void patch_scores(Vec (&scores)[kQuads], int num_tokens, const DecodeRequest& r) {
   alignas(64) float values[kQuads * kWidth];
   for (int i = 0; i < kQuads; ++i) store(values + i * kWidth, scores[i]);
   for (int t = 0; t < kTile; ++t) {
     for (int h = 0; h < kHeadTile; ++h) {
       float& value = values[t / 4 * kWidth + h * 4 + t % 4];
-      if (bf16_round) value = round_to_bf16(value);
-      if (t >= num_tokens) value = -std::numeric_limits<float>::infinity();
+      if (r.bf16_round) value = round_to_bf16(value);
+      value = t < num_tokens ? value * r.scale : -std::numeric_limits<float>::infinity();
     }
   }
   for (int i = 0; i < kQuads; ++i) scores[i] = load(values + i * kWidth);
@@ -81,7 +84,7 @@ KERNELS_INLINE Vec update_softmax(Vec (&scores)[kQuads], float* maxima, float* s
 // N is 1) from position `d` on. `weights` and `correction` are score vectors in memory.
 template <class T, int H, int N, int D>
 KERNELS_INLINE void add_columns(const Row<D>& row, int d, const float* weights, const float* correction, const T* v,
-                                int num_tokens, float* acc) {
+                                int num_tokens, float* acc, TilePrefetcher<T>& prefetch) {
   Vec sum[H][N];
   for (int h = 0; h < H; ++h)
     for (int i = 0; i < N; ++i)
@@ -97,7 +100,10 @@ KERNELS_INLINE void add_columns(const Row<D>& row, int d, const float* weights, 
   };
   int t = 0;
   for (; t + 4 <= num_tokens; t += 4, weights += kWidth)
-    for (int i = 0; i < 4; ++i, v += row.size()) add_token(weights + i, v);
+    for (int i = 0; i < 4; ++i, v += row.size()) {
+      if (N == 4 && i % 2 == 0) prefetch.during_values();
+      add_token(weights + i, v);
+    }
   for (; t < num_tokens; ++t, ++weights, v += row.size()) add_token(weights, v);
   for (int h = 0; h < H; ++h)
     for (int i = 0; i < N; ++i) store(acc + h * row.padded() + d + i * kWidth, sum[h][i]);
@@ -105,73 +111,125 @@ KERNELS_INLINE void add_columns(const Row<D>& row, int d, const float* weights, 
 
 template <class T, int H, int D>
 KERNELS_INLINE void add_values(const Row<D>& row, const float* weights, const float* correction, const T* v,
-                               int num_tokens, float* acc) {
+                               int num_tokens, float* acc, TilePrefetcher<T>& prefetch) {
   int d = 0;
   for (; d + 4 * kWidth <= row.size(); d += 4 * kWidth)
-    add_columns<T, H, 4, D>(row, d, weights, correction, v, num_tokens, acc);
+    add_columns<T, H, 4, D>(row, d, weights, correction, v, num_tokens, acc, prefetch);
   for (; d + 2 * kWidth <= row.size(); d += 2 * kWidth)
-    add_columns<T, H, 2, D>(row, d, weights, correction, v, num_tokens, acc);
-  for (; d < row.size(); d += kWidth) add_columns<T, H, 1, D>(row, d, weights, correction, v, num_tokens, acc);
+    add_columns<T, H, 2, D>(row, d, weights, correction, v, num_tokens, acc, prefetch);
+  for (; d < row.size(); d += kWidth)
+    add_columns<T, H, 1, D>(row, d, weights, correction, v, num_tokens, acc, prefetch);
 }
 
-// One tile for the H query heads from `head` on, whose queries are `q`.
+template <class T>
+struct Unit {
+  Tile<T> tile;
+  const float* q;  // of its first query head
+  float *maxima, *sums, *acc;
+  int num_heads;
+};
+
 template <class T, int H, int D>
-__attribute__((noinline)) void attend_heads(const Row<D>& row, const DecodeRequest& r, const float* q,
-                                            const Tile<T>& tile, State state, int head, TilePrefetcher<T>* prefetch) {
-  Vec scores[kQuads];
+__attribute__((noinline)) void score_unit(const Row<D>& row, const DecodeRequest& r, const Unit<T>& unit,
+                                          TilePrefetcher<T>& prefetch, Vec (&scores)[kQuads]) {
   for (int i = 0; i < kQuads; ++i) {
-    if (prefetch) prefetch->advance(i, kQuads);
     int offset[4];  // tokens beyond the tile's last repeat it and are masked below
-    for (int t = 0; t < 4; ++t) offset[t] = std::min(4 * i + t, tile.num_tokens - 1) * row.size();
-    scores[i] = dot_4_tokens<T, H, D>(row, q, tile.k, offset);
+    for (int t = 0; t < 4; ++t) offset[t] = std::min(4 * i + t, unit.tile.num_tokens - 1) * row.size();
+    scores[i] = mul(dot_4_tokens<T, H, D>(row, unit.q, unit.tile.k, offset, prefetch),
+                    broadcast(r.bf16_round ? 1.0f : r.scale));
   }
-  if (r.bf16_round || tile.num_tokens < kTile) patch_scores(scores, tile.num_tokens, r.bf16_round);
-  for (int i = 0; i < kQuads; ++i) scores[i] = mul(scores[i], broadcast(r.scale));
-
-  const int lane = State::lane(head);
-  alignas(64) float weights[kQuads * kWidth], correction[kWidth];
-  store(correction, update_softmax(scores, state.maxima + lane, state.sums + lane));
-  for (int i = 0; i < kQuads; ++i) store(weights + i * kWidth, scores[i]);
-  add_values<T, H, D>(row, weights, correction, tile.v, tile.num_tokens, state.acc + int64_t(head) * row.padded());
+  if (r.bf16_round || unit.tile.num_tokens < kTile) patch_scores(scores, unit.tile.num_tokens, r);
 }
 
+template <class T, int H, int D>
+__attribute__((noinline)) void sum_unit(const Row<D>& row, const Unit<T>& unit, const float* weights,
+                                        const float* correction, TilePrefetcher<T>& prefetch) {
+  add_values<T, H, D>(row, weights, correction, unit.tile.v, unit.tile.num_tokens, unit.acc, prefetch);
+}
+
+// Calls body(std::integral_constant<int, H>) for H = num_heads.
+template <class Body>
+KERNELS_INLINE void with_num_heads(int num_heads, const Body& body) {
+  if (num_heads == kHeadTile) return body(std::integral_constant<int, kHeadTile>());
+  if constexpr (kHeadTile > 1)
+    if (num_heads == 1) return body(std::integral_constant<int, 1>());
+  if constexpr (kHeadTile > 2) {
+    if (num_heads == 2) return body(std::integral_constant<int, 2>());
+    return body(std::integral_constant<int, 3>());
+  }
+}
+
+// The units of a piece, tile by tile.
 template <class T, int D>
-KERNELS_INLINE void attend_tile(const Row<D>& row, const DecodeRequest& r, const float* queries, const Tile<T>& tile,
-                                State state, TilePrefetcher<T>* prefetch) {
-  const int group = r.group();
-  for (int head = 0; head < group; head += kHeadTile, prefetch = nullptr) {
-    const float* q = queries + int64_t(head) * row.padded();
-    const int num_heads = std::min(kHeadTile, group - head);
-    if (num_heads == kHeadTile) {
-      attend_heads<T, kHeadTile, D>(row, r, q, tile, state, head, prefetch);
-    } else if constexpr (kHeadTile > 1) {
-      if (num_heads == 1) attend_heads<T, 1, D>(row, r, q, tile, state, head, prefetch);
-      if constexpr (kHeadTile > 2) {
-        if (num_heads == 2) attend_heads<T, 2, D>(row, r, q, tile, state, head, prefetch);
-        if (num_heads == 3) attend_heads<T, 3, D>(row, r, q, tile, state, head, prefetch);
-      }
+class UnitStream {
+ public:
+  UnitStream(const Row<D>& row, const DecodeRequest& r, const DecodePiece& piece, const DecodePiece* next,
+             const float* queries, float* states)
+      : row_(row), piece_(piece), nothing_{piece.seq, 0, 0, 0, 0}, queries_(queries), states_(states),
+        group_(r.group()), tiles_(r, piece, row.size()),
+        prefetch(tiles_, TileStream<T>(r, next ? *next : nothing_, row.size()), row.size(),
+                 (group_ + kHeadTile - 1) / kHeadTile),
+        head_(group_) {}
+
+  bool next(Unit<T>& unit) {
+    if (head_ >= group_) {
+      if (tiles_.done()) return false;
+      tile_ = tiles_.next();
+      prefetch.begin_tile();
+      head_ = 0;
     }
+    const int64_t kv_head = tile_.kv_head - piece_.first_head;
+    const State state(states_ + kv_head * State::size(group_, row_.padded()), group_);
+    const int lane = State::lane(head_);
+    unit = {tile_, queries_ + (kv_head * group_ + head_) * row_.padded(), state.maxima + lane, state.sums + lane,
+            state.acc + int64_t(head_) * row_.padded(), std::min(kHeadTile, group_ - head_)};
+    head_ += kHeadTile;
+    return true;
   }
-}
+
+ private:
+  const Row<D>& row_;
+  const DecodePiece& piece_;
+  const DecodePiece nothing_;
+  const float* const queries_;
+  float* const states_;
+  const int group_;
+  TileStream<T> tiles_;
+
+ public:
+  TilePrefetcher<T> prefetch;
+
+ private:
+  Tile<T> tile_;
+  int head_;
+};
 
 template <class T, int D>
 void attend(const DecodeRequest& r, const DecodePiece& piece, const DecodePiece* next, float* states) {
   const Row<D> row(r.head_dim);
   const int group = r.group();
-  const int64_t size = State::size(group, row.padded());
   float* const queries = scratch(size_t(piece.num_heads()) * group * row.padded());
   load_queries<T, D>(r, piece, queries);
-  for (int head = 0; head < piece.num_heads(); ++head) State(states + head * size, group).clear(group, row.padded());
+  for (int head = 0; head < piece.num_heads(); ++head)
+    State(states + head * State::size(group, row.padded()), group).clear(group, row.padded());
 
-  const DecodePiece nothing{piece.seq, 0, 0, 0, 0};
-  TileStream<T> tiles(r, piece, row.size());
-  TilePrefetcher<T> prefetch(tiles, TileStream<T>(r, next ? *next : nothing, row.size()), row.size());
-  while (!tiles.done()) {
-    const Tile<T> tile = tiles.next();
-    const int64_t head = tile.kv_head - piece.first_head;
-    prefetch.begin_tile();
-    attend_tile<T, D>(row, r, queries + head * group * row.padded(), tile, State(states + head * size, group),
-                      &prefetch);
+  UnitStream<T, D> units(row, r, piece, next, queries, states);
+  const auto score = [&](const Unit<T>& unit, Vec(&scores)[kQuads]) {
+    with_num_heads(unit.num_heads, [&](auto h) { score_unit<T, h(), D>(row, r, unit, units.prefetch, scores); });
+  };
+  Unit<T> unit;
+  Vec scores[kQuads];
+  bool more = units.next(unit);
+  if (more) score(unit, scores);
+  while (more) {
+    alignas(64) float weights[kQuads * kWidth], correction[kWidth];
+    store(correction, update_softmax(scores, unit.maxima, unit.sums));
+    for (int i = 0; i < kQuads; ++i) store(weights + i * kWidth, scores[i]);
+    const Unit<T> current = unit;
+    more = units.next(unit);
+    if (more) score(unit, scores);
+    with_num_heads(current.num_heads,
+                   [&](auto h) { sum_unit<T, h(), D>(row, current, weights, correction, units.prefetch); });
   }
 }
 

@@ -54,55 +54,67 @@ class TileStream {
   const T *k_block_ = nullptr, *v_block_ = nullptr;
 };
 
-// Fetches the kWindow tiles that follow the current one, a line of each in turn: a core then reads as many DRAM pages
-// at once as there are tiles, which makes scattered blocks almost as fast as one long array. A tile enters the window
-// kWindow tiles before its turn and gets an equal share of its lines per tile, so that it is complete when needed.
+// Fetches the tiles that will follow, a line of each in turn: a core then reads as many DRAM pages at once as there are
+// tiles in the window, which makes scattered blocks almost as fast as one long array. A tile enters the window kWindow
+// tiles before its turn and gets an equal share of its lines per tile, so that it is complete when needed. The lines are
+// spread evenly over the computation, because a burst fills the core's line buffers and stalls it.
 template <class T>
 class TilePrefetcher {
  public:
   static constexpr int kWindow = 8;  // tiles; twice as many streams, one for K and one for V
 
-  // `current` starts at the piece's first tile; `after` is what this thread does next. The first tiles are taken to be
-  // under way, because the piece before fetched them.
-  TilePrefetcher(TileStream<T> current, TileStream<T> after, int head_dim)
-      : ahead_(current), after_(after), lines_per_tile_(int(lines_of_tile(head_dim) + kWindow - 1) / kWindow) {
+  // `current` stands at the piece's first tile; `after` is what this thread does next. The first tiles are taken to be
+  // under way, because the piece before fetched them. A tile is computed in `num_units` units.
+  TilePrefetcher(TileStream<T> current, TileStream<T> after, int head_dim, int num_units)
+      : ahead_(current), after_(after) {
+    const int lines = int((int64_t(kTile) * head_dim * int64_t(sizeof(T)) + 63) / 64);
+    pairs_per_tile_ = (lines + kWindow - 1) / kWindow * kWindow;
+    dot_pairs_ = std::max(1, kWidth * int(sizeof(T)) / 16 / num_units);
+    value_pairs_ = std::max(1, kWidth * int(sizeof(T)) / 16 / num_units);
     for (int i = 0; i <= kWindow; ++i) {
       begin_tile();
-      offset_ += lines_per_tile_ * 64;
+      position_ += left_;
     }
-    offset_ -= lines_per_tile_ * 64;
+    left_ = 0;
   }
 
   void begin_tile() {
-    issued_ = 0;
+    position_ += left_;
+    left_ = pairs_per_tile_;
     oldest_ = (oldest_ + 1) % kWindow;
     TileStream<T>& source = ahead_.done() ? after_ : ahead_;
     if (source.done()) return;  // an address beyond a tile fetched before: at worst a few lines for nothing
     const Tile<T> tile = source.next();
-    const int newest = (oldest_ + kWindow - 1) % kWindow;
-    // All streams share one running offset, so that a step costs two instructions a line.
-    k_[newest] = reinterpret_cast<uintptr_t>(tile.k) - uintptr_t(offset_);
-    v_[newest] = reinterpret_cast<uintptr_t>(tile.v) - uintptr_t(offset_);
+    const uintptr_t offset = uintptr_t(position_ / kWindow * 64);
+    Stream& newest = streams_[(oldest_ + kWindow - 1) % kWindow];
+    newest.k = reinterpret_cast<uintptr_t>(tile.k) - offset;
+    newest.v = reinterpret_cast<uintptr_t>(tile.v) - offset;
   }
 
-  // Part `step` of `num_steps` of what is to be fetched during one tile.
-  KERNELS_INLINE void advance(int step, int num_steps) {
-    const int until = lines_per_tile_ * (step + 1) / num_steps;
-    for (; issued_ < until; ++issued_, offset_ += 64)
-      for (int i = 0; i < kWindow; ++i) {
-        __builtin_prefetch(reinterpret_cast<const char*>(k_[i] + uintptr_t(offset_)), 0, 3);
-        __builtin_prefetch(reinterpret_cast<const char*>(v_[i] + uintptr_t(offset_)), 0, 3);
-      }
-  }
+  // To be called once per 2 vectors of 4 keys, and once per 4 vectors of 2 values.
+  KERNELS_INLINE void during_dot() { fetch(dot_pairs_); }
+  KERNELS_INLINE void during_values() { fetch(value_pairs_); }
 
  private:
-  static int64_t lines_of_tile(int head_dim) { return (int64_t(kTile) * head_dim * int64_t(sizeof(T)) + 63) / 64; }
+  // A line of K and one of V in one tile, the next ones in the next tile, and so on round the window.
+  KERNELS_INLINE void fetch(int num_pairs) {
+    for (int i = 0; i < num_pairs && left_ > 0; ++i, --left_, ++position_) {
+      const Stream& stream = streams_[position_ % kWindow];
+      const uintptr_t offset = uintptr_t(position_ / kWindow * 64);
+      __builtin_prefetch(reinterpret_cast<const char*>(stream.k + offset), 0, 3);
+      __builtin_prefetch(reinterpret_cast<const char*>(stream.v + offset), 0, 3);
+    }
+  }
+
+  struct Stream {
+    uintptr_t k = 0, v = 0;  // less the offset at which the tile entered the window
+  };
 
   TileStream<T> ahead_, after_;
-  const int lines_per_tile_;
-  int issued_ = 0, oldest_ = 0;
-  int64_t offset_ = 0;
-  uintptr_t k_[kWindow] = {}, v_[kWindow] = {};
+  int pairs_per_tile_, dot_pairs_, value_pairs_;
+  int left_ = 0, oldest_ = 0;
+  uint64_t position_ = 0;
+  Stream streams_[kWindow];
 };
 
 }  // namespace kernels::KERNELS_ISA_NS
