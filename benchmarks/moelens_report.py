@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
@@ -54,8 +55,22 @@ STAGE2 = [
 ]
 
 
+MAX_STEAL_SHARE = 0.03  # of all cores, taken by the hypervisor while generating: above it a run says little
+ATTEMPTS = 4
+
+
 def run(overrides: Iterable[str], results_dir: Path) -> dict[str, Any]:
-    """One run; its summary."""
+    """The summary of one run that was not disturbed, or of the least disturbed of a few."""
+    tried: list[dict[str, Any]] = []
+    for attempt in range(ATTEMPTS):
+        time.sleep(20.0 * attempt)
+        tried.append(_run(overrides, results_dir))
+        if (tried[-1]["host_steal_share"] or 0.0) <= MAX_STEAL_SHARE:
+            return tried[-1]
+    return min(tried, key=lambda summary: summary["host_steal_share"])
+
+
+def _run(overrides: Iterable[str], results_dir: Path) -> dict[str, Any]:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         cfg = compose("config", overrides=[*QUIET, f"results_dir={results_dir}", *overrides])
     values: Any = OmegaConf.to_container(cfg, resolve=True)
@@ -82,7 +97,8 @@ def speedup(results_dir: Path) -> list[dict[str, Any]]:
                 "sum_over_longest_lane": sum(times.values()) / max(times.values()),
                 "busiest_lane": max(times, key=lambda lane: times[lane]),
                 "busiest_share": max(summary["utilization"].values()),
-                "stolen_core_share": summary["stolen_core_share"],
+                "gpu_lane_without_core": summary["stolen_core_share"],
+                "host_steal": summary["host_steal_share"],
             }
         )
         print(rows[-1], flush=True)
@@ -103,7 +119,8 @@ def balanced(results_dir: Path) -> list[dict[str, Any]]:
                 "gpu_over_h2d": times["gpu"] / times["h2d"],
                 "window_s": summary["window_s"],
                 "time_over_busiest_lane": summary["window_s"] / max(times.values()),
-                "stolen_core_share": summary["stolen_core_share"],
+                "gpu_lane_without_core": summary["stolen_core_share"],
+                "host_steal": summary["host_steal_share"],
             }
         )
         print(rows[-1], flush=True)
@@ -140,7 +157,8 @@ def stage2(results_dir: Path) -> list[dict[str, Any]]:
                 "predicted_tok_s": summary["predicted_throughput_tok_s"],
                 "emulated_tok_s": summary["throughput_tok_s"],
                 "accuracy": summary["prediction_accuracy"],
-                "stolen_core_share": summary["stolen_core_share"],
+                "gpu_lane_without_core": summary["stolen_core_share"],
+                "host_steal": summary["host_steal_share"],
             }
         )
         print(rows[-1], flush=True)

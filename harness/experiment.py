@@ -18,6 +18,7 @@ from harness.engine.engine import Engine
 from harness.engine.sequences import Sequence, State
 from harness.engine.strategy import Strategy
 from harness.hardware.ratios import ratios
+from harness.hardware.steal import read_cpu_times
 from harness.machine.base import Machine
 from harness.machine.build import load_machine
 from harness.memory.kv_cache import KVCache
@@ -64,6 +65,7 @@ class _State:
     sequences: list[Sequence] = field(default_factory=list)
     passes: list[PassRecord] = field(default_factory=list)
     verify: VerifyReport | None = None
+    host_steal_share: float | None = None  # while generating
     warnings: list[str] = field(default_factory=list)
 
 
@@ -155,9 +157,12 @@ def _generate(
         generated += passed.generated_tokens
         progress.update(finished, generated / max(passed.end_s - state.passes[0].start_s, 1e-9))
 
+    before = read_cpu_times()
     try:
         loop.run(engine, strategy, on_pass)
     finally:
+        if before is not None and (after := read_cpu_times()) is not None:
+            state.host_steal_share = after.stolen_share_since(before)
         record(meter.finish())  # the meter holds the last pass back
     for sequence in state.sequences:
         folder.append_request(_request_row(sequence))
@@ -267,7 +272,7 @@ def _report(
     trace_path = folder.path / "trace.json"
     write_trace(trace_path, spans, state.passes, label=label, meta={"run_id": folder.run_id})
     extra: dict[str, Any] = {"run_id": folder.run_id, "warnings": state.warnings}
-    extra["hardware_ratios"] = ratios(settings.hardware, spans)
+    extra |= {"hardware_ratios": ratios(settings.hardware, spans), "host_steal_share": state.host_steal_share}
     if state.strategy and state.strategy.prediction:
         extra["prediction"] = asdict(state.strategy.prediction)
     summary = build_summary(_facts(settings, state, status, error), state.passes, spans, extra)

@@ -54,13 +54,13 @@ class HardwareConfig:
 
     def __post_init__(self) -> None:
         require(self.num_gpus >= 1, "num_gpus", f"must be >= 1, got {self.num_gpus}")
-        for name in ("pinned_memory_gb", "host_memory_gb"):
-            size, ram_gb = getattr(self, name), self.ram_gb
-            require(ram_gb is None or size <= ram_gb, name, f"must be at most ram_gb {ram_gb}, got {size:g}")
         for name, constant in self.constants().items():
             expected = _kind_of(name)
             valid = constant.kind in (expected, "chosen")
             require(valid, f"{name}.kind", f"must be {expected} or chosen, got {constant.kind}")
+        for name in ("pinned_memory_gb", "host_memory_gb"):
+            size, ram_gb = getattr(self, name), self.ram_gb
+            require(ram_gb is None or size <= ram_gb, name, f"must be at most ram_gb {ram_gb}, got {size:g}")
 
     def constants(self) -> dict[str, Constant]:
         """Every number there is, by field (and dtype), each with kind and source."""

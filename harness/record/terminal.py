@@ -186,7 +186,9 @@ def _window(summary: Mapping[str, Any]) -> str:
     text = f"{summary['window_s']:.2f} s, {summary['window']['covers']}; lanes overlap {summary['overlap_ratio']:.2f}x"
     stolen = summary.get("stolen_core_share")
     text += "" if summary.get("tokens_per_t_gpu") is None else f"; tokens/T_GPU {summary['tokens_per_t_gpu']:.1%}"
-    return text if stolen is None else f"{text}; gpu lane without a core {stolen:.1%}"
+    text += "" if stolen is None else f"; gpu lane without a core {stolen:.1%}"
+    taken = summary.get("host_steal_share")
+    return text if not taken or taken < 0.02 else f"{text}; DISTURBED: the hypervisor took {taken:.0%} of the cores"
 
 
 def _ratios(ratios: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import fields, replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -35,8 +36,14 @@ PAPERS = {  # what the papers state: GPUs, device GB, host GB, cores
 }
 
 
+@cache
+def values_of(name: str, *overrides: str) -> dict[str, Any]:
+    return composed(f"hardware={name}", *overrides)["hardware"]
+
+
+@cache
 def profile(name: str, *overrides: str) -> HardwareConfig:
-    return parse(HardwareConfig, composed(f"hardware={name}", *overrides)["hardware"], "hardware")
+    return parse(HardwareConfig, values_of(name, *overrides), "hardware")
 
 
 def pairs(hardware: HardwareConfig) -> list[tuple[str, float, float]]:
@@ -189,6 +196,5 @@ SOURCED: dict[str, Any] = {"value": 1.0, "kind": "achieved", "source": "s"}
     ],
 )
 def test_mistakes_name_the_field(field, value, told):
-    values = composed("hardware=a40")["hardware"]
     with pytest.raises(ConfigError, match=rf"^hardware\.{told}"):
-        parse(HardwareConfig, values | {field: value}, "hardware")
+        parse(HardwareConfig, values_of("a40") | {field: value}, "hardware")
