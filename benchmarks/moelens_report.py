@@ -93,7 +93,8 @@ def speedup(results_dir: Path) -> list[dict[str, Any]]:
                 "setting": name,
                 "throughput_tok_s": summary["throughput_tok_s"],
                 "num_passes": summary["num_passes"],
-                "ratio_to_first": summary["throughput_tok_s"] / (rows[0]["throughput_tok_s"] if rows else summary["throughput_tok_s"]),
+                "ratio_to_first": summary["throughput_tok_s"]
+                / (rows[0]["throughput_tok_s"] if rows else summary["throughput_tok_s"]),
                 "sum_over_longest_lane": sum(times.values()) / max(times.values()),
                 "busiest_lane": max(times, key=lambda lane: times[lane]),
                 "busiest_share": max(summary["utilization"].values()),

@@ -1,8 +1,8 @@
 """Plain mappings in, frozen dataclasses out, with errors that name the field.
 
-Every configuration class of the harness carries the `config` decorator: an ordinary frozen, keyword-only dataclass. `parse` checks types strictly
-(no silent "8" -> 8), rejects unknown keys with the nearest valid name, and lets `__post_init__` reject impossible
-values by raising `ConfigError` with a field name relative to the class.
+Every configuration class of the harness carries the `config` decorator: an ordinary frozen, keyword-only dataclass.
+`parse` checks types strictly (no silent "8" -> 8), rejects unknown keys with the nearest valid name, and lets
+`__post_init__` reject impossible values by raising `ConfigError` with a field name relative to the class.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, TypeVar, dataclass_transform
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -39,16 +40,23 @@ def config(cls: type[T]) -> type[T]:
 
 
 def parse(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
-    """Build the frozen dataclass `cls` from `values`; `path` is the prefix that error messages show (e.g. "dataset")."""
+    """The frozen dataclass `cls` with `values`; `path` is the prefix that error messages show (e.g. "dataset")."""
     for key in values:
         if key not in {f.name for f in fields(cls)}:  # type: ignore[arg-type]
             raise ConfigError(key, _unknown_key(cls, key)).below(path)
     try:
-        return TypeAdapter(cls).validate_json(json.dumps(dict(values)))  # JSON mode: strict, yet mappings may nest
+        parsed: T = _adapter(cls).validate_json(json.dumps(dict(values)))  # JSON mode: strict, yet mappings may nest
+        return parsed
     except ConfigError as error:
         raise error.below(path) from None
     except ValidationError as error:
         raise _first_error(error, path) from None
+
+
+@cache
+def _adapter(cls: Any) -> TypeAdapter[Any]:
+    """Takes milliseconds to build."""
+    return TypeAdapter(cls)
 
 
 def require(condition: bool, field: str, message: str) -> None:

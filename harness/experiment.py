@@ -94,12 +94,13 @@ def run_experiment(values: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
         finally:
             if state.machine is not None:
                 state.machine.close()
-        status = "ok" if state.verify is None or state.verify.ok else "failed"
-        error = None if status == "ok" else f"verification failed: {state.verify and state.verify.first_mismatch}"
-        summary = _report(settings, state, folder, sink, status, error)
-        folder.finish(status, error)
-    if error:
-        raise RunFailed(error, folder.path, status)
+        report = state.verify
+        wrong = None if report is None or report.ok else f"verification failed: {report.first_mismatch}"
+        status = "failed" if wrong else "ok"
+        summary = _report(settings, state, folder, sink, status, wrong)
+        folder.finish(status, wrong)
+    if wrong:
+        raise RunFailed(wrong, folder.path, status)
     return summary, folder.path
 
 
@@ -175,9 +176,7 @@ def _engine(settings: Settings, machine: Machine, checkpoint: Checkpoint, state:
     store = WeightStore(machine, checkpoint)
     _require_two_layers(machine, store, settings)
     resident = Resident(machine, store)
-    kv = KVCache(
-        machine, spec, capacity_bytes=int(settings.kv_cache_gb * 1e9), block_size=settings.kv_block_tokens
-    )
+    kv = KVCache(machine, spec, capacity_bytes=int(settings.kv_cache_gb * 1e9), block_size=settings.kv_block_tokens)
     if kv.allocator.num_blocks == 0:
         block_gb = settings.kv_block_tokens * spec.kv_bytes_per_token / 1e9
         raise ConfigError("kv_cache_gb", f"{settings.kv_cache_gb:g} holds no block; one takes {block_gb:.4g} GB")

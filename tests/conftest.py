@@ -1,4 +1,4 @@
-"""Shared by all tests: no network, one thread a test, tiny checkpoints, and runs on any machine checked by the oracle."""
+"""Shared by all tests: no network, one thread a test, the tiny checkpoint, the real prompts where they are."""
 
 from __future__ import annotations
 

@@ -97,9 +97,7 @@ class Emitter:
 
     def experts(self, it: InFlight, layer: int, parts: dict[int, PlacedPart]) -> Ticket:
         """The given experts (by number) over the tokens routed to them."""
-        op = compute.Experts(
-            self._family, self._spec, it.batch, it.acts, tuple(parts.values()), tuple(parts), layer
-        )
+        op = compute.Experts(self._family, self._spec, it.batch, it.acts, tuple(parts.values()), tuple(parts), layer)
         return self.submit(GPU, op)
 
     def combine(self, it: InFlight, layer: int, extra: tuple[Buffer, ...] = ()) -> Ticket:

@@ -14,7 +14,9 @@ def longest_sequence(engine: Engine) -> int:
     return max((s.max_tokens for s in engine.sequences), default=1)
 
 
-def tokens_that_fit(engine: Engine, *, num_layers_buffered: int, num_micro_batches: int, reserved_bytes: int = 0) -> int:
+def tokens_that_fit(
+    engine: Engine, *, num_layers_buffered: int, num_micro_batches: int, reserved_bytes: int = 0
+) -> int:
     """Tokens of activations per micro-batch that fit device memory beside the weight buffer.
 
     Raises ConfigError("hardware.device_memory_gb", ...) where not even one token fits.

@@ -76,8 +76,8 @@ class HardwareConfig:
         return found
 
     def gemm_flop_s(self, dtype: str, *, peak: bool = False) -> float:
-        """Achieved (or peak) FLOP/s of large products in `dtype`. A GPU from before bfloat16 is taken to run such a model
-        in float16, as papers do on T4 and V100. Raises ConfigError where the profile has no such rate."""
+        """Achieved (or peak) FLOP/s of large products in `dtype`. A GPU without bfloat16 is taken to use float16,
+        as the papers do on T4 and V100. Raises ConfigError where the profile has no such rate."""
         name = "gemm_peak_tflop_s" if peak else "gemm_tflop_s"
         rates: dict[str, Constant] = getattr(self, name)
         for candidate in (dtype, "float16") if dtype == "bfloat16" else (dtype,):

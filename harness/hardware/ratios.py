@@ -8,17 +8,17 @@ from typing import Any
 from harness.hardware.profile import HardwareConfig
 from harness.machine.base import LaneKind, Span
 
-# GPU FLOP per byte over the link, and host memory bytes per byte over the link.
+# GPU FLOP per byte over the link, and host memory bytes per byte over the link: numbers of conf/hardware/{a40,t4}.yaml.
 REFERENCES: dict[str, dict[str, float]] = {
     # 150 TFLOP/s bf16; 19.5 GB/s and 150 GB/s measured by the authors (MoE-Lens §5, §7, §8.1)
     "A40": {"gpu_flop_per_link_byte": 150e12 / 19.5e9, "host_bytes_per_link_byte": 150 / 19.5},
-    # 65 TFLOP/s fp16 tensor peak (T4 data sheet); 12 GB/s over PCIe 3 x16 and 100 GB/s (MoE-Lightning Figs. 9, 10)
+    # 65 TFLOP/s fp16 tensor peak (T4 data sheet); 12 GB/s as PCIe 3 x16 gives; 100 GB/s in MoE-Lightning's cost model
     "T4": {"gpu_flop_per_link_byte": 65e12 / 12e9, "host_bytes_per_link_byte": 100 / 12},
 }
 
 
 def ratios(hardware: HardwareConfig, spans: Sequence[Span]) -> dict[str, Any] | None:
-    """The run's own ratios (GPU rate as achieved over all gpu spans) beside the references; None without a link rate."""
+    """The run's own ratios (GPU rate as achieved over all gpu spans) beside the references; None without link rate."""
     gpu = [s for s in spans if s.lane.kind is LaneKind.GPU and s.work.flops]
     busy_s = sum(s.end_s - s.start_s for s in gpu)
     if not hardware.h2d_gb_s or busy_s <= 0:

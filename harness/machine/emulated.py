@@ -1,4 +1,4 @@
-"""The emulated machine: one worker thread a lane, a separate device arena, links and the cpu lane held to stated rates."""
+"""The emulated machine: a worker thread a lane, a separate device arena, links and cpu lane held to stated rates."""
 
 from __future__ import annotations
 
@@ -231,9 +231,7 @@ class EmulatedMachine(Machine):
 def _share(work: Work, packets: int) -> Work:
     if packets == 1:
         return work
-    return Work(
-        work.flops / packets, work.device_bytes / packets, work.host_bytes / packets, work.link_bytes / packets
-    )
+    return Work(work.flops / packets, work.device_bytes / packets, work.host_bytes / packets, work.link_bytes / packets)
 
 
 @config

@@ -26,12 +26,13 @@ class LaneQueue:
         self._drop_cancelled(self.urgent)
         return self.urgent[0] if self.urgent and self.urgent[0].ready else None
 
-    def ready(self) -> Ticket | None:
-        """The op this lane would start now, if any."""
-        if (ticket := self.ready_urgent()) is not None:
-            return ticket
+    def ready_normal(self) -> Ticket | None:
         self._drop_cancelled(self.normal)
         return self.normal[0] if self.normal and self.normal[0].ready else None
+
+    def ready(self) -> Ticket | None:
+        """The op this lane would start now, if any."""
+        return self.ready_urgent() or self.ready_normal()
 
     def pop(self, ticket: Ticket) -> None:
         queue = self.urgent if ticket.urgent else self.normal

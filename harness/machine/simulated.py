@@ -177,7 +177,7 @@ class SimulatedMachine(Machine):
                     self._running[lane] = paused
                     started = True
                     continue
-                ticket = queue.ready()
+                ticket = queue.ready_normal()
             if ticket is not None and self._submitted_s[ticket] <= self._clock_s:
                 queue.pop(ticket)
                 self._begin(lane, ticket)
@@ -207,7 +207,9 @@ class SimulatedMachine(Machine):
         share = running.work
         if count < ticket.op.packets:
             part = count / ticket.op.packets
-            share = Work(share.flops * part, share.device_bytes * part, share.host_bytes * part, share.link_bytes * part)
+            share = Work(
+                share.flops * part, share.device_bytes * part, share.host_bytes * part, share.link_bytes * part
+            )
         op, busy_s = ticket.op, self._clock_s - running.since_s
         self.spans.append(
             Span(
@@ -224,8 +226,8 @@ class SimulatedMachine(Machine):
         for lane, queue in self._lanes:
             running = self._running.get(lane)
             if running is None:
-                head = queue.ready()
-                event_s = None if head is None else self._submitted_s[head]
+                heads = (queue.ready_urgent(), queue.ready_normal())
+                event_s = min((self._submitted_s[t] for t in heads if t is not None), default=None)
             else:
                 event_s = self._clock_s + self._until_s(lane, queue, running) / running.speed
             if event_s is not None and (best is None or event_s < best):

@@ -25,7 +25,7 @@ class Buffer:
         self.offset_bytes = offset_bytes  # within the root
 
     def sub(self, name: str, offset_bytes: int, nbytes: int) -> Buffer:
-        assert 0 <= offset_bytes and offset_bytes + nbytes <= self.nbytes, f"{name} lies outside {self.name}"
+        assert offset_bytes >= 0 and offset_bytes + nbytes <= self.nbytes, f"{name} lies outside {self.name}"
         return Buffer(self.tier, f"{self.name}/{name}", nbytes, self.root, self.offset_bytes + offset_bytes)
 
     def __repr__(self) -> str:

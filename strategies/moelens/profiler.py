@@ -122,7 +122,7 @@ class PipelineProfiler:
         return max(t.finished_s or 0.0 for t in tickets) - min(t.started_s or 0.0 for t in tickets)
 
     def _compute(self, num_tokens: int) -> float:
-        """Seconds on the gpu lane for one layer over `num_tokens` prefill tokens in two halves, while the link works."""
+        """Seconds on the gpu lane for one layer over `num_tokens` prefill tokens in two halves, the link at work."""
         busy = [self._stream.request(1, name) for name in self._engine.store.part_names]
         tickets: list[Ticket] = []
         for i, half in enumerate(split(PassPlan(self._sequences(num_tokens), [], "profile"))):
@@ -150,7 +150,7 @@ class PipelineProfiler:
 
     def _sequences(self, num_tokens: int) -> list[Sequence]:
         """Prompts of the workload's mean length with random tokens, `num_tokens` in all."""
-        sequences = []
+        sequences: list[Sequence] = []
         for number in count():
             length = min(self._prompt_tokens, num_tokens - number * self._prompt_tokens)
             if length <= 0:

@@ -14,6 +14,7 @@ from harness.engine.emitter import Emitter, InFlight
 from harness.engine.engine import Engine
 from harness.engine.sequences import Sequence
 from harness.engine.strategy import PassResult
+from harness.machine.base import Ticket
 from harness.memory.weights import WeightStream
 from strategies.moelens.config import Config
 
@@ -58,7 +59,7 @@ class VSLPipe:
     def finish(self) -> None:
         self._stream.cancel_all()
 
-    def _submit_pass(self, alpha: InFlight, beta: list[InFlight]) -> list:
+    def _submit_pass(self, alpha: InFlight, beta: list[InFlight]) -> list[Ticket]:
         """Figure 9, line by line."""
         last = self._num_layers - 1
         for it in (alpha, *beta):

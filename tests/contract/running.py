@@ -37,7 +37,9 @@ def emulated(h2d_gb_s: float = 0.2) -> EmulatedMachine:
     return EmulatedMachine(capacities_bytes=CAPACITIES_BYTES, rates=rates, poison=True, watchdog_s=30.0)
 
 
-def requests(count: int, *, vocab_size: int, longest: int = 60, max_new_tokens: int = 6, seed: int = 0) -> list[Request]:
+def requests(
+    count: int, *, vocab_size: int, longest: int = 60, max_new_tokens: int = 6, seed: int = 0
+) -> list[Request]:
     rng = random.Random(seed)
     return [
         Request(

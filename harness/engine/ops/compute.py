@@ -114,7 +114,14 @@ class DecodeAttentionDevice(ComputeOp):
     kind: ClassVar[str] = "decode attention (device)"
 
     def __init__(
-        self, family: Any, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int, rows: range, staging: Buffer
+        self,
+        family: Any,
+        spec: ModelSpec,
+        batch: MicroBatch,
+        acts: Activations,
+        layer: int,
+        rows: range,
+        staging: Buffer,
     ) -> None:
         super().__init__(family, spec, batch, acts, (), layer)
         self.rows, self.staging = rows, staging
@@ -163,9 +170,7 @@ class AttentionOut(ComputeOp):
         spec, acts, n = self.spec, self.acts, self.batch.num_tokens
         hidden = rows(ctx, acts.hidden, n, spec.hidden_dim, spec.dtype)
         attention = rows(ctx, acts.attention, n, spec.q_dim, spec.dtype)
-        residual, normed, ids, probs = self.family.attention_out(
-            spec, weights(ctx, self.parts[0]), attention, hidden
-        )
+        residual, normed, ids, probs = self.family.attention_out(spec, weights(ctx, self.parts[0]), attention, hidden)
         hidden.copy_(residual)
         rows(ctx, acts.normed, n, spec.hidden_dim, spec.dtype).copy_(normed)
         rows(ctx, acts.expert_ids, n, spec.experts_per_token, "int64").copy_(ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from harness.engine.activations import Activations
@@ -80,7 +81,7 @@ class UploadTokens(MicroBatchOp):
 
 
 class OffloadQkv(MicroBatchOp):
-    """Keys and values of all tokens and queries of decode tokens, device -> host (MoE-Lens §6.4, CGOPipe OffloadQKV)."""
+    """Keys and values of all tokens, queries of decode tokens, device -> host (MoE-Lens §6.4, CGOPipe OffloadQKV)."""
 
     kind: ClassVar[str] = "offload qkv"
 
@@ -208,7 +209,7 @@ class Poison(Op):
 
     kind: ClassVar[str] = "poison"
 
-    def __init__(self, buffer: Buffer, keys: tuple = ()) -> None:
+    def __init__(self, buffer: Buffer, keys: tuple[Hashable, ...] = ()) -> None:
         self.buffer = buffer
         self.writes = keys or (buffer,)
 

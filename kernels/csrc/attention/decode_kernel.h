@@ -47,8 +47,8 @@ KERNELS_INLINE Vec dot_4_tokens(const Row<D>& row, const float* q, const T* k, c
   return reduce_4_tokens<H>(acc);
 }
 
-// For tiles with less than 16 tokens, and for rounding: the scores one by one.
-inline void patch_scores(Vec (&scores)[kQuads], int num_tokens, const DecodeRequest& r) {
+// For tiles with less than 16 tokens, and for rounding.
+inline void scale_one_by_one(Vec (&scores)[kQuads], int num_tokens, const DecodeRequest& r) {
   alignas(64) float values[kQuads * kWidth];
   for (int i = 0; i < kQuads; ++i) store(values + i * kWidth, scores[i]);
   for (int t = 0; t < kTile; ++t) {
@@ -135,10 +135,10 @@ __attribute__((noinline)) void score_unit(const Row<D>& row, const DecodeRequest
   for (int i = 0; i < kQuads; ++i) {
     int offset[4];  // tokens beyond the tile's last repeat it and are masked below
     for (int t = 0; t < 4; ++t) offset[t] = std::min(4 * i + t, unit.tile.num_tokens - 1) * row.size();
-    scores[i] = mul(dot_4_tokens<T, H, D>(row, unit.q, unit.tile.k, offset, prefetch),
-                    broadcast(r.bf16_round ? 1.0f : r.scale));
+    scores[i] = dot_4_tokens<T, H, D>(row, unit.q, unit.tile.k, offset, prefetch);
   }
-  if (r.bf16_round || unit.tile.num_tokens < kTile) patch_scores(scores, unit.tile.num_tokens, r);
+  if (r.bf16_round || unit.tile.num_tokens < kTile) return scale_one_by_one(scores, unit.tile.num_tokens, r);
+  for (int i = 0; i < kQuads; ++i) scores[i] = mul(scores[i], broadcast(r.scale));
 }
 
 template <class T, int H, int D>

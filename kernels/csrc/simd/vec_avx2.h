@@ -18,6 +18,11 @@ inline Vec fmadd(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 inline Vec vmax(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 inline Vec vmin(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 
+inline void reduce_add4(Vec a, Vec b, Vec c, Vec d, float* out) {
+  const __m256 abcd = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
+}
+
 template <int H>
 inline Vec reduce_4_tokens(const Vec (&acc)[H][4]) {
   Vec head[2];

@@ -29,6 +29,12 @@ inline Vec reduce_lanes4(Vec a, Vec b, Vec c, Vec d) {
   return _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
 }
 
+inline void reduce_add4(Vec a, Vec b, Vec c, Vec d, float* out) {
+  const Vec lanes = reduce_lanes4(a, b, c, d);
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
+
 template <int H>
 inline Vec reduce_4_tokens(const Vec (&acc)[H][4]) {
   Vec head[4];  // lane i of head[h]: the four tokens' sums over elements 4i to 4i+3, to be added over the lanes

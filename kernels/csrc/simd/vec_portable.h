@@ -30,6 +30,13 @@ inline float reduce_max(Vec v) {
   const float high = v[2] > v[3] ? v[2] : v[3];
   return low > high ? low : high;
 }
+inline void reduce_add4(Vec a, Vec b, Vec c, Vec d, float* out) {
+  out[0] = reduce_add(a);
+  out[1] = reduce_add(b);
+  out[2] = reduce_add(c);
+  out[3] = reduce_add(d);
+}
+
 template <int H>
 inline Vec reduce_4_tokens(const Vec (&acc)[H][4]) {
   static_assert(H == 1, "one head fills the vector");

@@ -33,7 +33,9 @@ class OffloadNormed(Op):
 
     def run(self, ctx, packet):
         shape = (self.it.batch.num_tokens, self.spec.hidden_dim)
-        ctx.move(ctx.tensor(self.normed, shape, self.spec.dtype), ctx.tensor(self.it.acts.normed, shape, self.spec.dtype))
+        ctx.move(
+            ctx.tensor(self.normed, shape, self.spec.dtype), ctx.tensor(self.it.acts.normed, shape, self.spec.dtype)
+        )
         ctx.tensor(self.sums, shape, "float32").zero_()
 
 

@@ -53,7 +53,9 @@ class MoveRows(Op):
 
     kind: ClassVar[str] = "move rows"
 
-    def __init__(self, engine: Engine, host: Buffer, host_shape, rows, device: Buffer, dtype, *, to_device, keys) -> None:
+    def __init__(
+        self, engine: Engine, host: Buffer, host_shape, rows, device: Buffer, dtype, *, to_device, keys
+    ) -> None:
         self.host, self.host_shape, self.rows, self.device = host, host_shape, rows, device
         self.dtype, self.to_device = dtype, to_device
         self.reads, self.writes = (keys, (device,)) if to_device else ((device,), keys)
@@ -122,9 +124,7 @@ class ModuleBatching:
         self._attention_batch, self._expert_batch = attention_batch, expert_batch
         self._stream = WeightStream(machine, engine.store, depth=1, packet_bytes=4096)
         self._pool = Pool(engine, max_tokens)
-        self._acts = [
-            Activations(machine, spec, max_tokens=max_tokens, name=f"mb {i}") for i in range(attention_batch)
-        ]
+        self._acts = [Activations(machine, spec, max_tokens=max_tokens, name=f"mb {i}") for i in range(attention_batch)]
         size = expert_batch * spec.hidden_dim
         self._tokens = machine.tiers["device"].reserve("expert tokens", size * spec.dtype_bytes)
         self._result = machine.tiers["device"].reserve("expert result", size * 4)

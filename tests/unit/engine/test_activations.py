@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -47,7 +48,9 @@ def test_as_many_tokens_as_are_said_to_fit_do_fit(layers, batches, taken, reserv
 def test_a_device_too_small_is_refused_with_what_is_needed():
     on = engine(sequences((5, 6)))
     on.store.layer_bytes = 9_000_000
-    with pytest.raises(ConfigError, match="^hardware.device_memory_gb: 0.01678 GB is too small.*2 layer buffers.*0.018"):
+    with pytest.raises(
+        ConfigError, match="^hardware.device_memory_gb: 0.01678 GB is too small.*2 layer buffers.*0.018"
+    ):
         tokens_that_fit(on, num_layers_buffered=2, num_micro_batches=1)
 
 
@@ -63,7 +66,7 @@ def test_runs_of_rows_fit_the_staging_buffer_and_cover_all(contexts):
     runs = Emitter(engine([]))._rows_that_fit(batch, nbytes)
     assert [row for rows in runs for row in rows] == list(range(len(contexts)))
     assert all(0 < sum(contexts[row] for row in rows) <= 20 for rows in runs)
-    for rows, following in zip(runs, runs[1:], strict=False):
+    for rows, following in itertools.pairwise(runs):
         assert sum(contexts[row] for row in rows) + contexts[following.start] > 20, "the runs are not full"
 
 
@@ -81,4 +84,4 @@ def test_a_serial_emitter_overlaps_nothing(seed):
     emitter = Emitter(on, serial=True)
     tickets = [emitter.submit((GPU, CPU, H2D, D2H)[i % 4], Quick(packets=2)) for i in range(12)]
     on.machine.drain()
-    assert all(a.finished_s <= b.started_s for a, b in zip(tickets, tickets[1:], strict=False))
+    assert all(a.finished_s <= b.started_s for a, b in itertools.pairwise(tickets))

@@ -84,11 +84,13 @@ def test_a_planner_finds_all_it_needs(name):
 
 @pytest.mark.parametrize("name", REAL)
 def test_nothing_exceeds_its_peak(name):
-    found = pairs(profile(name))
-    assert len(found) >= 2 * 2 + 2 * 2  # both directions of the link, two dtypes, device and host memory at least
-    for field, achieved, peak in found:
-        assert 0.3 * peak <= achieved <= peak, f"{field}: {achieved} of {peak}"
     hardware = profile(name)
+    found = pairs(hardware)
+    both = {field for field, _, _ in found}
+    assert both >= {"h2d_gb_s", "d2h_gb_s", "device_gb_s", "host_gb_s", "cpu_gflop_s", "gemm_tflop_s.float32"}
+    for field, achieved, peak in found:
+        least = 0.05 if field == "cpu_gflop_s" else 0.3  # attention waits for memory, whatever the cores could do
+        assert least * peak <= achieved <= peak, f"{field}: {achieved} of {peak}"
     assert hardware.cpu_gb_s <= hardware.host_gb_s and hardware.cpu_gflop_s <= hardware.cpu_gemm_gflop_s
     assert hardware.cpu_gemm_gflop_s <= hardware.cpu_peak_gflop_s
 

@@ -61,6 +61,9 @@ class Recorded(Op):
         self.log.events.append((self.number, packet, "end"))
         return self.number
 
+    def imagine(self, world):
+        return self.number
+
 
 @st.composite
 def programs(draw, max_size: int = 24) -> list[Step]:

@@ -30,7 +30,9 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 def test_an_error_in_a_lane_reaches_the_caller_with_the_name_of_the_op(emulated, call, error):
     machine = emulated()
-    with pytest.raises(MachineError, match=rf"raising layer 7 mb 1 on cpu failed: {type(error).__name__}: {error}") as e:
+    with pytest.raises(
+        MachineError, match=rf"raising layer 7 mb 1 on cpu failed: {type(error).__name__}: {error}"
+    ) as e:
         call(machine, machine.submit(CPU, Raising(error, packets=2, at=1)))
     assert e.value.__cause__ is error
     machine.close()

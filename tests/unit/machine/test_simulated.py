@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import product
+import itertools
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.machine.base import CPU, D2H, GPU, H2D, LaneKind, MachineError, Op, Work
-from harness.machine.costs import Curve, LaneCost, Roofline
+from harness.machine.costs import LaneCost, Roofline
 from harness.machine.simulated import SimulatedMachine
 
 
@@ -156,15 +156,5 @@ def test_same_program_same_trace_and_the_critical_path_bounds_it(data):
     assert length_s <= sum(step[1] * (2.0 if step[6] else 1.0) for step in steps) + 1e-6
     for lane in (GPU, CPU, H2D, D2H):
         spans = sorted((s for s in one.spans if s.lane == lane), key=lambda s: s.start_s)
-        assert all(a.end_s <= b.start_s + 1e-9 for a, b in zip(spans, spans[1:], strict=False)), "a lane is serial"
+        assert all(a.end_s <= b.start_s + 1e-9 for a, b in itertools.pairwise(spans)), "a lane is serial"
         assert sum(s.work.flops for s in spans) == pytest.approx(sum(step[1] for step in steps if step[0] == lane))
-
-
-def test_curve_is_linear_between_and_beyond_its_points():
-    curve = Curve([10, 20, 40], [1.0, 3.0, 4.0])
-    for size, seconds in [(10, 1.0), (15, 2.0), (30, 3.5), (60, 5.0), (6, 0.2), (0, 0.0)]:
-        assert curve.at(size) == pytest.approx(seconds)
-    assert Curve([5], [2.0]).at(100) == 2.0
-    for a, b in product(range(10, 60, 7), repeat=2):
-        if a <= b:
-            assert curve.at(a) <= curve.at(b)

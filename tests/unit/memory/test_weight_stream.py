@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.machine.base import GPU, H2D
+from harness.machine.emulated import EmulatedMachine
 from harness.memory.weights import WeightStore, WeightStream
-from tests.unit.machine.ops import Quick
+from tests.unit.machine.ops import Gated, Quick
 from tests.unit.memory.parts import NUM_LAYERS, PARTS, FakeSource, content, machine, read_bytes
 
 NAMES = list(PARTS)
@@ -113,12 +114,9 @@ def test_slots_hold_the_largest_of_each_part_and_are_accounted_for():
 
 
 def test_cancel_all_withdraws_what_has_not_started_and_empties_the_stream():
-    from tests.unit.machine.conftest import CAPACITIES_BYTES
 
-    from harness.machine.emulated import EmulatedMachine
-    from tests.unit.machine.ops import Gated
-
-    device = EmulatedMachine(capacities_bytes=CAPACITIES_BYTES, rates={}, poison=True, watchdog_s=20.0)
+    capacities = {"device": 1 << 20, "pinned": 1 << 20}
+    device = EmulatedMachine(capacities_bytes=capacities, rates={}, poison=True, watchdog_s=20.0)
     try:
         stream = stream_on(device, depth=2)
         device.spans.clear()

@@ -19,7 +19,10 @@ def forget_method():
 
 @settings(max_examples=25, deadline=None)
 @given(
-    m=st.integers(1, 40), n_in=st.integers(1, 90), n_out=st.integers(1, 300), method=st.sampled_from(["native", "kernel"])
+    m=st.integers(1, 40),
+    n_in=st.integers(1, 90),
+    n_out=st.integers(1, 300),
+    method=st.sampled_from(["native", "kernel"]),
 )
 def test_bfloat16_is_the_exact_product_rounded_once(m, n_in, n_out, method):
     with pytest.MonkeyPatch.context() as patch:

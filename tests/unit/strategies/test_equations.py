@@ -112,9 +112,7 @@ def test_larger_blocks_admit_fewer(p, g, tokens, block_size):
 
 
 def two(p=98.0, g=32, k=25_000, blocks=33_000, block=16, delta=4.8, tokens=30_000.0) -> eq.Stage2:
-    return eq.stage2(
-        p=p, g=g, num_requests=k, num_blocks=blocks, block_size=block, delta_s=delta, pass_tokens=tokens
-    )
+    return eq.stage2(p=p, g=g, num_requests=k, num_blocks=blocks, block_size=block, delta_s=delta, pass_tokens=tokens)
 
 
 def test_equation_10_by_hand():
