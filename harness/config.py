@@ -44,8 +44,8 @@ def parse(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     for key in values:
         if key not in {f.name for f in fields(cls)}:  # type: ignore[arg-type]
             raise ConfigError(key, _unknown_key(cls, key)).below(path)
-    try:
-        parsed: T = _adapter(cls).validate_json(json.dumps(dict(values)))  # JSON mode: strict, yet mappings may nest
+    try:  # JSON mode: strict, yet mappings may stand for nested dataclasses
+        parsed: T = _adapter(cls).validate_json(json.dumps(dict(values)))  # type: ignore[arg-type]
         return parsed
     except ConfigError as error:
         raise error.below(path) from None
