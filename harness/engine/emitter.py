@@ -10,6 +10,7 @@ from harness.engine.batch import MicroBatch
 from harness.engine.engine import Engine
 from harness.engine.ops import compute, data, host
 from harness.machine.base import CPU, D2H, GPU, H2D, Op, Ticket
+from harness.memory.ops import Poison
 from harness.memory.tiers import Buffer
 from harness.memory.weights import PlacedPart, WeightStream
 
@@ -130,4 +131,4 @@ class Emitter:
                 keys = (buffer,)
                 if buffer is it.acts.attention:
                     keys = ((buffer, "prefill"), (buffer, "decode"))  # type: ignore[assignment]
-                self.submit(GPU, data.Poison(buffer, keys))
+                self.submit(GPU, Poison(buffer, keys))

@@ -44,7 +44,6 @@ class Sequence:
     reject_reason: str | None = None
     records_routing: bool = False
     lives: list[Life] = field(default_factory=list)
-    admitted_pass: int | None = None
     finished_pass: int | None = None
 
     @property

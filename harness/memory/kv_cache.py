@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from harness.machine.base import CPU, Machine
+from harness.memory.ops import PoisonBlocks
 from harness.memory.tiers import Buffer
 
 if TYPE_CHECKING:
@@ -99,8 +100,6 @@ class KVCache:
 
     def release(self, sequence: Sequence) -> None:
         """Free a sequence's blocks. Retirement has waited for every op that touched them."""
-        from harness.engine.ops.data import PoisonBlocks
-
         blocks = self.allocator.release(sequence)
         if self._machine.poisons and blocks:
             for layer in range(len(self.keys)):

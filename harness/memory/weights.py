@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from harness.machine.base import GPU, H2D, Machine, Ticket
+from harness.memory.ops import CopyWeights, Poison, ReadPart
 from harness.memory.tiers import Buffer
 
 if TYPE_CHECKING:
@@ -40,8 +41,6 @@ class WeightStore:
     """The whole model in one host region: `layers[i][part name]`, `embedding`, `head`."""
 
     def __init__(self, machine: Machine, source: PartSource, *, tier: str = "pinned") -> None:
-        from harness.engine.ops.data import ReadPart
-
         spec, family = source.spec, source.family
         layouts = [family.layer_parts(spec, layer) for layer in range(spec.num_layers)]
         ends = (family.embedding_part(spec), family.head_part(spec))
@@ -81,8 +80,6 @@ class Resident:
 
     @staticmethod
     def _load(machine: Machine, source: PlacedPart) -> PlacedPart:
-        from harness.engine.ops.data import CopyWeights
-
         buffer = machine.tiers["device"].reserve(source.layout.name, source.layout.nbytes)
         machine.submit(H2D, CopyWeights(source, buffer, layer=None, packet_bytes=1 << 22))
         return PlacedPart(source.layout, buffer, (buffer,))
@@ -123,8 +120,6 @@ class WeightStream:
 
     def request(self, index: int, part_name: str, *, urgent: bool = False, after: Iterable[Ticket] = ()) -> Ticket:
         """Submit the transfer of one part."""
-        from harness.engine.ops.data import CopyWeights
-
         place = (index % self.depth, part_name)
         assert place not in self._occupant, f"{part_name} of {self._occupant[place][0]} was not released"
         layer = self.layer(index)
@@ -146,8 +141,6 @@ class WeightStream:
 
     def release(self, index: int, part_name: str) -> None:
         """The last reader of this part has been submitted; its place may be requested again."""
-        from harness.engine.ops.data import Poison
-
         place = self._place(index, part_name)
         del self._occupant[place]
         if self._machine.poisons:

@@ -12,10 +12,11 @@ import pytest
 import yaml
 
 from harness.engine.ops.compute import AttentionIn, AttentionOut, Combine, Embed, Experts, Head, PrefillAttention
-from harness.engine.ops.data import CopyWeights, FetchRouting, FetchSampled, LoadAttention, OffloadQkv, UploadTokens
+from harness.engine.ops.data import FetchRouting, FetchSampled, LoadAttention, OffloadQkv, UploadTokens
 from harness.engine.ops.host import AppendKv, DecodeAttention
 from harness.machine.base import MachineError
 from harness.machine.shuffled import ShuffledMachine
+from harness.memory.ops import CopyWeights
 from harness.memory.weights import WeightStream
 from strategies.moelens import vslpipe
 from tests.conftest import ROOT

@@ -13,10 +13,10 @@ from harness.engine.activations import Activations
 from harness.engine.batch import PassPlan, assemble
 from harness.engine.emitter import Emitter, InFlight
 from harness.engine.engine import Engine
-from harness.engine.ops.data import CopyWeights
 from harness.engine.ops.views import weights
 from harness.engine.strategy import PassResult, Strategy
 from harness.machine.base import CPU, D2H, H2D, Op, Ticket
+from harness.memory.ops import CopyWeights
 from harness.memory.tiers import Buffer
 from harness.memory.weights import PlacedPart, WeightStream
 from strategies.common.static_batches import StaticBatches
