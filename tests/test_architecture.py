@@ -60,8 +60,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 MAY_IMPORT["harness.experiment"] = {row for row in MAY_IMPORT if row.startswith("harness")}
 MAY_IMPORT["run"] = {"harness.config", "harness.experiment", *MAY_IMPORT["harness.experiment"]}
-# Imports inside functions that go against the arrows: memory submits the ops that fill and poison it.
-DEFERRED = {(f"harness.memory.{module}", "harness.engine.ops.data") for module in ("weights", "kv_cache")}
 
 # Planning and bookkeeping: importing these never imports torch.
 TORCH_FREE = (
@@ -137,13 +135,8 @@ def test_the_rules_themselves_go_one_way():
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_imports_go_one_way(module):
-    for imported, deferred in sorted(imports(module)):
-        excused = deferred and (module, imported) in DEFERRED
-        assert not ours(imported) or allowed(module, imported) or excused, f"{module} must not import {imported}"
-
-
-def test_the_excuses_are_still_needed():
-    assert {(m, other) for m, other in DEFERRED if (other, True) in imports(m) and not allowed(m, other)} == DEFERRED
+    for imported, _ in imports(module):
+        assert not ours(imported) or allowed(module, imported), f"{module} must not import {imported}"
 
 
 def test_strategies_share_only_the_common_parts():
