@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -27,7 +28,7 @@ from harness.memory.weights import Resident, WeightStore
 from harness.model.checkpoint import Checkpoint
 from harness.model.linear import bf16_method
 from harness.model.zoo import ensure
-from harness.record.files import plain, write_json
+from harness.record.files import plain, read_json, write_json
 from harness.record.meter import PassMeter
 from harness.record.passes import PassRecord
 from harness.record.provenance import code_version, environment
@@ -94,14 +95,23 @@ def run_experiment(values: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
         finally:
             if state.machine is not None:
                 state.machine.close()
-        report = state.verify
-        wrong = None if report is None or report.ok else f"verification failed: {report.first_mismatch}"
+        wrong = _what_is_wrong(settings, state)
         status = "failed" if wrong else "ok"
         summary = _report(settings, state, folder, sink, status, wrong)
-        folder.finish(status, wrong)
     if wrong:
         raise RunFailed(wrong, folder.path, status)
     return summary, folder.path
+
+
+def _what_is_wrong(settings: Settings, state: _State) -> str | None:
+    """Why a run that came to its end is not a result."""
+    rejected = [s for s in state.sequences if s.state is State.REJECTED]
+    if len(rejected) == len(state.sequences):
+        return f"every request was rejected; the first: {rejected[0].reject_reason}"
+    report = state.verify
+    if settings.verify != "off" and (report is None or not report.checked):
+        return "verification had nothing to check: all of its requests were rejected; verify=all checks the others"
+    return None if report is None or report.ok else f"verification failed: {report.first_mismatch}"
 
 
 def _execute(
@@ -119,6 +129,8 @@ def _execute(
     state.weights_source = _weights_source(settings, checkpoint)
     progress.stage("prompts")
     state.workload = _workload(settings, checkpoint)
+    sources = {"data_source": state.workload.source, "weights_source": state.weights_source}
+    write_json(folder.path / "meta.json", {**read_json(folder.path / "meta.json"), **sources})
     progress.stage("weights")
     state.machine = machine = load_machine(settings.machine)(settings.hardware)
     if checkpoint.spec.dtype == "bfloat16":
@@ -126,7 +138,8 @@ def _execute(
     engine = _engine(settings, machine, checkpoint, state)
     progress.stage("planning")
     state.strategy = strategy = module.build(strategy_config, engine)
-    write_json(folder.path / "plan.json", plain({"plan": strategy.plan, "prediction": strategy.prediction}))
+    planned = {"label": machine.label, "plan": strategy.plan, "prediction": strategy.prediction}
+    write_json(folder.path / "plan.json", plain(planned))
     machine.drain()
     machine.spans.clear()  # set-up and profiling are not part of what is measured
     if warning := sink.settle():
@@ -145,15 +158,27 @@ def _generate(
     meter = PassMeter(engine.machine.spans)
     finished = generated = 0
 
+    unrecorded = list(state.sequences)
+
     def record(rows: list[dict[str, Any]]) -> None:
         for row in rows:
-            folder.append_pass(row)
-            sink.log_pass(row)
+            labelled = {"label": engine.machine.label, **row}
+            folder.append_pass(labelled)
+            sink.log_pass(labelled)
+
+    def record_requests(*, all_of_them: bool) -> None:
+        nonlocal unrecorded
+        for sequence in unrecorded:
+            if all_of_them or sequence.state in (State.FINISHED, State.REJECTED):
+                folder.append_request(_request_row(sequence))
+        unrecorded = [s for s in unrecorded if s.state not in (State.FINISHED, State.REJECTED)]
 
     def on_pass(passed: PassRecord) -> None:
         nonlocal finished, generated
         state.passes.append(passed)
         record(meter.add(passed))
+        if passed.num_finished:
+            record_requests(all_of_them=False)
         finished += passed.num_finished
         generated += passed.generated_tokens
         progress.update(finished, generated / max(passed.end_s - state.passes[0].start_s, 1e-9))
@@ -165,14 +190,14 @@ def _generate(
         if before is not None and (after := read_cpu_times()) is not None:
             state.host_steal_share = after.stolen_share_since(before)
         record(meter.finish())  # the meter holds the last pass back
-    for sequence in state.sequences:
-        folder.append_request(_request_row(sequence))
+        record_requests(all_of_them=True)  # those that an early end left unfinished too
 
 
 def _engine(settings: Settings, machine: Machine, checkpoint: Checkpoint, state: _State) -> Engine:
     spec = checkpoint.spec
     if settings.stop_at_eos and spec.eos_token_id is None:
         raise ConfigError("stop_at_eos", "this model's config.json names no end-of-sequence token; set it to false")
+    _require_host_memory(machine, checkpoint, settings)
     store = WeightStore(machine, checkpoint)
     _require_two_layers(machine, store, settings)
     resident = Resident(machine, store)
@@ -193,6 +218,17 @@ def _engine(settings: Settings, machine: Machine, checkpoint: Checkpoint, state:
         sequences=state.sequences,
         eos_token_id=spec.eos_token_id if settings.stop_at_eos else None,
     )
+
+
+def _require_host_memory(machine: Machine, checkpoint: Checkpoint, settings: Settings) -> None:
+    weights_gb = sum(part.nbytes for _, part in checkpoint.parts()) / 1e9
+    held_gb = weights_gb + settings.kv_cache_gb
+    if held_gb * 1e9 > machine.tiers["pinned"].capacity_bytes:
+        raise ConfigError(
+            "hardware.pinned_memory_gb",
+            f"must hold the weights ({weights_gb:.4g} GB) and kv_cache_gb ({settings.kv_cache_gb:g}), "
+            f"got {settings.hardware.pinned_memory_gb:g}",
+        )
 
 
 def _require_two_layers(machine: Machine, store: WeightStore, settings: Settings) -> None:
@@ -259,13 +295,12 @@ def _record_failure(
         status, text = "failed", f"{type(error).__name__}: {error}"
     with suppress(OSError, RuntimeError):  # the disk itself may be what failed; the original error matters more
         _report(settings, state, folder, sink, status, text)
-        folder.finish(status, text)
 
 
 def _report(
     settings: Settings, state: _State, folder: RunFolder, sink: WandbSink, status: str, error: str | None
 ) -> dict[str, Any]:
-    """Write trace and summary, and hand both to W&B."""
+    """Write trace, summary and status, then hand the first two to W&B, which may take its time."""
     spans = list(state.machine.spans) if state.machine else []
     label = state.machine.label if state.machine else "none"
     trace_path = folder.path / "trace.json"
@@ -275,6 +310,9 @@ def _report(
     if state.strategy and state.strategy.prediction:
         extra["prediction"] = asdict(state.strategy.prediction)
     summary = build_summary(_facts(settings, state, status, error), state.passes, spans, extra)
+    summary["reject_reasons"] = Counter(s.reject_reason for s in state.sequences if s.reject_reason)
+    folder.write_summary(summary)
+    folder.finish(status, error)
     summary["wandb"] = sink.finish(summary, trace_path)
     folder.write_summary(summary)
     return summary

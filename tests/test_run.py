@@ -15,6 +15,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from harness.config import ConfigError
 from harness.engine.ops import compute, host
 from harness.experiment import RunFailed, run_experiment
 from harness.machine.base import MachineError
@@ -75,6 +76,38 @@ def test_summary_names_label_and_every_promised_field(tmp_path):
     assert any(event.get("ph") == "X" and "experts" in event["name"] for event in events)
 
 
+def test_meta_says_where_data_and_weights_come_from(tmp_path):
+    _, folder = run_experiment(settings(tmp_path, "dataset.num_requests=2"))
+    meta = read_run(folder).meta
+    assert meta["data_source"].startswith("synthetic:")
+    assert meta["weights_source"].startswith("random weights")
+    assert meta["code_version"] and meta["environment"]["packages"]["torch"]
+
+
+def test_a_run_that_rejects_everything_is_no_result(tmp_path):
+    with pytest.raises(RunFailed, match="every request was rejected; the first: needs .* KV blocks"):
+        run_experiment(settings(tmp_path, "kv_cache_gb=0.00002"))
+    left = only_run(tmp_path)
+    assert left.status == "failed"
+    assert sum(left.summary["reject_reasons"].values()) == 8
+    assert len(left.requests) == 8
+
+
+@pytest.mark.parametrize(
+    ("override", "field"),
+    [
+        ("hardware.pinned_memory_gb=0.001", "hardware.pinned_memory_gb"),
+        ("kv_cache_gb=100", "hardware.pinned_memory_gb"),
+        ("hardware.device_memory_gb=0.0001", "hardware.device_memory_gb"),
+        ("hardware=a40", "hardware"),
+    ],
+)
+def test_memory_that_cannot_suffice_names_the_field(tmp_path, override, field):
+    with pytest.raises(ConfigError) as error:
+        run_experiment(settings(tmp_path, override))
+    assert error.value.field == field
+
+
 def test_an_error_in_a_lane_ends_the_run_with_the_ops_name(tmp_path, monkeypatch):
     run = compute.Experts.run
 
@@ -91,6 +124,7 @@ def test_an_error_in_a_lane_ends_the_run_with_the_ops_name(tmp_path, monkeypatch
     assert "planted" in left.error
     assert left.summary["status"] == "failed"
     assert left.passes, "the passes before the fault stay readable"
+    assert len(left.requests) == 8, "and so do all requests, finished or not"
 
 
 def test_full_memory_in_the_middle_is_recorded_as_oom(tmp_path, monkeypatch):
@@ -139,4 +173,5 @@ def test_a_kill_leaves_readable_files(tmp_path, sent, status):
     left = only_run(tmp_path)
     assert left.status == status
     assert len(left.passes) >= 3
+    assert {row["label"] for row in left.passes} == {"emulated"}
     assert left.config["dataset"]["num_requests"] == 64

@@ -58,5 +58,5 @@ class Strategy:
     scheduler: Scheduler
     pipeline: Pipeline
     prediction: Prediction | None = None
-    gpu_tok_s: float | None = None  # tokens per second the gpu lane would process if it never waited (T_GPU)
+    gpu_tok_s: float | None = None  # tokens per second at which the GPU is saturated (T_GPU)
     plan: dict[str, Any] = field(default_factory=dict)  # the planner's decisions, for the records

@@ -246,7 +246,9 @@ class Config:
 
 
 def build(config: Config, hardware: HardwareConfig) -> EmulatedMachine:
-    """The emulated machine with the profile's capacities and rates."""
+    """The emulated machine with the profile's capacities and rates; profiles of real GPUs are for planning."""
+    real = f"'{hardware.name}' is a real machine, which cannot be emulated; use hardware=laptop or a profile like it"
+    require(hardware.gpu is None, "hardware", real)
 
     def rate(flops: float | None, gb_s: float | None) -> LaneRate:
         return LaneRate(flops and flops * 1e9, gb_s and gb_s * 1e9)

@@ -83,7 +83,7 @@ class ModelConfig:
     def require_weights(self) -> None:
         """Raises ConfigError where only dimensions are given, for machines that run the model."""
         if not self.has_weights:
-            message = f"missing: {self.name!r} has dimensions only; machine=simulated or give a checkpoint"
+            message = f"missing: {self.name!r} has dimensions only, for planning; to run it, name its checkpoint"
             raise ConfigError("model.path", message)
 
     def planned_spec(self) -> ModelSpec | None:

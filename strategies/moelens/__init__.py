@@ -38,7 +38,7 @@ def build(config: Config, engine: Engine) -> Strategy:
     return Strategy(
         scheduler=scheduler,
         pipeline=pipeline,
-        prediction=predict(policy, engine),
-        gpu_tok_s=1 / (policy.profile.seconds_per_token * engine.spec.num_layers),
+        prediction=predict(config, policy, engine),
+        gpu_tok_s=policy.profile.n_real / (policy.profile.layer_transfer_s * engine.spec.num_layers) or None,
         plan=policy.as_record(),
     )

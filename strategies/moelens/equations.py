@@ -51,6 +51,11 @@ def prefills_per_pass(p: float, g: int, *, num_blocks: int, block_size: int) -> 
     return num_blocks / sum(ceil((p + i) / block_size) for i in range(g + 1))  # Eq. 8
 
 
+def decodes_per_pass_apart(p: float, g: int, *, num_blocks: int, block_size: int) -> float:
+    """Sequences that decode in parallel where prefill and decode are kept apart (overlap: g q)."""
+    return num_blocks / ceil((p + g) / block_size)  # Eq. 9, right side
+
+
 @dataclass(frozen=True)
 class Stage2:
     """Stage 2's answer: generated tokens per second, and what bounds it."""

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from harness.engine.engine import Engine
 from harness.engine.strategy import Prediction
+from strategies.moelens.config import Config
 from strategies.moelens.equations import stage1_tok_s, stage2
 from strategies.moelens.planner import Policy
 
+_CASES = {
+    "kv capacity": "MoE-Lens Stage 2, bound by KV capacity (Eq. 10)",
+    "gpu": "MoE-Lens Stage 2, bound by the GPU (Eq. 13)",
+    "workload": "beyond MoE-Lens: the whole workload fits the KV cache",
+}
 
-def predict(policy: Policy, engine: Engine) -> Prediction | None:
-    """None for an empty workload."""
-    if not engine.sequences:
+
+def predict(config: Config, policy: Policy, engine: Engine) -> Prediction | None:
+    """None for an empty workload, and for ablations: the equations describe the system with all its parts."""
+    complete = config.overlap_prefill_decode and config.pipeline == "vslpipe" and config.attention == "cpu"
+    if not engine.sequences or not complete:
         return None
     num_requests = len(engine.sequences)
     p = sum(s.prompt_len for s in engine.sequences) / num_requests
@@ -35,6 +43,4 @@ def predict(policy: Policy, engine: Engine) -> Prediction | None:
     )
     terms = {"p": p, "g": g, "K": num_requests, "q": answer.q, "delta_s": delta_s, "passes": answer.passes}
     terms |= {"pass_tokens": policy.n_real, "stage1_processed_tok_s": upper}
-    return Prediction(
-        throughput_tok_s=answer.throughput_tok_s, model=f"MoE-Lens Stage 2, bound by {answer.bound}", terms=terms
-    )
+    return Prediction(throughput_tok_s=answer.throughput_tok_s, model=_CASES[answer.bound], terms=terms)

@@ -142,7 +142,9 @@ def test_windows_hold_for_the_layers_that_slide():
 def test_dimensions_alone_do_not_run():
     values = yaml.safe_load((CONF / "deepseek-v2.yaml").read_text())
     dimensions = parse(ModelConfig, values, "model")
-    expected = r"^model\.path: missing: 'deepseek-v2' has dimensions only; machine=simulated or give a checkpoint$"
+    expected = (
+        r"^model\.path: missing: 'deepseek-v2' has dimensions only, for planning; to run it, name its checkpoint$"
+    )
     with pytest.raises(ConfigError, match=expected):
         dimensions.require_weights()
     parse(ModelConfig, values | {"path": "somewhere"}, "model").require_weights()
