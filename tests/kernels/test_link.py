@@ -72,7 +72,7 @@ def test_sleep_until():
     assert time.monotonic() >= deadline
     start = time.monotonic()
     kernels.sleep_until(start - 1)
-    assert time.monotonic() - start < 0.01
+    assert time.monotonic() - start < 0.5
 
 
 def test_thread_cpu_time_counts_work_not_sleep():

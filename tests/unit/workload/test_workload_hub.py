@@ -69,11 +69,11 @@ def test_a_silent_network_is_not_waited_for(
     dataset: Make, fake_hub: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "ANSWER_WITHIN_S", 0.05)
-    fake_hub.answer = lambda: time.sleep(1)
+    fake_hub.answer = lambda: time.sleep(4)
     start_s = time.monotonic()
     with pytest.raises(ConfigError, match=r"^use_hub: .* no answer within 0\.05 s"):
         hub.hub_rows(config(dataset))
-    assert time.monotonic() - start_s < 0.9
+    assert time.monotonic() - start_s < 3.9
 
 
 def test_offline_asks_only_the_cache(dataset: Make, fake_hub: SimpleNamespace) -> None:
@@ -99,4 +99,4 @@ def test_real_library_offline(dataset: Make, monkeypatch: pytest.MonkeyPatch, tm
     start_s = time.monotonic()
     with pytest.raises(ConfigError, match=r"^hub_id: cannot load 'who/what' \(HF_HUB_OFFLINE is set"):
         hub.hub_rows(config(dataset))
-    assert time.monotonic() - start_s < 1
+    assert time.monotonic() - start_s < 10
