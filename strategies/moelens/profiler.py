@@ -41,6 +41,10 @@ class Profile:
         return (self.layer_transfer_s - self.fixed_s) / self.seconds_per_token
 
 
+def _length_s(tickets: list[Ticket]) -> float:
+    return max(t.finished_s or 0.0 for t in tickets) - min(t.started_s or 0.0 for t in tickets)
+
+
 def line_through(points: list[tuple[int, float]]) -> tuple[float, float]:
     """Least-squares (slope, intercept); through the origin where the points allow no rising line."""
     counts = np.array([n for n, _ in points], dtype=float)
@@ -63,6 +67,7 @@ class PipelineProfiler:
         self._emit = Emitter(engine)
         self._stream = WeightStream(engine.machine, engine.store, depth=2, packet_bytes=packet_bytes)
         self._acts: list[Activations] = []
+        self._transfers_s: list[float] = []  # of a layer, beside each computation
         self._rng = np.random.default_rng(0)
 
     def measure(self) -> Profile:
@@ -71,7 +76,9 @@ class PipelineProfiler:
         estimate = self._saturating_tokens(layer_transfer_s)
         counts = sorted({int(min(max(estimate * f, 16), self._max_tokens)) for f in _FRACTIONS})
         self._make_room(counts[-1])
+        self._transfers_s.clear()
         samples = [(n, self._compute(n)) for _ in range(self._repeats) for n in counts]
+        layer_transfer_s = float(np.median(self._transfers_s))  # beside a busy GPU, as it will be
         best = [(n, min(s for m, s in samples if m == n)) for n in counts]  # disturbances only ever add time
         slope, fixed_s = line_through(best)
         return Profile(
@@ -119,7 +126,7 @@ class PipelineProfiler:
         if index:
             for name in names:
                 self._stream.release(index, name)
-        return max(t.finished_s or 0.0 for t in tickets) - min(t.started_s or 0.0 for t in tickets)
+        return _length_s(tickets)
 
     def _compute(self, num_tokens: int) -> float:
         """Seconds on the gpu lane for one layer over `num_tokens` prefill tokens in two halves, the link at work."""
@@ -136,6 +143,7 @@ class PipelineProfiler:
             self._engine.machine.wait(ticket)
         for ticket in busy:
             self._engine.machine.wait(ticket)
+        self._transfers_s.append(_length_s(busy))
         for name in self._engine.store.part_names:
             self._stream.release(1, name)
         return sum((t.finished_s or 0.0) - (t.started_s or 0.0) for t in tickets)
