@@ -28,7 +28,9 @@ def check(values: dict[str, Any]) -> Settings:
     """Parse all that a run parses before it does any work."""
     settings = parse_settings(values)
     load_strategy(settings.strategy)
-    load_machine(settings.machine)(settings.hardware).close()
+    build = load_machine(settings.machine)
+    if settings.hardware.gpu is None:  # profiles of real machines are for planning
+        build(settings.hardware).close()
     return settings
 
 
