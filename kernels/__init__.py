@@ -13,26 +13,44 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "decode_attention": "attention",
+    "latent_attention": "attention",
     "kv_append": "cache",
+    "latent_append": "cache",
     "linear": "linear",
+    "expert_ffn": "ffn",
+    "Gating": "ffn",
     "paced_copy": "link",
     "sleep_until": "link",
+    "ThreadPool": "threads",
     "isa": "cpu",
     "num_cores": "cpu",
     "thread_cpu_s": "cpu",
+    "DataMover": "mover",
+    "Staging": "mover",
+    "CopyTicket": "mover_ticket",
+    "CopyError": "mover_ticket",
 }
 
 __all__ = [*_HOMES, "__version__"]
 
 if TYPE_CHECKING:
     from kernels.attention import decode_attention as decode_attention
+    from kernels.attention import latent_attention as latent_attention
     from kernels.cache import kv_append as kv_append
+    from kernels.cache import latent_append as latent_append
     from kernels.cpu import isa as isa
     from kernels.cpu import num_cores as num_cores
     from kernels.cpu import thread_cpu_s as thread_cpu_s
+    from kernels.ffn import Gating as Gating
+    from kernels.ffn import expert_ffn as expert_ffn
     from kernels.linear import linear as linear
     from kernels.link import paced_copy as paced_copy
     from kernels.link import sleep_until as sleep_until
+    from kernels.mover import DataMover as DataMover
+    from kernels.mover import Staging as Staging
+    from kernels.mover_ticket import CopyError as CopyError
+    from kernels.mover_ticket import CopyTicket as CopyTicket
+    from kernels.threads import ThreadPool as ThreadPool
 
 
 def __getattr__(name: str) -> Any:

@@ -18,6 +18,8 @@ def cpu(name: str, tensor: torch.Tensor, num_dims: int) -> None:
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
     if not tensor.is_cpu:
         raise ValueError(f"{name}: expected a CPU tensor, got one on {tensor.device}")
+    if tensor.is_neg() or tensor.is_conj():  # memory then holds other values than the tensor has
+        raise ValueError(f"{name}: expected values as they lie in memory; resolve_neg() and resolve_conj() give them")
     if tensor.dim() != num_dims:
         raise ValueError(f"{name}: expected {num_dims} dimensions, got shape {tuple(tensor.shape)}")
 
@@ -27,6 +29,13 @@ def float_code(name: str, tensor: torch.Tensor) -> int:
     if code is None:
         raise ValueError(f"{name}: expected {_FLOAT_NAMES}, got {tensor.dtype}")
     return code
+
+
+def sum_code(name: str, tensor: torch.Tensor) -> int:
+    """The types in which products with bfloat16 weights come and go."""
+    if tensor.dtype is not torch.bfloat16 and tensor.dtype is not torch.float32:
+        raise ValueError(f"{name}: expected bfloat16 or float32, got {tensor.dtype}")
+    return DTYPE_CODES[tensor.dtype]
 
 
 def dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
@@ -74,3 +83,16 @@ def disjoint(name: str, span: tuple[int, int], **others: tuple[int, int]) -> Non
     for other_name, (other_start, other_end) in others.items():
         if start < other_end and other_start < end:
             raise ValueError(f"{name}: overlaps {other_name} in memory")
+
+
+def disjoint_rows(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """For two tensors of one shape and dtype that `rows` accepted, whose rows may alternate at a common stride."""
+    (start, end), (other_start, other_end) = span_bytes(tensor), span_bytes(other)
+    if start >= other_end or other_start >= end:
+        return
+    stride, other_stride = rows(name, tensor), rows(other_name, other)
+    stride_bytes = stride * tensor.element_size()
+    row_bytes = tensor.nbytes // tensor.shape[0]  # overlapping, hence not empty
+    offset_bytes = (start - other_start) % stride_bytes
+    if stride != other_stride or not row_bytes <= offset_bytes <= stride_bytes - row_bytes:
+        raise ValueError(f"{name}: overlaps {other_name} in memory")

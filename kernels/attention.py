@@ -1,11 +1,15 @@
-"""Decode attention over a paged KV cache."""
+"""Decode attention over a paged KV cache, and latent attention over a compressed one."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
+from kernels import _options
 from kernels import _tensors as check
 from kernels._extension import native
+from kernels.threads import ThreadPool
 
 _MODES = {"float32": False, "bf16_round": True}
 
@@ -20,7 +24,9 @@ def decode_attention(
     *,
     scale: float,
     sliding_window: int = 0,
+    sinks: torch.Tensor | None = None,
     num_threads: int = 1,
+    pool: ThreadPool | None = None,
     mode: str = "float32",
 ) -> None:
     """One query token per sequence against its cached keys and values, written to `out`.
@@ -29,62 +35,139 @@ def decode_attention(
     k_cache, v_cache: [num_blocks, kv_heads, block_size, head_dim]; may be strided in dim 0; same dtype
     block_tables:     int32 [seqs, max_blocks]; entries outside the attended tokens are never read
     context_lens:     int32 [seqs]; cached tokens including the query's own; 0 gives zeros
+    sinks:            float32 [heads], one more logit a head that has no value (gpt-oss)
 
     Query head h uses KV head h // (heads // kv_heads). A `sliding_window` above 0 attends to that many last tokens.
     Dot products and softmax accumulate in float32. `mode="bf16_round"` also rounds every dot product (scores before
-    scaling, and outputs) to bfloat16, as MoE-Gen's Appendix B does to match a GPU.
-    Raises ValueError naming the argument, also for a context length or a used block id out of range.
+    scaling, and outputs) to bfloat16, as MoE-Gen's Appendix B does to match a GPU. `num_threads` above 1 uses a pool of
+    the process, `pool` a given one; only one of them may be given. Raises ValueError or TypeError naming the argument,
+    also for a context length or a used block id out of range.
     """
     check.cpu("q", q, 3)
     check.cpu("k_cache", k_cache, 4)
     check.cpu("v_cache", v_cache, 4)
-    check.cpu("block_tables", block_tables, 2)
-    check.cpu("context_lens", context_lens, 1)
     check.cpu("out", out, 3)
-    num_seqs, num_heads, head_dim = q.shape
+    _, num_heads, head_dim = q.shape
     num_blocks, num_kv_heads, block_size, cache_dim = k_cache.shape
-    max_blocks = block_tables.shape[1]
     if cache_dim != head_dim or head_dim == 0:
         raise ValueError(f"k_cache: expected head_dim {head_dim} as q has, got {cache_dim}")
     if num_kv_heads == 0 or num_heads % num_kv_heads:
         raise ValueError(f"k_cache: q's {num_heads} heads are no multiple of {num_kv_heads} KV heads")
-    if block_size == 0:
-        raise ValueError("k_cache: block_size is 0")
     check.shape("v_cache", v_cache, (num_blocks, num_kv_heads, block_size, head_dim))
+    check.dtype("v_cache", v_cache, k_cache.dtype)
+    values = _Rows(v_cache.data_ptr(), check.rows("v_cache", v_cache), head_dim)
+    check.disjoint("out", check.span_bytes(out), v_cache=check.span_bytes(v_cache))
+    options = _Options(scale, sliding_window, sinks, mode, pool, num_threads)
+    _decode(q, "k_cache", k_cache, values, block_tables, context_lens, out, options)
+
+
+def latent_attention(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    num_threads: int = 1,
+    pool: ThreadPool | None = None,
+    mode: str = "float32",
+) -> None:
+    """Multi-head latent attention (DeepSeek-V2 and V3, Moonlight) in the compressed space.
+
+    q:     [seqs, heads, latent_dim + rope_dim], the no-rope query times the key up-projection (absorbed), then the
+           rotated rope part; may be strided in dim 0
+    cache: [num_blocks, block_size, latent_dim + rope_dim], the normed latent and the rotated key; strided in dim 0 too
+    out:   [seqs, heads, latent_dim] in q's dtype or float32, to be multiplied by the value up-projection
+
+    Each head's score is its q times the whole cached row, its value the row's first latent_dim elements. The rest is as
+    in `decode_attention`. `scale` is that of the uncompressed head (no-rope plus rope dimension), not of q's.
+    """
+    check.cpu("q", q, 3)
+    check.cpu("cache", cache, 3)
+    check.cpu("out", out, 3)
+    if cache.shape[2] != q.shape[2]:
+        raise ValueError(f"cache: expected rows of {q.shape[2]} elements as q has, got {cache.shape[2]}")
+    if not 0 < out.shape[2] <= q.shape[2]:
+        raise ValueError(f"out: expected latent_dim from 1 to {q.shape[2]} (q's dimension), got {out.shape[2]}")
+    keys = cache.unsqueeze(1)
+    values = _Rows(keys.data_ptr(), check.rows("cache", cache), out.shape[2])
+    options = _Options(scale, 0, None, mode, pool, num_threads)
+    _decode(q, "cache", keys, values, block_tables, context_lens, out, options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Values by address, because the latent ones lie inside the keys."""
+
+    address: int
+    block_stride: int
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    scale: float
+    sliding_window: int
+    sinks: torch.Tensor | None
+    mode: str
+    pool: ThreadPool | None
+    num_threads: int
+
+    def check(self, num_heads: int) -> None:
+        _options.finite("scale", self.scale)
+        _options.integer("sliding_window", self.sliding_window, 0, " (off)")
+        _options.one_of("mode", self.mode, _MODES)
+        if self.sinks is not None:
+            check.cpu("sinks", self.sinks, 1)
+            check.dtype("sinks", self.sinks, torch.float32)
+            check.shape("sinks", self.sinks, (num_heads,))
+            check.contiguous("sinks", self.sinks)
+
+
+def _decode(
+    q: torch.Tensor,
+    cache_name: str,
+    k_cache: torch.Tensor,  # [num_blocks, kv_heads, block_size, head_dim]
+    values: _Rows,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    out: torch.Tensor,
+    options: _Options,
+) -> None:
+    """The checks and the call that the two attentions share."""
+    num_seqs, num_heads, head_dim = q.shape
+    num_blocks, num_kv_heads, block_size, _ = k_cache.shape
+    check.cpu("block_tables", block_tables, 2)
+    check.cpu("context_lens", context_lens, 1)
+    max_blocks = block_tables.shape[1]
+    if block_size == 0:
+        raise ValueError(f"{cache_name}: block_size is 0")
     check.shape("block_tables", block_tables, (num_seqs, max_blocks))
     check.shape("context_lens", context_lens, (num_seqs,))
-    check.shape("out", out, (num_seqs, num_heads, head_dim))
-
-    q_code, out_code = check.float_code("q", q), check.float_code("out", out)
-    kv_code = check.float_code("k_cache", k_cache)
-    check.dtype("v_cache", v_cache, k_cache.dtype)
+    check.shape("out", out, (num_seqs, num_heads, values.dim))
     check.dtype("block_tables", block_tables, torch.int32)
     check.dtype("context_lens", context_lens, torch.int32)
+    check.contiguous("context_lens", context_lens)
+    q_code, out_code = check.float_code("q", q), check.float_code("out", out)
+    kv_code = check.float_code(cache_name, k_cache)
     if out_code not in (q_code, 2):
         raise ValueError(f"out: expected {q.dtype} as q has, or float32, got {out.dtype}")
-    if sliding_window < 0:
-        raise ValueError(f"sliding_window: expected 0 (off) or more, got {sliding_window}")
-    if num_threads < 1:
-        raise ValueError(f"num_threads: expected 1 or more, got {num_threads}")
-    if mode not in _MODES:
-        raise ValueError(f"mode: expected one of {', '.join(_MODES)}, got {mode!r}")
+    options.check(num_heads)
 
     q_stride, out_stride = check.rows("q", q), check.rows("out", out)
-    k_stride, v_stride = check.rows("k_cache", k_cache), check.rows("v_cache", v_cache)
-    table_stride = check.rows("block_tables", block_tables)
-    check.contiguous("context_lens", context_lens)
-    check.disjoint(
-        "out",
-        check.span_bytes(out),
-        q=check.span_bytes(q),
-        k_cache=check.span_bytes(k_cache),
-        v_cache=check.span_bytes(v_cache),
-        block_tables=check.span_bytes(block_tables),
-        context_lens=check.span_bytes(context_lens),
-    )
+    k_stride, table_stride = check.rows(cache_name, k_cache), check.rows("block_tables", block_tables)
+    spans = {"q": q, cache_name: k_cache, "block_tables": block_tables, "context_lens": context_lens}
+    if options.sinks is not None:
+        spans["sinks"] = options.sinks
+    check.disjoint("out", check.span_bytes(out), **{name: check.span_bytes(tensor) for name, tensor in spans.items()})
+    pool = _options.native_pool(options.pool, options.num_threads)
+    if not out.numel():
+        return
     native().decode_attention(
-        q.data_ptr(), out.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_tables.data_ptr(),
-        context_lens.data_ptr(), q_code, out_code, kv_code, num_seqs, num_heads, num_kv_heads, head_dim, num_blocks,
-        block_size, max_blocks, q_stride, out_stride, k_stride, v_stride, table_stride, scale, sliding_window,
-        _MODES[mode], num_threads,
+        q.data_ptr(), out.data_ptr(), k_cache.data_ptr(), values.address, block_tables.data_ptr(),
+        context_lens.data_ptr(), 0 if options.sinks is None else options.sinks.data_ptr(), q_code, out_code, kv_code,
+        num_seqs, num_heads, num_kv_heads, head_dim, values.dim, num_blocks, block_size, max_blocks, q_stride,
+        out_stride, k_stride, values.block_stride, table_stride, options.scale, options.sliding_window,
+        _MODES[options.mode], pool, options.num_threads,
     )  # fmt: skip

@@ -17,6 +17,7 @@ def kv_append(
     k_cache, v_cache: [num_blocks, kv_heads, block_size, head_dim]; may be strided in dim 0; same dtype
     slots:            int32 or int64 [tokens], block * block_size + offset; of equal slots the last token wins
 
+    The blocks of both caches may alternate in one tensor (pool[:, 0] and pool[:, 1]), but no block may overlap another.
     Raises ValueError naming the argument; nothing is written if a slot is out of range.
     """
     check.cpu("k", k, 3)
@@ -33,9 +34,7 @@ def kv_append(
     src_code, cache_code = check.float_code("k", k), check.float_code("k_cache", k_cache)
     check.dtype("v", v, k.dtype)
     check.dtype("v_cache", v_cache, k_cache.dtype)
-    if slots.dtype is not torch.int64 and slots.dtype is not torch.int32:
-        raise ValueError(f"slots: expected torch.int64 or torch.int32, got {slots.dtype}")
-    check.contiguous("slots", slots)
+    _check_slots(slots)
     if num_tokens == 0:
         return
 
@@ -44,8 +43,41 @@ def kv_append(
     sources = {"k": check.span_bytes(k), "v": check.span_bytes(v), "slots": check.span_bytes(slots)}
     check.disjoint("k_cache", check.span_bytes(k_cache), **sources)
     check.disjoint("v_cache", check.span_bytes(v_cache), **sources)
+    check.disjoint_rows("v_cache", v_cache, "k_cache", k_cache)
     native().kv_append(
         k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slots.data_ptr(),
         slots.dtype is torch.int64, src_code, cache_code, num_tokens, num_blocks, num_kv_heads, head_dim, block_size,
         k_stride, v_stride, k_block_stride, v_block_stride,
     )  # fmt: skip
+
+
+def latent_append(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Scatter the compressed rows of new tokens into one layer's cache for `latent_attention`, converting dtypes.
+
+    latent: [tokens, dim]; may be strided in dim 0
+    cache:  [num_blocks, block_size, dim]; may be strided in dim 0
+    slots:  as in `kv_append`
+    """
+    check.cpu("latent", latent, 2)
+    check.cpu("cache", cache, 3)
+    check.cpu("slots", slots, 1)
+    num_tokens, dim = latent.shape
+    num_blocks, block_size, _ = cache.shape
+    check.shape("cache", cache, (num_blocks, block_size, dim))
+    check.shape("slots", slots, (num_tokens,))
+    _check_slots(slots)
+    if num_tokens == 0:
+        return
+    src_code, cache_code = check.float_code("latent", latent), check.float_code("cache", cache)
+    stride, block_stride = check.rows("latent", latent), check.rows("cache", cache)
+    check.disjoint("cache", check.span_bytes(cache), latent=check.span_bytes(latent), slots=check.span_bytes(slots))
+    native().kv_append(
+        latent.data_ptr(), 0, cache.data_ptr(), 0, slots.data_ptr(), slots.dtype is torch.int64, src_code, cache_code,
+        num_tokens, num_blocks, 1, dim, block_size, stride, stride, block_stride, block_stride,
+    )  # fmt: skip
+
+
+def _check_slots(slots: torch.Tensor) -> None:
+    if slots.dtype is not torch.int64 and slots.dtype is not torch.int32:
+        raise ValueError(f"slots: expected torch.int64 or torch.int32, got {slots.dtype}")
+    check.contiguous("slots", slots)

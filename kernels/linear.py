@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import torch
 
+from kernels import _options
 from kernels import _tensors as check
 from kernels._extension import native
+from kernels.threads import ThreadPool
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None, *, num_threads: int = 1
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    num_threads: int = 1,
+    pool: ThreadPool | None = None,
 ) -> torch.Tensor:
     """x @ weight.T with float32 sums.
 
@@ -17,8 +24,8 @@ def linear(
     weight: [outputs, depth] bfloat16; may be strided in dim 0
     out:    [rows, outputs] bfloat16 or float32, made in x's dtype where it is not given; may be strided in dim 0
 
-    Nothing is widened in memory: for few rows the time is that of reading `weight` once. Raises ValueError naming the
-    argument.
+    Nothing is widened in memory: for few rows the time is that of reading `weight` once. Denormal numbers may count as
+    zeros. `num_threads` and `pool` are those of `decode_attention`. Raises ValueError naming the argument.
     """
     check.cpu("x", x, 2)
     check.cpu("weight", weight, 2)
@@ -28,13 +35,8 @@ def linear(
     check.dtype("weight", weight, torch.bfloat16)
     check.shape("weight", weight, (weight.shape[0], x.shape[1]))
     check.shape("out", out, (x.shape[0], weight.shape[0]))
-    codes = []
-    for name, tensor in (("x", x), ("out", out)):
-        if tensor.dtype is not torch.bfloat16 and tensor.dtype is not torch.float32:
-            raise ValueError(f"{name}: expected bfloat16 or float32, got {tensor.dtype}")
-        codes.append(check.float_code(name, tensor))
-    if num_threads < 1:
-        raise ValueError(f"num_threads: expected 1 or more, got {num_threads}")
+    codes = check.sum_code("x", x), check.sum_code("out", out)
+    threads = _options.native_pool(pool, num_threads)
     x_stride, w_stride, out_stride = check.rows("x", x), check.rows("weight", weight), check.rows("out", out)
     check.disjoint("out", check.span_bytes(out), x=check.span_bytes(x), weight=check.span_bytes(weight))
     if x.shape[1] == 0:
@@ -42,6 +44,6 @@ def linear(
     if out.numel():
         native().linear(
             x.data_ptr(), weight.data_ptr(), out.data_ptr(), *codes, *out.shape, x.shape[1], x_stride, w_stride,
-            out_stride, num_threads,
+            out_stride, threads, num_threads,
         )  # fmt: skip
     return out

@@ -16,7 +16,7 @@ def paced_copy(dst: torch.Tensor, src: torch.Tensor, rate_bytes_s: float, deadli
     Starts when the link is free, at max(now, `deadline_s`) on time.monotonic()'s scale, and returns when the last
     byte's time has come. The result is the link's next free time: pass it to the next copy over the same link. A copy
     that follows within 150 us (and a tenth of its own duration) counts as back to back, so that the hand-over in
-    Python does not slow the link down; over any stretch of time it still carries no more than its rate.
+    Python does not slow the link down; over any stretch of time it still carries no more than its rate. Ctrl-C ends it.
     """
     for name, tensor in (("dst", dst), ("src", src)):
         check.cpu(name, tensor, 1)

@@ -40,18 +40,20 @@ def worst_error(case: PagedCase, out: torch.Tensor, **options) -> float:
     kv=st.sampled_from(list(DTYPES)),
     query=st.sampled_from(list(DTYPES)),
     sliding_window=st.sampled_from([0, 1, 17, 40]),
+    with_sinks=st.booleans(),
     num_threads=st.sampled_from([1, 2, 3]),
     seed=st.integers(0, 1000),
 )
 def test_matches_the_oracle(
-    isa, lengths, num_kv_heads, group, head_dim, block_size, kv, query, sliding_window, num_threads, seed
+    isa, lengths, num_kv_heads, group, head_dim, block_size, kv, query, sliding_window, with_sinks, num_threads, seed
 ):
     case = paged_case(
         lengths, num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, block_size=block_size,
         kv_dtype=DTYPES[kv], q_dtype=DTYPES[query], seed=seed,
     )  # fmt: skip
-    out = run(case, sliding_window=sliding_window, num_threads=num_threads)
-    assert worst_error(case, out, sliding_window=sliding_window) < TOLERANCE
+    sinks = torch.randn(num_kv_heads * group) if with_sinks else None
+    out = run(case, sliding_window=sliding_window, sinks=sinks, num_threads=num_threads)
+    assert worst_error(case, out, sliding_window=sliding_window, sinks=sinks) < TOLERANCE
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
@@ -65,11 +67,81 @@ def test_zero_length_gives_zeros(isa):
     assert torch.all(out[0] == 0) and torch.all(out[2] == 0) and torch.all(out[1] != 0)
 
 
+def test_nothing_to_do(isa):
+    no_heads, no_seqs = paged_case([5, 0], group=0), paged_case([])
+    assert run(no_heads).shape == (2, 0, 64)
+    assert run(no_seqs).shape == (0, 8, 64)
+
+
 def test_large_logits_do_not_overflow(isa):
     case = paged_case([50, 33], magnitude=60.0, kv_dtype=torch.float32, q_dtype=torch.float32)
     out = run(case)
     assert torch.isfinite(out).all()
     assert worst_error(case, out) < 60 * 1e-3  # logits of 3e4 carry float32 errors of 2e-3
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("group", [1, 7, 48, 71])
+def test_wide_groups(isa, group, head_dim):
+    case = paged_case([40, 17], group=group, head_dim=head_dim)
+    assert worst_error(case, run(case, num_threads=2)) < TOLERANCE
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("kv", list(DTYPES))
+def test_tokens_with_scores_of_minus_infinity_have_no_weight(isa, kv, num_threads):
+    case = paged_case([600, 20, 9], group=3, kv_dtype=DTYPES[kv])
+    case.q[..., 0] = 1.0
+    masked = torch.rand(600, generator=torch.Generator().manual_seed(0)) < 0.5
+    masked[300:] = True  # whole tiles, and with several threads whole pieces
+    for seq, tokens in enumerate([masked.nonzero()[:, 0].tolist(), [0, 19], range(9)]):
+        for token in tokens:
+            case.k_cache[case.block_tables[seq, token // 16], :, token % 16, 0] = -float("inf")
+    out = run(case, num_threads=num_threads)
+    assert worst_error(case, out) < TOLERANCE
+    assert torch.all(out[2] == 0)
+
+
+@pytest.mark.parametrize("kv", list(DTYPES))
+def test_denormal_keys_and_values(isa, kv):
+    case = paged_case([33, 5], kv_dtype=DTYPES[kv], q_dtype=torch.float32)
+    smallest = {"bf16": 2.0**-133, "fp16": 2.0**-24, "fp32": 2.0**-149}[kv]
+    for cache in (case.k_cache, case.v_cache):
+        cache.mul_(0).add_(torch.randint(-9, 10, cache.shape) * smallest)  # NaN outside the sequences stays NaN
+    expected = reference.decode_attention(*case.arguments, scale=case.scale)
+    out = run(case)
+    assert torch.all(out.abs() <= 9 * smallest)
+    assert worst_error(case, out) <= max(2 * smallest if kv == "fp32" else 0.0, 1e-5 * float(expected.abs().max()))
+
+
+def test_half_precision_denormals_survive_flushing(isa):
+    values = (torch.arange(1, 65) * 2.0**-24).half()
+    cache = values.expand(1, 1, 4, 64).contiguous()
+    case = PagedCase(torch.zeros(1, 1, 64), cache, cache, torch.zeros(1, 1).int(), torch.tensor([4]).int(), 1.0)
+    assert torch.set_flush_denormal(True)
+    try:
+        out = run(case)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.allclose(out[0, 0], values.float(), rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_blocks_that_end_beyond_the_greatest_int(isa, num_threads):
+    """A block of 2^30 tokens used twice, in memory of which only the attended pages are ever touched."""
+    block_size, window = 2**30, 700
+    cache = torch.empty(1, 1, block_size, 1, dtype=torch.bfloat16)
+    last = cache[0, 0, -window - 1 : -1, 0]  # tokens of the second block: the context ends one before its end
+    last.copy_(torch.randn(window, generator=torch.Generator().manual_seed(0)))
+    table = torch.tensor([[0, 0, -(2**31)]], dtype=torch.int32)[:, :2]
+    lengths = torch.tensor([2**31 - 1], dtype=torch.int32)
+    out = torch.empty(1, 1, 1)
+    kernels.decode_attention(
+        torch.ones(1, 1, 1), cache, cache, table, lengths, out, scale=1.0, sliding_window=window,
+        num_threads=num_threads,
+    )  # fmt: skip
+    exact = last.double()
+    assert abs(float(out) - float(exact.softmax(0) @ exact)) < TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -38,9 +38,25 @@ BAD_DECODE = {
     "out-shape": ("out", torch.empty(2, 8, 32, dtype=torch.bfloat16)),
     "out-dtype": ("out", torch.empty(2, 8, 64, dtype=torch.float16)),
     "out-expanded": ("out", torch.empty(1, 8, 64, dtype=torch.bfloat16).expand(2, 8, 64)),
+    "sinks-dtype": ("sinks", torch.zeros(8, dtype=torch.bfloat16)),
+    "sinks-shape": ("sinks", torch.zeros(2)),
+    "sinks-stride": ("sinks", torch.zeros(16)[::2]),
     "sliding_window": ("sliding_window", -1),
     "num_threads": ("num_threads", 0),
     "mode": ("mode", "fp8"),
+    "mode-type": ("mode", []),
+    "scale-nan": ("scale", float("nan")),
+    "scale-infinite": ("scale", float("-inf")),
+    "scale-float32": ("scale", 1e39),
+    "scale-type": ("scale", "1"),
+    "sliding_window-wide": ("sliding_window", 2**31),
+    "sliding_window-type": ("sliding_window", 1.5),
+    "num_threads-float": ("num_threads", 2.0),
+    "num_threads-string": ("num_threads", "2"),
+    "num_threads-wide": ("num_threads", 2**31),
+    "q-negated": ("q", torch._neg_view(CASE.q)),
+    "k_cache-negated": ("k_cache", torch._neg_view(CASE.k_cache)),
+    "sinks-conjugated": ("sinks", torch.zeros(8, dtype=torch.complex64).conj()),
 }
 
 
@@ -49,8 +65,28 @@ def test_decode_attention_names_the_bad_argument(name):
     field, value = BAD_DECODE[name]
     if name == "q-head_dim":
         value = torch.zeros(4, 2, 16, 32, dtype=torch.bfloat16)
-    with pytest.raises((ValueError, TypeError), match=f"^{field}"):
+    with pytest.raises((ValueError, TypeError), match=f"^{field}: |^{field}\\["):
         kernels.decode_attention(**decode_arguments(**{field: value}))
+
+
+def test_lazily_conjugated_tensors_are_named_as_such():
+    with pytest.raises(ValueError, match=r"^k: .*resolve_conj"):
+        kernels.kv_append(**append_arguments(k=torch.zeros(3, 2, 8, dtype=torch.complex64).conj()))
+
+
+def test_pool_and_num_threads_exclude_each_other():
+    both = {"num_threads": 2, "pool": kernels.ThreadPool(num_threads=2)}
+    weight = torch.zeros(8, 8).bfloat16()
+    x, out = torch.zeros(3, 8), torch.zeros(3, 8)
+    latent = torch.zeros(2, 4, 8), torch.zeros(5, 16, 8), CASE.block_tables * 0, CASE.context_lens, torch.zeros(2, 4, 6)
+    for call in (
+        lambda: kernels.decode_attention(**decode_arguments(**both)),
+        lambda: kernels.latent_attention(*latent, scale=1.0, **both),
+        lambda: kernels.linear(x, weight, out, **both),
+        lambda: kernels.expert_ffn(x, weight, weight, weight, out, **both),
+    ):
+        with pytest.raises(ValueError, match=r"^num_threads: give either num_threads or pool"):
+            call()
 
 
 @pytest.mark.parametrize("source", ["q", "k_cache", "v_cache"])
@@ -97,6 +133,47 @@ def test_kv_append_refuses_overlap():
     arguments["k"] = arguments["k_cache"].view(-1)[:48].view(3, 2, 8)
     with pytest.raises(ValueError, match=r"^k_cache: overlaps k"):
         kernels.kv_append(**arguments)
+
+
+MEMORY = torch.zeros(4096)
+ROW = (2, 16, 8)  # kv_heads, block_size, head_dim: 256 elements
+
+
+def blocks(start: int, stride: int, num_blocks: int = 4) -> torch.Tensor:
+    return MEMORY.as_strided((num_blocks, *ROW), (stride, 128, 8, 1), start)
+
+
+OVERLAPPING = {
+    "same": (blocks(0, 256), blocks(0, 256)),
+    "part of a block": (blocks(0, 256), blocks(1000, 256)),
+    "same among others": (blocks(0, 600), blocks(0, 600)),
+    "strided into the next": (blocks(0, 600), blocks(255, 600)),
+    "strided into the one before": (blocks(0, 600), blocks(345, 600)),
+    "strided, later blocks": (blocks(0, 600), blocks(1200, 600)),
+    "unequal strides": (blocks(0, 512), blocks(256, 1024)),
+    "one block": (blocks(0, 256, 1), blocks(255, 256, 1)),
+}
+
+
+@pytest.mark.parametrize("case", OVERLAPPING)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_kv_append_refuses_caches_that_overlap_each_other(case, swapped):
+    k_cache, v_cache = OVERLAPPING[case][:: -1 if swapped else 1]
+    slots = torch.tensor([0, 5, 15])
+    with pytest.raises(ValueError, match=r"^v_cache: overlaps k_cache"):
+        kernels.kv_append(**append_arguments(k_cache=k_cache, v_cache=v_cache, slots=slots))
+
+
+@pytest.mark.parametrize(
+    ("k_start", "v_start", "stride"), [(0, 256, 512), (256, 0, 512), (0, 344, 600), (0, 1024, 256)]
+)
+def test_kv_append_takes_caches_whose_blocks_alternate(k_start, v_start, stride):
+    MEMORY.zero_()
+    k_cache, v_cache = blocks(k_start, stride), blocks(v_start, stride)
+    ones = torch.ones(64, 2, 8)
+    kernels.kv_append(ones, 2 * ones, k_cache, v_cache, torch.arange(64))
+    assert (k_cache == 1).all() and (v_cache == 2).all() and MEMORY.sum() == 3 * 4 * 256
+    MEMORY.zero_()
 
 
 @pytest.mark.parametrize(

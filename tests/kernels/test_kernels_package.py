@@ -49,10 +49,23 @@ def test_kernels_isa_forces_a_path():
     assert result.stdout.strip() == "portable", result.stderr
 
 
+@pytest.mark.parametrize("used_before", [False, True])
+def test_a_forced_path_gives_way_to_the_environments(used_before):
+    code = (
+        "import kernels\nfrom kernels._extension import native\n"
+        f"if {used_before}: kernels.isa()\n"
+        "native().set_isa(native().supported_isas()[0])\n"
+        "print(kernels.isa() == native().supported_isas()[0])\n"
+        "native().set_isa('')\nprint(kernels.isa())"
+    )
+    result = python(code, KERNELS_ISA="portable")
+    assert result.stdout.split() == ["True", "portable"], result.stderr
+
+
 def test_unknown_kernels_isa_is_an_error():
     result = python("import kernels; kernels.isa()", KERNELS_ISA="neon")
     last = result.stderr.strip().splitlines()[-1]
-    assert last == "ValueError: KERNELS_ISA: expected avx512, avx2 or portable, got 'neon'"
+    assert last == "ValueError: KERNELS_ISA: expected amx, avx512, avx2 or portable, got 'neon'"
 
 
 def test_num_cores_is_what_the_process_may_use():

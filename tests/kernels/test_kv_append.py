@@ -61,6 +61,27 @@ def test_every_half_precision_value_widens_exactly(isa):
         assert torch.equal(caches[0].view(-1).nan_to_num(nan=1.5), values.view(-1).float().nan_to_num(nan=1.5))
 
 
+@pytest.fixture
+def flushed_denormals():
+    """Float32 denormals count as zero, in this thread; half-precision ones still have their values."""
+    assert torch.set_flush_denormal(True)
+    yield
+    torch.set_flush_denormal(False)
+
+
+def test_half_precision_denormals_survive_flushing(isa, flushed_denormals):
+    denormals = torch.arange(1, 1024, dtype=torch.int16)
+    expected = [number * 2.0**-24 for number in range(1, 1024)]
+    values = denormals.view(torch.float16).view(1, 1, -1)
+    wide = [torch.zeros(1, 1, 1, 1023) for _ in range(2)]
+    kernels.kv_append(values, values, *wide, torch.tensor([0]))
+    assert wide[0].view(-1).tolist() == expected
+    narrow = [torch.zeros(1, 1, 1, 1023, dtype=torch.float16) for _ in range(2)]
+    kernels.kv_append(wide[0][:, 0], -wide[0][:, 0], *narrow, torch.tensor([0]))
+    assert torch.equal(narrow[0].view(-1).view(torch.int16), denormals)
+    assert torch.equal(narrow[1].view(-1).view(torch.int16), denormals - 2**15)
+
+
 def test_writes_into_strided_blocks(isa):
     pool = torch.zeros(4, 2, 2, 8, 16)  # [num_blocks, k or v, kv_heads, block_size, head_dim]
     k = torch.randn(5, 2, 16)

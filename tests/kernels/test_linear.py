@@ -38,13 +38,33 @@ def test_product_is_exact_up_to_float32_sums(rows, outputs, depth, x_dtype, out_
     assert (out[:, outputs:] == 7.0).all(), "wrote outside its output"
 
 
-def test_nan_and_infinity_pass_through():
-    x = torch.ones(2, 40)
+FEW_AND_MANY = [2, 16]  # rows: tiles are for many
+
+
+@pytest.mark.parametrize("rows", FEW_AND_MANY)
+def test_nan_and_infinity_pass_through(isa, rows):
+    x = torch.ones(rows, 40)
     weight = torch.ones(5, 40).bfloat16()
     weight[1, 39], weight[2, 0] = float("nan"), float("inf")
     out = kernels.linear(x, weight)
     assert out[0].tolist()[0] == 40.0
     assert out[:, 1].isnan().all() and (out[:, 2] == float("inf")).all()
+
+
+@pytest.mark.parametrize("rows", FEW_AND_MANY)
+def test_float32_inputs_lose_no_bit(isa, rows):
+    """An identity gives back each number, from 1e-20 to 1e38: also where products are of bfloat16 parts of it."""
+    generator = torch.Generator().manual_seed(3)
+    exponents = torch.rand(rows, 70, generator=generator) * 192 - 66
+    x = torch.randn(rows, 70, generator=generator).clamp(-2, 2) * 2.0**exponents
+    assert torch.equal(kernels.linear(x, torch.eye(70).bfloat16()), x)
+
+
+def test_more_rows_than_a_slab(isa):
+    x, weight = torch.randn(1061, 100), torch.randn(300, 100).bfloat16()
+    out = kernels.linear(x, weight, num_threads=2)
+    exact = x.double() @ weight.double().T
+    assert ((out.double() - exact).abs() <= 1e-6 * (x.double().abs() @ weight.double().abs().T)).all()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -64,6 +66,22 @@ def test_releases_the_gil():
     for thread in threads:
         thread.join()
     assert time.monotonic() - start >= 0.99
+
+
+@pytest.mark.parametrize("call", ["paced_copy(dst, src, 1.0, 0.0)", "sleep_until(time.monotonic() + 3600)"])
+def test_ctrl_c_ends_a_long_wait(call):
+    code = f"""
+import signal, time, torch, kernels
+src, dst = (torch.zeros(1000, dtype=torch.uint8) for _ in range(2))
+signal.setitimer(signal.ITIMER_REAL, 0.2)
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+try:
+    kernels.{call}
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stdout == "interrupted\n", result.stderr
 
 
 def test_sleep_until():

@@ -8,9 +8,9 @@
 namespace kernels {
 
 struct AppendRequest {
-  const void *k, *v;       // [num_tokens, num_kv_heads, head_dim], dim 0 strided
+  const void *k, *v;        // [num_tokens, num_kv_heads, head_dim], dim 0 strided; v may be null
   void *k_cache, *v_cache;  // [num_blocks, num_kv_heads, block_size, head_dim], dim 0 strided
-  const void* slots;       // [num_tokens], block * block_size + offset
+  const void* slots;        // [num_tokens], block * block_size + offset
   bool slots_are_64_bit;
   DType src_dtype, cache_dtype;
   int64_t num_tokens, num_blocks;

@@ -1,4 +1,6 @@
 // Decode attention over a paged KV cache: the request, its pieces of work, and the per-ISA kernels.
+//
+// Latent attention (MLA) is the same with one KV head, whose values are the first `value_dim` elements of its keys.
 #pragma once
 
 #include <cstdint>
@@ -11,14 +13,15 @@ namespace kernels {
 class ThreadPool;
 
 struct DecodeRequest {
-  const void* q;  // [num_seqs, num_heads, head_dim], dim 0 strided
-  void* out;      // the same shape
+  const void* q;        // [num_seqs, num_heads, head_dim], dim 0 strided
+  void* out;            // [num_seqs, num_heads, value_dim], dim 0 strided
   const void* k_cache;  // [num_blocks, num_kv_heads, block_size, head_dim], dim 0 strided
-  const void* v_cache;
+  const void* v_cache;  // rows of value_dim elements, head_dim apart
   const int32_t* block_tables;  // [num_seqs, max_blocks], dim 0 strided
   const int32_t* context_lens;  // [num_seqs]
+  const float* sinks;           // [num_heads] logits that take weight from the tokens, or null
   DType q_dtype, out_dtype, kv_dtype;
-  int num_seqs, num_heads, num_kv_heads, head_dim;
+  int num_seqs, num_heads, num_kv_heads, head_dim, value_dim;
   int64_t num_blocks;
   int block_size, max_blocks;
   int64_t q_stride, out_stride, k_block_stride, v_block_stride, table_stride;  // in elements
@@ -27,6 +30,7 @@ struct DecodeRequest {
   bool bf16_round;     // round each dot product to bfloat16
 
   int group() const { return num_heads / num_kv_heads; }
+  bool values_in_keys() const { return v_cache == k_cache; }
   int first_token(int seq) const {
     const int length = context_lens[seq];
     return sliding_window > 0 && length > sliding_window ? length - sliding_window : 0;
@@ -51,13 +55,13 @@ struct DecodeKernel {
 };
 
 namespace avx512 {
-DecodeKernel decode_kernel(DType kv_dtype, int head_dim);
+DecodeKernel decode_kernel(const DecodeRequest& request);
 }
 namespace avx2 {
-DecodeKernel decode_kernel(DType kv_dtype, int head_dim);
+DecodeKernel decode_kernel(const DecodeRequest& request);
 }
 namespace portable {
-DecodeKernel decode_kernel(DType kv_dtype, int head_dim);
+DecodeKernel decode_kernel(const DecodeRequest& request);
 }
 
 // Runs on `pool` (its threads and, if it has one, the caller's share), or in the caller when `pool` is null.

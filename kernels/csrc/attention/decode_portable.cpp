@@ -3,8 +3,8 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
-#include <vector>
 
+#include "../core/scratch.h"
 #include "../core/types.h"
 #include "decode.h"
 

@@ -6,10 +6,8 @@
 namespace kernels::KERNELS_ISA_NS {
 
 inline float* scratch(size_t num_floats) {
-  thread_local std::vector<float> buffer;
-  if (buffer.size() < num_floats + 16) buffer.resize(num_floats + 16);
-  const auto address = reinterpret_cast<uintptr_t>(buffer.data());
-  return reinterpret_cast<float*>((address + 63) / 64 * 64);
+  thread_local Scratch buffer;
+  return buffer.floats(num_floats);
 }
 
 // A row of D elements, known to the compiler, or of any number of elements with D = 0.
@@ -19,7 +17,7 @@ class Row {
   explicit Row(int size) : size_(D ? D : size) {}
 
   KERNELS_INLINE int size() const { return D ? D : size_; }
-  KERNELS_INLINE int padded() const { return (size() + kWidth - 1) / kWidth * kWidth; }
+  KERNELS_INLINE int padded() const { return padded_width(size()); }
   KERNELS_INLINE int paired() const { return size() / (2 * kWidth) * (2 * kWidth); }  // elements in whole pairs
 
   // One vector from position `d` on in natural order; zeros beyond the row's end.

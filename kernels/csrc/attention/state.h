@@ -21,18 +21,20 @@ struct State {
   }
 };
 
-inline int64_t state_floats(const DecodeRequest& r) { return State::size(r.group(), padded_width(r.head_dim)); }
+inline int64_t state_floats(const DecodeRequest& r) { return State::size(r.group(), padded_width(r.value_dim)); }
 
-// Weighted sum of one head's states in `merged` (kernel order), normalised; all-masked heads give zeros.
-inline void merge_head(const float* const* states, int num_states, int group, int head, int padded_dim, float* merged) {
+// Weighted sum of one head's states in `merged` (kernel order), normalised; all-masked heads give zeros. `sink` is one
+// more logit, without a value (-infinity: none).
+inline void merge_head(const float* const* states, int num_states, int group, int head, float sink, int padded_dim,
+                       float* merged) {
   const auto state = [&](int i) { return State(const_cast<float*>(states[i]), group); };
   const float infinity = std::numeric_limits<float>::infinity();
   const int lane = State::lane(head);
-  float maximum = -infinity;
+  float maximum = sink;
   for (int i = 0; i < num_states; ++i) maximum = std::max(maximum, state(i).maxima[lane]);
   const float shift = maximum == -infinity ? 0.0f : maximum;
   std::fill(merged, merged + padded_dim, 0.0f);
-  float sum = 0;
+  float sum = std::exp(sink - shift);
   for (int i = 0; i < num_states; ++i) {
     const float weight = std::exp(state(i).maxima[lane] - shift);
     sum += weight * state(i).sums[lane];
@@ -47,13 +49,15 @@ inline void merge_head(const float* const* states, int num_states, int group, in
 // See DecodeKernel::finish.
 template <class T>
 void finish(const DecodeRequest& r, int seq, int kv_head, const float* const* states, int num_states) {
-  const int size = r.head_dim, padded_dim = padded_width(size), group = r.group();
+  const int size = r.value_dim, padded_dim = padded_width(size), group = r.group();
   float* const merged = scratch(2 * size_t(padded_dim));
   float* const natural = merged + padded_dim;
   for (int h = 0; h < group; ++h) {
-    merge_head(states, num_states, group, h, padded_dim, merged);
+    const int64_t head = int64_t(kv_head) * group + h;
+    const float sink = r.sinks ? r.sinks[head] : -std::numeric_limits<float>::infinity();
+    merge_head(states, num_states, group, h, sink, padded_dim, merged);
     to_natural_order<T>(merged, size, natural);
-    const int64_t start = seq * r.out_stride + (int64_t(kv_head) * group + h) * size;
+    const int64_t start = seq * r.out_stride + head * size;
     if (r.out_dtype == DType::kBf16) store_row(natural, size, r.bf16_round, static_cast<bf16*>(r.out) + start);
     if (r.out_dtype == DType::kFp16) store_row(natural, size, r.bf16_round, static_cast<fp16*>(r.out) + start);
     if (r.out_dtype == DType::kFp32) store_row(natural, size, r.bf16_round, static_cast<float*>(r.out) + start);

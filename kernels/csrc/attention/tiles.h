@@ -9,7 +9,7 @@ constexpr int kTile = 16;  // tokens
 
 template <class T>
 struct Tile {
-  const T *k, *v;  // num_tokens consecutive rows of head_dim elements
+  const T *k, *v;  // num_tokens rows, head_dim elements apart
   int kv_head, num_tokens;
 };
 
@@ -17,8 +17,8 @@ struct Tile {
 template <class T>
 class TileStream {
  public:
-  TileStream(const DecodeRequest& r, const DecodePiece& piece, int head_dim)
-      : r_(r), piece_(piece), head_dim_(head_dim), table_(r.block_tables + piece.seq * r.table_stride) {
+  TileStream(const DecodeRequest& r, const DecodePiece& piece)
+      : r_(r), piece_(piece), table_(r.block_tables + piece.seq * r.table_stride) {
     enter_block(piece.first);
   }
 
@@ -26,7 +26,7 @@ class TileStream {
 
   Tile<T> next() {
     const int num_tokens = std::min(kTile, block_end_ - token_in_head_);
-    const int64_t offset = (int64_t(head_) * r_.block_size + token_in_head_ % r_.block_size) * head_dim_;
+    const int64_t offset = (int64_t(head_) * r_.block_size + token_in_head_ % r_.block_size) * r_.head_dim;
     const Tile<T> tile{k_block_ + offset, v_block_ + offset, head_, num_tokens};
     token_in_head_ += num_tokens;
     if (token_in_head_ < block_end_) return tile;
@@ -41,14 +41,13 @@ class TileStream {
     head_ = piece_.first_head;
     if (done()) return;
     const int block = token / r_.block_size;
-    block_end_ = std::min(piece_.last, (block + 1) * r_.block_size);
+    block_end_ = int(std::min<int64_t>(piece_.last, int64_t(block + 1) * r_.block_size));
     k_block_ = static_cast<const T*>(r_.k_cache) + table_[block] * r_.k_block_stride;
     v_block_ = static_cast<const T*>(r_.v_cache) + table_[block] * r_.v_block_stride;
   }
 
   const DecodeRequest& r_;
   const DecodePiece& piece_;
-  const int head_dim_;
   const int32_t* const table_;
   int token_, token_in_head_, block_end_ = 0, head_ = 0;
   const T *k_block_ = nullptr, *v_block_ = nullptr;
@@ -56,7 +55,7 @@ class TileStream {
 
 // Fetches the tiles that will follow, a line of each in turn: a core then reads as many DRAM pages at once as there are
 // tiles in the window, which makes scattered blocks almost as fast as one long array. A tile enters the window kWindow
-// tiles before its turn and gets an equal share of its lines per tile, so that it is complete when needed. The lines are
+// tiles before its turn and gets an equal share of its lines per tile, so that it is complete when needed. Lines are
 // spread evenly over the computation, because a burst fills the core's line buffers and stalls it.
 template <class T>
 class TilePrefetcher {
@@ -65,9 +64,13 @@ class TilePrefetcher {
 
   // `current` stands at the piece's first tile; `after` is what this thread does next. The first tiles are taken to be
   // under way, because the piece before fetched them. A tile is computed in `num_units` units.
-  TilePrefetcher(TileStream<T> current, TileStream<T> after, int head_dim, int num_units)
+  TilePrefetcher(TileStream<T> current, TileStream<T> after, const DecodeRequest& r, int num_units)
       : ahead_(current), after_(after) {
-    const int lines = int((int64_t(kTile) * head_dim * int64_t(sizeof(T)) + 63) / 64);
+    int lines = int((int64_t(kTile) * r.head_dim * int64_t(sizeof(T)) + 63) / 64);
+    if (r.values_in_keys()) {  // then the second stream is the second half of the keys
+      lines = (lines + 1) / 2;
+      second_half_ = uintptr_t(lines) * 64;
+    }
     pairs_per_tile_ = (lines + kWindow - 1) / kWindow * kWindow;
     dot_pairs_ = std::max(1, kWidth * int(sizeof(T)) / 16 / num_units);
     value_pairs_ = std::max(1, kWidth * int(sizeof(T)) / 16 / num_units);
@@ -88,7 +91,7 @@ class TilePrefetcher {
     const uintptr_t offset = uintptr_t(position_ / kWindow * 64);
     Stream& newest = streams_[(oldest_ + kWindow - 1) % kWindow];
     newest.k = reinterpret_cast<uintptr_t>(tile.k) - offset;
-    newest.v = reinterpret_cast<uintptr_t>(tile.v) - offset;
+    newest.v = reinterpret_cast<uintptr_t>(tile.v) + second_half_ - offset;
   }
 
   // To be called once per 2 vectors of 4 keys, and once per 4 vectors of 2 values.
@@ -114,6 +117,7 @@ class TilePrefetcher {
   int pairs_per_tile_, dot_pairs_, value_pairs_;
   int left_ = 0, oldest_ = 0;
   uint64_t position_ = 0;
+  uintptr_t second_half_ = 0;
   Stream streams_[kWindow];
 };
 

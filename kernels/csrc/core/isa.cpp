@@ -1,5 +1,9 @@
 #include "isa.h"
 
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <stdexcept>
@@ -9,25 +13,38 @@ namespace {
 
 std::atomic<int> chosen{-1};
 
+// The processor has bfloat16 tiles, and the kernel lets this process (all its threads) use them.
+bool tiles_granted() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & kAmxBf16) || !(d & kAmxTile)) return false;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM of Linux 5.16's asm/prctl.h
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
 Isa best_isa() {
-  if (isa_supported(Isa::kAvx512)) return Isa::kAvx512;
-  if (isa_supported(Isa::kAvx2)) return Isa::kAvx2;
+  for (Isa isa : kIsas)
+    if (isa_supported(isa)) return isa;
   return Isa::kPortable;
 }
 
 Isa parse(const std::string& name, const std::string& field) {
-  for (Isa isa : {Isa::kPortable, Isa::kAvx2, Isa::kAvx512}) {
+  for (Isa isa : kIsas) {
     if (name != isa_name(isa)) continue;
     if (!isa_supported(isa)) throw std::invalid_argument(field + ": this processor does not support " + name);
     return isa;
   }
-  throw std::invalid_argument(field + ": expected avx512, avx2 or portable, got '" + name + "'");
+  throw std::invalid_argument(field + ": expected amx, avx512, avx2 or portable, got '" + name + "'");
 }
 
 }  // namespace
 
 bool isa_supported(Isa isa) {
   switch (isa) {
+    case Isa::kAmx: {
+      static const bool granted = isa_supported(Isa::kAvx512) && tiles_granted();
+      return granted;
+    }
     case Isa::kAvx512:
       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && isa_supported(Isa::kAvx2);
@@ -40,7 +57,12 @@ bool isa_supported(Isa isa) {
 }
 
 const char* isa_name(Isa isa) {
-  return isa == Isa::kAvx512 ? "avx512" : isa == Isa::kAvx2 ? "avx2" : "portable";
+  switch (isa) {
+    case Isa::kAmx: return "amx";
+    case Isa::kAvx512: return "avx512";
+    case Isa::kAvx2: return "avx2";
+    default: return "portable";
+  }
 }
 
 Isa current_isa() {
@@ -53,6 +75,11 @@ Isa current_isa() {
   return Isa(isa);
 }
 
-void set_isa(const std::string& name) { chosen.store(int(name.empty() ? best_isa() : parse(name, "isa"))); }
+Isa current_vector_isa() {
+  const Isa isa = current_isa();
+  return isa == Isa::kAmx ? Isa::kAvx512 : isa;
+}
+
+void set_isa(const std::string& name) { chosen.store(name.empty() ? -1 : int(parse(name, "isa"))); }
 
 }  // namespace kernels

@@ -36,8 +36,9 @@ inline float to_float(bf16 value) { return float_from_bits(uint32_t(value.bits) 
 
 inline float to_float(fp16 value) {
   const uint32_t magnitude = uint32_t(value.bits & 0x7fff) << 13;
-  // Multiplying by 2^112 moves the exponent's bias from 15 to 127 and normalises half-precision denormals.
-  uint32_t bits = float_bits(float_from_bits(magnitude) * float_from_bits(0x77800000u));
+  uint32_t bits = magnitude + (112u << 23);  // the exponent's bias is 127, not 15
+  // Denormals: as fractions of 2^-14 less 2^-14, so that no float32 denormal meets a processor told to flush them.
+  if (magnitude < (0x400u << 13)) bits = float_bits(float_from_bits(bits + (1u << 23)) - float_from_bits(113u << 23));
   if (magnitude >= (0x7c00u << 13)) bits |= 0x7f800000u;  // infinity and NaN keep an all-ones exponent
   return float_from_bits(bits | uint32_t(value.bits & 0x8000) << 16);
 }

@@ -1,40 +1,48 @@
 #include "linear.h"
 
 #include <algorithm>
-#include <vector>
 
 #include "../core/isa.h"
+#include "../core/scratch.h"
 #include "../pool/thread_pool.h"
 
 namespace kernels {
 namespace {
 
-// Outputs that are computed for all rows before the next ones: their weights (256 KB at a depth of 512) stay in L2
-// while the rows pass by.
-int64_t outputs_per_block(int64_t depth) { return std::max<int64_t>(16, (128 << 10) / std::max<int64_t>(depth, 1) / 4 * 4); }
+LinearKernel choose_kernel(int64_t num_rows) {
+  switch (num_rows < kLeastTileRows ? current_vector_isa() : current_isa()) {
+    case Isa::kAmx: return amx::linear_kernel();
+    case Isa::kAvx512: return avx512::linear_kernel();
+    case Isa::kAvx2: return avx2::linear_kernel();
+    default: return portable::linear_kernel();
+  }
+}
+
+// The part of the request that concerns `num` rows of x from `first` on.
+LinearRequest slab(const LinearRequest& r, int64_t first, int64_t num) {
+  LinearRequest part = r;
+  part.num_rows = num;
+  part.x = static_cast<const char*>(r.x) + first * r.x_stride * size_bytes(r.x_dtype);
+  part.y = static_cast<char*>(r.y) + first * r.y_stride * size_bytes(r.y_dtype);
+  return part;
+}
+
+void run_slab(const LinearRequest& r, ThreadPool* pool) {
+  const LinearKernel kernel = choose_kernel(r.num_rows);
+  const ScratchLoan scratch(size_t(kernel.packed_floats(r.x_dtype, r.num_rows, r.depth)));
+  float* const x = scratch.floats();
+  kernel.pack(r, x);
+  const int64_t step = kernel.block_rows(r.num_rows, r.num_outputs, pool ? pool->size() : 1);
+  for_each_item(pool, (r.num_outputs + step - 1) / step, [&](int64_t i, int64_t next) {
+    kernel.outputs(r, x, range_of_item(i, step, r.num_outputs), range_of_item(next, step, r.num_outputs));
+  });
+}
 
 }  // namespace
 
 void linear(const LinearRequest& r, ThreadPool* pool) {
-  const Isa isa = current_isa();
-  const auto padded = isa == Isa::kAvx512 ? avx512::linear_padded_depth
-                      : isa == Isa::kAvx2 ? avx2::linear_padded_depth
-                                          : portable::linear_padded_depth;
-  const auto prepare = isa == Isa::kAvx512 ? avx512::linear_prepare
-                       : isa == Isa::kAvx2 ? avx2::linear_prepare
-                                           : portable::linear_prepare;
-  const auto block = isa == Isa::kAvx512 ? avx512::linear_block
-                     : isa == Isa::kAvx2 ? avx2::linear_block
-                                         : portable::linear_block;
-  thread_local std::vector<float> buffer;
-  buffer.resize(size_t(r.num_rows * padded(r.depth)));
-  float* const x = buffer.data();
-  prepare(r, x);
-  const int64_t step = outputs_per_block(r.depth);
-  const int64_t num_blocks = (r.num_outputs + step - 1) / step;
-  for_each_item(pool, num_blocks, [&](int64_t i, int64_t) {
-    block(r, x, i * step, std::min(r.num_outputs, (i + 1) * step));
-  });
+  for (int64_t first = 0; first < r.num_rows; first += kSlabRows)
+    run_slab(slab(r, first, std::min(kSlabRows, r.num_rows - first)), pool);
 }
 
 }  // namespace kernels

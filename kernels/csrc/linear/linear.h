@@ -1,4 +1,4 @@
-// y = x W^T with bfloat16 weights read in place and float32 sums: for few rows of x at the speed of the weights' memory.
+// y = x W^T with bfloat16 weights read in place and float32 sums: for few rows of x at the speed of memory.
 #pragma once
 
 #include <cstdint>
@@ -21,20 +21,40 @@ struct LinearRequest {
 
 void linear(const LinearRequest& request, ThreadPool* pool);
 
-// A block of outputs [first, last) for all rows; `x` is in kernel order and float32, `depth_padded` floats a row.
-#define KERNELS_DECLARE_LINEAR                                                                            \
-  int64_t linear_padded_depth(int64_t depth);                                                             \
-  void linear_prepare(const LinearRequest& request, float* x);                                            \
-  void linear_block(const LinearRequest& request, const float* x, int64_t first, int64_t last);
+// Rows of x that are computed together: with more, the buffers would outgrow the caches and, in the end, the memory.
+constexpr int64_t kSlabRows = 528;
+
+// Tiles take 16 rows of x, however few there are: with fewer than this, vectors are faster (docs/kernels.md).
+constexpr int64_t kLeastTileRows = 7;
+
+struct Range {
+  int64_t first, last;
+};
+// Item `i` of `num` things taken `step` at a time; empty beyond the last.
+inline Range range_of_item(int64_t i, int64_t step, int64_t num) {
+  const auto clamp = [&](int64_t value) { return value < num ? value : num; };
+  return {clamp(i * step), clamp((i + 1) * step)};
+}
+
+// `pack` brings x into the kernel's order and type, in a buffer of packed_floats that is aligned to lines. `outputs`
+// computes a range of outputs, block_rows long, and fetches the first weights of the `next` one.
+struct LinearKernel {
+  int64_t (*packed_floats)(DType x_dtype, int64_t num_rows, int64_t depth);
+  int64_t (*block_rows)(int64_t num_rows, int64_t num_outputs, int num_threads);
+  void (*pack)(const LinearRequest&, float* x);
+  void (*outputs)(const LinearRequest&, const float* x, Range range, Range next);
+};
+namespace amx {
+LinearKernel linear_kernel();
+}
 namespace avx512 {
-KERNELS_DECLARE_LINEAR
+LinearKernel linear_kernel();
 }
 namespace avx2 {
-KERNELS_DECLARE_LINEAR
+LinearKernel linear_kernel();
 }
 namespace portable {
-KERNELS_DECLARE_LINEAR
+LinearKernel linear_kernel();
 }
-#undef KERNELS_DECLARE_LINEAR
 
 }  // namespace kernels

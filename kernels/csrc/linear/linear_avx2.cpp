@@ -1,9 +1,11 @@
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <type_traits>
 
+#include "../core/scratch.h"
 #include "../core/types.h"
 #include "linear.h"
 

@@ -31,6 +31,15 @@ void sleep_until(double deadline_s) {
   }
 }
 
+void sleep_until(double deadline_s, const std::function<void()>& interrupt) {
+  constexpr double kSliceS = 0.05;
+  for (double now = now_s(); deadline_s - now > 2 * kSliceS; now = now_s()) {
+    sleep_until(now + kSliceS);
+    interrupt();
+  }
+  sleep_until(deadline_s);
+}
+
 void sleep_exactly_until(double deadline_s) {
   sleep_until(deadline_s - kSpinS);
   while (now_s() < deadline_s) _mm_pause();

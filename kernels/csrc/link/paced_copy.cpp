@@ -19,9 +19,10 @@ double link_start_s(double free_s, double duration_s) {
 
 }  // namespace
 
-double paced_copy(void* dst, const void* src, int64_t num_bytes, double rate_bytes_s, double start_s) {
+double paced_copy(void* dst, const void* src, int64_t num_bytes, double rate_bytes_s, double start_s,
+                  const std::function<void()>& interrupt) {
   TimerSlack slack;
-  sleep_until(start_s);
+  sleep_until(start_s, interrupt);
   const double start = link_start_s(start_s, rate_bytes_s > 0 ? double(num_bytes) / rate_bytes_s : 0);
   double copied_s = start;
   double free_s = start;
@@ -32,6 +33,7 @@ double paced_copy(void* dst, const void* src, int64_t num_bytes, double rate_byt
     if (rate_bytes_s <= 0) continue;
     free_s = start + double(done + chunk) / rate_bytes_s;
     // A late wake-up between chunks is made up for by the next, one after the last would delay the link's next user.
+    sleep_until(free_s - kSpinS, interrupt);
     if (done + chunk < num_bytes)
       sleep_until(free_s);
     else

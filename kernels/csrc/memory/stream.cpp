@@ -21,15 +21,17 @@ int64_t part_start(int64_t num_bytes, int part, int num_parts) {
 
 }  // namespace
 
-uint64_t stream_read(const void* src, int64_t num_bytes, ThreadPool* pool) {
-  const Isa isa = current_isa();
-  const auto read = isa == Isa::kAvx512 ? avx512::read_words : isa == Isa::kAvx2 ? avx2::read_words : portable::read_words;
+uint64_t stream_read(const void* src, int64_t num_bytes, int num_streams, ThreadPool* pool) {
+  const Isa isa = current_vector_isa();
+  const auto read = isa == Isa::kAvx512 ? avx512::read_words
+                    : isa == Isa::kAvx2 ? avx2::read_words
+                                        : portable::read_words;
   const char* from = static_cast<const char*>(src);
-  if (!pool) return read(from, num_bytes);
+  if (!pool) return read(from, num_bytes, num_streams);
   std::atomic<uint64_t> total{0};
   pool->run([&](int part) {
     const int64_t start = part_start(num_bytes, part, pool->size());
-    total ^= read(from + start, part_start(num_bytes, part + 1, pool->size()) - start);
+    total ^= read(from + start, part_start(num_bytes, part + 1, pool->size()) - start, num_streams);
   });
   return total;
 }

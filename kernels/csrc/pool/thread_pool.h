@@ -1,10 +1,11 @@
 // Threads that run one parallel region at a time.
 #pragma once
 
-#include <condition_variable>
+#include <sys/types.h>
+
+#include <cstdint>
 #include <functional>
-#include <mutex>
-#include <thread>
+#include <memory>
 #include <vector>
 
 namespace kernels {
@@ -12,31 +13,30 @@ namespace kernels {
 class ThreadPool {
  public:
   // With `cores`: one thread pinned to each, and the caller only waits. Without: `num_threads` - 1 unpinned threads,
-  // and the caller is the last. Throws std::invalid_argument when a core does not exist.
+  // and the caller is the last. Throws std::invalid_argument when a core does not exist, std::system_error when a
+  // thread cannot start (none is left then).
   explicit ThreadPool(int num_threads, std::vector<int> cores = {});
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
   // Calls body(i) once for each i below size(), in parallel, and returns when all have. Callers from several threads
-  // take turns. `body` must not throw.
+  // take turns. What a body throws is thrown here after all have returned, the first of several. Throws
+  // std::runtime_error in a forked child, where the threads do not exist.
   void run(const std::function<void(int)>& body);
+
+  // Throws std::runtime_error in a forked child, as `run` does.
+  void check_owner() const;
 
   int size() const { return num_workers_ + (caller_works_ ? 1 : 0); }
 
  private:
-  void work(int index);
+  struct Parts;  // threads and locks: a forked child must not touch them, not even to destroy them
 
   const bool caller_works_;
   const int num_workers_;
-  std::mutex turn_;  // held for the whole of a region
-  std::mutex mutex_;
-  std::condition_variable start_, done_;
-  const std::function<void(int)>* body_ = nullptr;
-  int64_t generation_ = 0;
-  int num_running_ = 0;
-  bool stopping_ = false;
-  std::vector<std::thread> threads_;
+  const pid_t owner_;
+  std::unique_ptr<Parts> parts_;
 };
 
 // A pool without chosen cores, made on first use and kept for the life of the process; null for one thread.
@@ -48,5 +48,6 @@ ThreadPool* default_pool(int num_threads);
 void for_each_item(ThreadPool* pool, int64_t num_items, const std::function<void(int64_t item, int64_t next)>& body);
 
 void pin_this_thread(int core);
+int current_core();
 
 }  // namespace kernels

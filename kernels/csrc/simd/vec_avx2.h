@@ -51,10 +51,17 @@ inline Vec widen_bf16(__m128i bits) { return _mm256_castsi256_ps(_mm256_slli_epi
 inline Vec load(const bf16* p) { return widen_bf16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 inline Vec load(const fp16* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 
+inline __m256i load_bits(const bf16* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+inline Vec even_of(__m256i bits) { return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16)); }
+inline Vec odd_of(__m256i bits) {
+  return _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(int(0xffff0000u))));
+}
+inline Vec load_even(const bf16* p) { return even_of(load_bits(p)); }
+inline Vec load_odd(const bf16* p) { return odd_of(load_bits(p)); }
 inline void load_pair(const bf16* p, Vec& even, Vec& odd) {
-  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  even = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
-  odd = _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(int(0xffff0000u))));
+  const __m256i bits = load_bits(p);
+  even = even_of(bits);
+  odd = odd_of(bits);
 }
 
 template <class T>

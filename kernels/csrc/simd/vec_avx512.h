@@ -1,7 +1,7 @@
-// 16 floats in one AVX-512 register. See vec.h for the contract.
+// 16 floats in one AVX-512 register, for the namespaces avx512 and amx. See vec.h for the contract.
 #pragma once
 
-namespace kernels::avx512 {
+namespace kernels::KERNELS_ISA_NS {
 
 using Vec = __m512;
 constexpr int kWidth = 16;
@@ -56,10 +56,16 @@ inline Vec load(const bf16* p) {
 }
 inline Vec load(const fp16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 
+inline Vec even_of(__m512i bits) { return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)); }
+inline Vec odd_of(__m512i bits) {
+  return _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(int(0xffff0000u))));
+}
+inline Vec load_even(const bf16* p) { return even_of(_mm512_loadu_si512(p)); }
+inline Vec load_odd(const bf16* p) { return odd_of(_mm512_loadu_si512(p)); }
 inline void load_pair(const bf16* p, Vec& even, Vec& odd) {
   const __m512i bits = _mm512_loadu_si512(p);
-  even = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
-  odd = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(int(0xffff0000u))));
+  even = even_of(bits);
+  odd = odd_of(bits);
 }
 
 inline __mmask16 first(int n) { return __mmask16((1u << n) - 1); }
@@ -76,4 +82,4 @@ inline Vec zero_where_less(Vec v, Vec x, float bound) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(bound), _CMP_NLT_UQ), v);
 }
 
-}  // namespace kernels::avx512
+}  // namespace kernels::KERNELS_ISA_NS

@@ -55,17 +55,24 @@ inline Vec load(const bf16* p) { return (Vec)(load_bits(p) << 16); }
 inline Vec load(const fp16* p) {
   const UintVec bits = load_bits(p);
   const UintVec magnitude = (bits & 0x7fffu) << 13;
-  // 2^112 rebiases the exponent and normalises denormals; all-ones exponents (infinity, NaN) are restored after it.
-  const UintVec scaled = (UintVec)((Vec)magnitude * float_from_bits(0x77800000u));
-  const UintVec special = (UintVec)(magnitude >= (0x7c00u << 13)) & 0x7f800000u;
-  return (Vec)(scaled | special | (bits & 0x8000u) << 16);
+  const UintVec rebiased = magnitude + (112u << 23);
+  // As in types.h: denormals without float32 denormals, then all-ones exponents (infinity, NaN).
+  const UintVec normalised = (UintVec)((Vec)(rebiased + (1u << 23)) - float_from_bits(113u << 23));
+  const UintVec is_denormal = (UintVec)((IntVec)magnitude < (0x400 << 13));
+  const UintVec special = (UintVec)((IntVec)magnitude >= (0x7c00 << 13)) & 0x7f800000u;
+  return (Vec)((normalised & is_denormal) | (rebiased & ~is_denormal) | special | (bits & 0x8000u) << 16);
 }
 
-inline void load_pair(const bf16* p, Vec& even, Vec& odd) {
+inline UintVec load_pairs(const bf16* p) {
   UintVec bits;
   std::memcpy(&bits, p, sizeof bits);
-  even = (Vec)(bits << 16);
-  odd = (Vec)(bits & 0xffff0000u);
+  return bits;
+}
+inline Vec load_even(const bf16* p) { return (Vec)(load_pairs(p) << 16); }
+inline Vec load_odd(const bf16* p) { return (Vec)(load_pairs(p) & 0xffff0000u); }
+inline void load_pair(const bf16* p, Vec& even, Vec& odd) {
+  even = load_even(p);
+  odd = load_odd(p);
 }
 
 template <class T>

@@ -1,0 +1,1 @@
+"""Micro-benchmarks of the kernels, and reports that run whole experiments."""

@@ -1,0 +1,1 @@
+"""Scripts that run in the environments of other projects; benchmarks/support/peers.py starts them."""

@@ -1,0 +1,46 @@
+"""A peer's side of benchmarks/support/peers.py: reads a shape, then runs a kernel for each line it is sent."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any, Protocol
+
+import numpy as np
+
+from benchmarks.support.decode_data import DecodeShape
+
+
+class Kernel(Protocol):
+    def prepare(self, num_threads: int) -> None:
+        """Whatever a model does once for all its layers."""
+
+    def run(self) -> None: ...
+
+    def output(self) -> np.ndarray:
+        """float32 [seqs, heads, head_dim]"""
+
+
+def serve(version: str, make: Any) -> None:
+    """`make(shape)` returns the kernels by name. Ends when stdin does."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    kernels: dict[str, Kernel] = make(DecodeShape.from_json(sys.stdin.readline()))
+
+    def answer(**values: Any) -> None:
+        answers.write(json.dumps(values) + "\n")
+        answers.flush()
+
+    answer(version=version, kernels=list(kernels))
+    for line in sys.stdin:
+        request = json.loads(line)
+        kernel = kernels[request["kernel"]]
+        kernel.prepare(request["num_threads"])
+        start = time.perf_counter()
+        kernel.run()
+        seconds = time.perf_counter() - start
+        if "output" in request:
+            np.save(request["output"], kernel.output())
+        answer(seconds=seconds)

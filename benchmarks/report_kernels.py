@@ -1,0 +1,93 @@
+"""Measures every kernel on this machine and writes its results, its tables and what they say about each aim.
+
+    python benchmarks/report_kernels.py                                  # about 6 minutes on 2 cores
+    python benchmarks/report_kernels.py --only decode_attention          # one part, its ceilings with it
+    python benchmarks/report_kernels.py --only decode_attention --vllm-python VENV/bin/python --llama-python ...
+    python benchmarks/report_kernels.py --tables                         # write the tables of docs/kernels.md again
+
+A part is one process with its own ceilings, whose JSON replaces that part's earlier one in results/reference/kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.support import aims, tables  # noqa: E402
+from harness.record.provenance import code_version  # noqa: E402
+
+OUT = ROOT / "results" / "reference" / "kernels"
+PAGE = ROOT / "docs" / "kernels.md"
+OTHERS = {"simulator"}  # are no kernels and have reports of their own
+PARTS = {path.stem.removeprefix("test_"): path for path in sorted((ROOT / "benchmarks").glob("test_*.py"))}
+PARTS = {part: path for part, path in PARTS.items() if part not in OTHERS}
+STATISTICS = ("min", "max", "median", "rounds")
+
+
+def measure(part: str, arguments: list[str]) -> dict[str, Any] | None:
+    """One part's rows, machine and command; None where the part was skipped."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "benchmark.json"
+        command = [sys.executable, "-m", "pytest", str(PARTS[part]), "-q", f"--benchmark-json={path}", *arguments]
+        subprocess.run(command, cwd=ROOT, check=True)
+        benchmarks = json.loads(path.read_text())["benchmarks"] if path.stat().st_size else []
+    if not benchmarks:
+        return None
+    rows = []
+    for benchmark in benchmarks:
+        extra = benchmark["extra_info"]
+        machine = extra.pop("machine")
+        statistics = {name: benchmark["stats"][name] for name in STATISTICS}
+        rows.append({"test": benchmark["name"], **extra, "all_rounds": statistics})
+    shown = [Path(value).name if value.startswith("/") else value for value in arguments]
+    return {
+        "part": part,
+        "label": "measured",
+        "date": date.today().isoformat(),
+        "code": code_version(ROOT),
+        "command": " ".join(["python benchmarks/report_kernels.py --only", part, *shown]),
+        "machine": machine,
+        "rows": rows,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=sorted(PARTS), action="append", help="parts to run (default: all)")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for <part>.json")
+    parser.add_argument("--tables", action="store_true", help="measure nothing")
+    parser.add_argument("--quick", action="store_true", help="small shapes: numbers mean nothing")
+    for name in ("rounds", "vllm-python", "llama-python"):
+        parser.add_argument(f"--{name}", help="as for pytest benchmarks")
+    args = parser.parse_args()
+    arguments = ["--quick"] if args.quick else []
+    for name in ("rounds", "vllm_python", "llama_python"):
+        if (value := getattr(args, name)) is not None:
+            arguments += [f"--{name.replace('_', '-')}", value]
+    for part in [] if args.tables else args.only or PARTS:
+        result = measure(part, arguments)
+        if result is None:
+            print(f"{part}: skipped")
+            continue
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / f"{part}.json").write_text(json.dumps(result, indent=1) + "\n")
+    results = {path.stem: json.loads(path.read_text()) for path in sorted(args.out.glob("*.json"))}
+    texts = {part: tables.section(result) for part, result in results.items()}
+    texts["aims"] = aims.summary(results)
+    for part, text in texts.items():
+        print(f"## {part}\n\n{text}\n")
+    if args.out == OUT:
+        tables.write_into(PAGE, texts)
+
+
+if __name__ == "__main__":
+    main()

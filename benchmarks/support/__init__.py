@@ -1,0 +1,1 @@
+"""What the benchmarks share: data, interleaved rounds, ceilings, baselines and external peers."""

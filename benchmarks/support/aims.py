@@ -1,0 +1,131 @@
+"""What the kernels are meant to reach, beside what they did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from benchmarks.support.tables import marked, of_all_rounds, percent, table
+
+Row = dict[str, Any]
+
+
+def _times(value: float) -> str:
+    return f"{value:.2f} x"
+
+
+class Found(NamedTuple):
+    value: float
+    other: str | None  # the contestant it is a quotient with
+
+
+Value = Callable[[Row], Found | None]  # None: the row is none of this aim's
+
+
+@dataclass(frozen=True)
+class Aim:
+    """At least `least` is aimed at (at most, where `at_most`).
+
+    A speed-up has a roof: what reading K and V at the machine's ceiling, with no arithmetic at all, would give. `limit`
+    says what a missed aim that has none ran into.
+    """
+
+    text: str
+    value: Value
+    least: float
+    show: Callable[[float], str] = percent
+    at_most: bool = False
+    has_roof: bool = False
+    limit: Callable[[Row], str] = lambda row: "-"
+
+    def met(self, value: float) -> bool:
+        return value <= self.least if self.at_most else value >= self.least
+
+
+def _share(kernel: str, num_threads: int | None = None, most_rows: int | None = None) -> Value:
+    def value(row: Row) -> Found | None:
+        concerned = row["kernel"] == kernel and num_threads in (None, row["num_threads"])
+        if most_rows is not None:
+            concerned = concerned and row["num_rows"] <= most_rows
+        ceiling = "copy ceiling" if "copy_ceiling_gb_s" in row else "read ceiling"
+        return Found(row["share_of_ceiling"], ceiling) if concerned else None
+
+    return value
+
+
+def _fastest(part: str) -> Value:
+    """How many times faster than the fastest contestant whose name contains `part`, at decode attention."""
+
+    def value(row: Row) -> Found | None:
+        if row["kernel"] != "decode_attention":
+            return None
+        ratios = [Found(ratio, name) for name, ratio in row["times_faster_than"].items() if part in name]
+        return min(ratios) if ratios else None
+
+    return value
+
+
+def _field(kernel: str, key: str) -> Value:
+    return lambda row: Found(abs(row[key]), None) if row["kernel"] == kernel else None
+
+
+def _in_cache(row: Row) -> str:
+    """KV that a core's L2 cache holds, in the same rounds: what is left when no memory is waited for."""
+    return f"from L2 {row['in_cache_gb_s']:.1f} GB/s, {percent(row['in_cache_gb_s'] / row['read_ceiling_gb_s'])}"
+
+
+def _gemm(row: Row) -> str:
+    return f"{percent(row['share_of_gemm'])} of the {row['gemm_dtype']} GEMM ceiling"
+
+
+AIMS = (
+    Aim("decode attention, 1 thread: 65 % of the read ceiling", _share("decode_attention", 1), 0.65, limit=_in_cache),
+    Aim("decode attention, 2 threads: 72 % of the read ceiling", _share("decode_attention", 2), 0.72, limit=_in_cache),
+    Aim("decode attention: 10 x scalar", _fastest("scalar"), 10.0, _times, has_roof=True),
+    Aim("decode attention: 3 x auto-vectorised", _fastest("auto-vectorised"), 3.0, _times, has_roof=True),
+    Aim("decode attention: 2.5 x torch's best", _fastest("torch"), 2.5, _times, has_roof=True),
+    Aim("decode attention: no slower than vLLM", _fastest("vllm"), 1.0, _times, has_roof=True),
+    Aim("decode attention: no slower than llama.cpp", _fastest("llama"), 1.0, _times, has_roof=True),
+    Aim("expert FFN, 1 to 16 tokens: 70 % of the read ceiling", _share("expert_ffn", most_rows=16), 0.70, limit=_gemm),
+    Aim(
+        "mover: within 1 % of the asked rate", _field("mover_rate", "relative_error"), 0.01,
+        lambda v: f"{100 * v:.2f} %", at_most=True,
+    ),
+    Aim("mover, unpaced: 90 % of the copy ceiling", _share("mover_unpaced"), 0.90),
+    Aim(
+        "mover: an urgent 1 MB copy waits for 2 packets", _field("mover_urgent", "most_packets_waited"), 2, str,
+        at_most=True,
+    ),
+)  # fmt: skip
+
+
+def summary(results: dict[str, dict[str, Any]]) -> str:
+    """A table of all aims that any of the results concerns, and one of each case in which one was missed."""
+    aims = [["aim", "worst", "at", "best", "met"]]
+    misses = [["missed", "at", "judged", "all rounds", "roof: reading at the ceiling", "what else limits"]]
+    rows = [row for result in results.values() for row in result["rows"]]
+    for aim in AIMS:
+        cases = [(found, row) for row in rows if (found := aim.value(row)) is not None]
+        if not cases:
+            continue
+        cases.sort(key=lambda case: case[0].value, reverse=aim.at_most)
+        (worst, row), (best, _) = cases[0], cases[-1]
+        missed = [case for case in cases if not aim.met(case[0].value)]
+        num_met = f"{len(cases) - len(missed)} of {len(cases)}"
+        aims.append([aim.text, aim.show(worst.value), _place(row), aim.show(best.value), num_met])
+        misses += [_miss(aim, found, row) for found, row in missed]
+    return table(aims) + ("\n\n" + table(misses) if len(misses) > 1 else "")
+
+
+def _place(row: Row) -> str:
+    return f"{row['shape']}, {row['num_threads']} thr."
+
+
+def _miss(aim: Aim, found: Found, row: Row) -> list[str]:
+    text, all_rounds = aim.show(found.value), "-"
+    if found.other is not None:
+        text = marked(row, found.other, text)
+        all_rounds = aim.show(of_all_rounds(row, found.other, found.value))
+    roof = aim.show(found.value / row["share_of_ceiling"]) if aim.has_roof else "-"
+    return [aim.text, _place(row), text, all_rounds, roof, aim.limit(row)]

@@ -1,0 +1,105 @@
+"""The FFN of one expert on the CPU, against the read and GEMM ceilings and torch: its time as a function of its tokens.
+
+Two experts of Mixtral 8x7B in turn, 704 MB of weights, which exceed the caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from benchmarks.conftest import Scale
+from benchmarks.support.decode_data import huge_array
+from benchmarks.support.paged_attention import as_bf16
+from benchmarks.support.rounds import Rounds
+from benchmarks.support.torch_threads import with_threads
+
+pytest.importorskip("kernels.ffn", reason="this version has no expert FFN")
+from kernels import expert_ffn, isa
+
+HIDDEN, EXPERT_DIM, NUM_EXPERTS = 4096, 14336, 2
+QUICK_HIDDEN, QUICK_EXPERT_DIM = 256, 512
+NUM_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
+FEW_TOKENS = 16  # beyond them a run is long: fewer rounds
+
+
+class Experts:
+    def __init__(self, quick: bool) -> None:
+        self.hidden, self.expert_dim = (QUICK_HIDDEN, QUICK_EXPERT_DIM) if quick else (HIDDEN, EXPERT_DIM)
+        generator = torch.Generator().manual_seed(31)
+        self.weights = []
+        for _ in range(NUM_EXPERTS):
+            shapes = ((self.expert_dim, self.hidden),) * 2 + ((self.hidden, self.expert_dim),)
+            matrices = [as_bf16(huge_array(shape, np.uint16)) for shape in shapes]
+            for matrix in matrices:
+                matrix.copy_(torch.randn(matrix.shape, generator=generator) / matrix.shape[1] ** 0.5)
+            self.weights.append(matrices)
+
+    @property
+    def num_weights(self) -> int:
+        return sum(matrix.numel() for matrices in self.weights for matrix in matrices)
+
+    def inputs(self, num_tokens: int) -> torch.Tensor:
+        return torch.randn(num_tokens, self.hidden, generator=torch.Generator().manual_seed(32)).bfloat16()
+
+    def ours(self, x: torch.Tensor, out: torch.Tensor, num_threads: int) -> Callable[[], None]:
+        def run() -> None:
+            for gate, up, down in self.weights:
+                expert_ffn(x, gate, up, down, out, num_threads=num_threads, method="kernel")
+
+        return run
+
+    def by_torch(self, x: torch.Tensor) -> Callable[[], None]:
+        def run() -> None:
+            for gate, up, down in self.weights:
+                F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+        return run
+
+
+@pytest.fixture(scope="module")
+def experts(scale: Scale) -> Experts:
+    return Experts(scale.quick)
+
+
+@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
+def test_expert_ffn(
+    benchmark: Any, report: Any, ceilings: Any, experts: Experts, scale: Scale, num_tokens: int, num_threads: int
+) -> None:
+    x = experts.inputs(num_tokens)
+    gemm_dtype = torch.bfloat16 if isa() == "amx" else torch.float32  # what the kernel multiplies in
+    out = torch.zeros(num_tokens, experts.hidden)
+    others = {
+        "read ceiling": ceilings.read(num_threads),
+        "GEMM ceiling": ceilings.gemm(num_threads, gemm_dtype),
+        "torch": with_threads(experts.by_torch(x), num_threads),
+    }
+    rounds = Rounds("ours", experts.ours(x, out, num_threads), others, num_threads)
+    rounds.measure(benchmark, scale.num_rounds if num_tokens <= FEW_TOKENS else -(-scale.num_rounds // 3))
+    seconds = rounds.median_s("ours")
+    weight_bytes, flops = 2 * experts.num_weights, 2 * num_tokens * experts.num_weights
+    report(
+        rounds,
+        kernel="expert_ffn",
+        shape=f"{num_tokens} tokens",
+        num_rows=num_tokens,
+        num_threads=num_threads,
+        weight_bytes=weight_bytes,
+        expert_s=seconds / NUM_EXPERTS,
+        gb_s=weight_bytes / seconds / 1e9,
+        gflop_s=flops / seconds / 1e9,
+        read_ceiling_gb_s=ceilings.num_bytes / rounds.median_s("read ceiling") / 1e9,
+        gemm_ceiling_gflop_s=ceilings.gemm_flops(gemm_dtype) / rounds.median_s("GEMM ceiling") / 1e9,
+        share_of_ceiling=rounds.ratio("read ceiling", "ours") * weight_bytes / ceilings.num_bytes,
+        gemm_dtype=str(gemm_dtype).removeprefix("torch."),
+        share_of_gemm=rounds.ratio("GEMM ceiling", "ours") * flops / ceilings.gemm_flops(gemm_dtype),
+        times_faster_than={"torch": rounds.ratio("torch", "ours")},
+    )
+    gate, up, down = (matrix.double() for matrix in experts.weights[-1])
+    expected = (F.silu(x[:1].double() @ gate.T) * (x[:1].double() @ up.T)) @ down.T
+    torch.testing.assert_close(out[:1].double(), expected, rtol=0, atol=1e-3)

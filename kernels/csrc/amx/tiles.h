@@ -1,0 +1,47 @@
+// The tile registers of AMX: 8 of 16 rows of 64 bytes. A product adds A [16, 32] . B [32, 16] to C [16, 16], bfloat16
+// to float32; B lies as 16 rows of pairs, element (2p, n) beside (2p + 1, n). Denormals count as zeros.
+#pragma once
+
+namespace kernels::KERNELS_ISA_NS {
+
+constexpr int kTileSide = 16;         // rows of A, columns of B, both of C
+constexpr int kTileDepth = 32;        // columns of A
+constexpr int64_t kTileLine = 64;     // bytes of a row
+constexpr int64_t kTileBytes = 1024;
+
+// Tiles can be used, by this thread, as long as one of these lives; a thread with tiles in use is dearer to switch.
+class TileSession {
+ public:
+  TileSession() {
+    alignas(64) uint8_t config[64] = {1};  // palette 1; [16, 32): bytes a row of each tile; [48, 56): rows
+    for (int tile = 0; tile < 8; ++tile) {
+      config[16 + 2 * tile] = kTileLine;
+      config[48 + tile] = kTileSide;
+    }
+    asm volatile("ldtilecfg (%0)" ::"r"(config) : "memory");
+  }
+  ~TileSession() { asm volatile("tilerelease" ::: "memory"); }
+  TileSession(const TileSession&) = delete;
+  TileSession& operator=(const TileSession&) = delete;
+};
+
+template <int T>
+KERNELS_INLINE void tile_zero() {
+  asm volatile("tilezero %%tmm%c0" ::"i"(T));
+}
+// What the compiler still has in registers must be written before: tile_fence().
+template <int T>
+KERNELS_INLINE void tile_load(const void* start, int64_t stride_bytes) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(start), "r"(stride_bytes), "i"(T));
+}
+template <int T>
+KERNELS_INLINE void tile_store(void* start, int64_t stride_bytes) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(start), "r"(stride_bytes), "i"(T) : "memory");
+}
+template <int C, int A, int B>
+KERNELS_INLINE void tile_multiply() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+KERNELS_INLINE void tile_fence() { asm volatile("" ::: "memory"); }
+
+}  // namespace kernels::KERNELS_ISA_NS

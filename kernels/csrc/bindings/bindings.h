@@ -1,0 +1,31 @@
+// The Python border: one bind function a concept. Arguments are addresses, sizes and strides that kernels/*.py has
+// validated; errors that only the data can show are raised by the kernels as std::invalid_argument (ValueError).
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "../pool/thread_pool.h"
+
+namespace py = pybind11;
+
+namespace kernels {
+
+inline void* pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
+
+template <class T>
+T* pointer_to(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// `pool` may be null; then num_threads 1 means the calling thread alone.
+inline ThreadPool* choose_pool(ThreadPool* pool, int num_threads) { return pool ? pool : default_pool(num_threads); }
+
+void bind_pool(py::module_& m);
+void bind_attention(py::module_& m);
+void bind_append(py::module_& m);
+void bind_linear(py::module_& m);
+void bind_ffn(py::module_& m);
+void bind_memory(py::module_& m);
+void bind_link(py::module_& m);
+
+}  // namespace kernels

@@ -1,0 +1,20 @@
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#include "../core/scratch.h"
+#include "../core/types.h"
+#include "ffn.h"
+
+#include "../simd/begin_avx512.h"
+
+#include "../simd/vec_avx512.h"
+
+#include "../simd/vec.h"
+
+#include "ffn_kernel.h"
+
+#include "../simd/end.h"

@@ -1,0 +1,97 @@
+// The simulator at the Python border: harness/machine/simulated.py says what its functions mean.
+#include "bindings.h"
+
+#include <pybind11/stl.h>
+
+#include "sharing.h"
+#include "span_log.h"
+#include "virtual_lanes.h"
+
+namespace py = pybind11;
+using namespace kernels::simulation;
+
+namespace {
+
+py::bytes rows(const SpanLog& log, size_t first, size_t last) {
+  last = std::min(last, log.num_rows());
+  if (first >= last) return py::bytes();
+  PyObject* const made = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>((last - first) * sizeof(SpanRow)));
+  if (!made) throw py::error_already_set();
+  log.copy(first, last, PyBytes_AS_STRING(made));
+  return py::reinterpret_steal<py::bytes>(made);
+}
+
+// Of lanes (kind, rank from 0 on without gaps) with what they demand.
+std::vector<double> speeds(Sharing& sharing, const std::vector<std::pair<int, int>>& lanes,
+                           const std::vector<double>& demands) {
+  std::vector<LaneName> names;
+  std::vector<double> wanted, result;
+  for (size_t i = 0; i < lanes.size(); ++i) {
+    names.push_back({lanes[i].first, lanes[i].second});
+    wanted.push_back(sharing.wanted(demands.at(i)));
+  }
+  sharing.speeds(names, wanted, result);
+  return result;
+}
+
+std::unique_ptr<VirtualLanes> make_lanes(py::object ticket_type, py::object running, py::object done,
+                                         py::object cancelled, py::object imagine, py::object machine_error,
+                                         std::vector<std::string> lane_kinds, std::shared_ptr<SpanLog> log) {
+  return std::make_unique<VirtualLanes>(
+      Classes{std::move(ticket_type), std::move(running), std::move(done), std::move(cancelled), std::move(imagine),
+              std::move(machine_error), std::move(lane_kinds)},
+      std::move(log));
+}
+
+void collect_garbage_in(PyHeapTypeObject* heap_type) {
+  PyTypeObject* const type = &heap_type->ht_type;
+  type->tp_flags |= Py_TPFLAGS_HAVE_GC;
+  type->tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    if (!py::detail::is_holder_constructed(self)) return 0;
+    return py::cast<VirtualLanes&>(py::handle(self)).traverse(visit, arg);
+  };
+  type->tp_clear = [](PyObject* self) {
+    if (py::detail::is_holder_constructed(self)) py::cast<VirtualLanes&>(py::handle(self)).clear();
+    return 0;
+  };
+}
+
+}  // namespace
+
+namespace kernels {
+
+void bind_simulation(py::module_& m) {
+  py::class_<Sharing, std::shared_ptr<Sharing>>(m, "Sharing").def("speeds", &speeds);
+  py::class_<SharedMemory, Sharing, std::shared_ptr<SharedMemory>>(m, "SharedMemory").def(py::init<double, bool>());
+  py::class_<MeasuredTogether, Sharing, std::shared_ptr<MeasuredTogether>>(m, "MeasuredTogether")
+      .def(py::init<MeasuredTogether::Table>());
+  py::class_<SpanLog, std::shared_ptr<SpanLog>>(m, "SpanLog")
+      .def(py::init<bool>(), py::arg("keeps_rows"))
+      .def("__len__", &SpanLog::num_rows)
+      .def("rows", &rows)
+      .def("clear", &SpanLog::clear);
+  py::class_<VirtualLanes>(m, "VirtualLanes", py::custom_type_setup(collect_garbage_in))
+      .def(py::init(&make_lanes), py::kw_only(), py::arg("ticket_type"), py::arg("running"), py::arg("done"),
+           py::arg("cancelled"), py::arg("imagine"), py::arg("machine_error"), py::arg("lane_kinds"), py::arg("log"))
+      .def("share", &VirtualLanes::share)
+      .def("cost_rates", &VirtualLanes::cost_rates)
+      .def("cost_function", &VirtualLanes::cost_function)
+      .def("host_times", &VirtualLanes::host_times)
+      .def("add_lane", &VirtualLanes::add_lane)
+      .def("submit", &VirtualLanes::submit)
+      .def("withdraw", &VirtualLanes::withdraw)
+      .def("wait_any", &VirtualLanes::wait_any)
+      .def("drain", &VirtualLanes::drain)
+      .def("catch_up", &VirtualLanes::catch_up)
+      .def("spend", &VirtualLanes::spend)
+      .def("is_busy", &VirtualLanes::is_busy)
+      .def("totals", &VirtualLanes::totals)
+      .def("pending", &VirtualLanes::pending)
+      .def("kinds", &VirtualLanes::kinds)
+      .def_property_readonly("host_s", &VirtualLanes::host_s)
+      .def_property_readonly("num_submitted", &VirtualLanes::num_submitted)
+      .def_readwrite("world", &VirtualLanes::world);
+}
+
+}  // namespace kernels

@@ -1,0 +1,363 @@
+#include "virtual_lanes.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace kernels::simulation {
+
+namespace {
+
+constexpr int32_t kNone = -1;  // a layer or micro-batch that an op does not have
+
+PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); }
+
+py::object attribute(PyObject* of, PyObject* name) {
+  PyObject* value = PyObject_GetAttr(of, name);
+  if (!value) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(value);
+}
+
+int64_t whole(PyObject* value) {
+  const int64_t number = PyLong_AsLongLong(value);
+  if (number == -1 && PyErr_Occurred()) throw py::error_already_set();
+  return number;
+}
+
+int32_t number_or_none(PyObject* of, PyObject* name) {
+  const py::object value = attribute(of, name);
+  return value.is_none() ? kNone : static_cast<int32_t>(whole(value.ptr()));
+}
+
+double real(PyObject* value) {
+  const double number = PyFloat_AsDouble(value);
+  if (number == -1.0 && PyErr_Occurred()) throw py::error_already_set();
+  return number;
+}
+
+Work to_work(const py::object& work) {
+  if (!PyTuple_Check(work.ptr()) || PyTuple_GET_SIZE(work.ptr()) != 4) throw py::type_error("work() must be a Work");
+  PyObject* all = work.ptr();
+  return {real(PyTuple_GET_ITEM(all, 0)), real(PyTuple_GET_ITEM(all, 1)), real(PyTuple_GET_ITEM(all, 2)),
+          real(PyTuple_GET_ITEM(all, 3))};
+}
+
+py::object borrowed(PyObject* object) { return py::reinterpret_borrow<py::object>(object); }
+
+}  // namespace
+
+double Rates::seconds(const Work& work) const {
+  return overhead_s + std::max(std::max(work.flops / flops_s, work.device_bytes / device_bytes_s),
+                               std::max(work.host_bytes / host_bytes_s, work.link_bytes / link_bytes_s));
+}
+
+VirtualLanes::VirtualLanes(Classes classes, std::shared_ptr<SpanLog> log)
+    : classes_(std::move(classes)), fields_(classes_.ticket_type), log_(std::move(log)), loop_(*this, *log_) {
+  if (classes_.lane_kinds.size() > kMaxKinds) throw py::value_error("more kinds of lanes than expected");
+}
+
+VirtualLanes::~VirtualLanes() { clear(); }
+
+void VirtualLanes::host_times(double submit_s, double wake_s, double handover_s) {
+  submit_s_ = submit_s;
+  wake_s_ = wake_s;
+  loop_.set_handover_s(handover_s);
+}
+
+int VirtualLanes::add_lane(const std::string& kind, int rank) {
+  const auto& kinds = classes_.lane_kinds;
+  const auto found = std::find(kinds.begin(), kinds.end(), kind);
+  if (found == kinds.end()) throw py::value_error("no kind of lane: " + kind);
+  if (!seconds_) {
+    const auto rates = rates_.find(kind);
+    if (rates == rates_.end()) throw py::value_error("no costs are known for lanes of kind " + kind);
+    const auto& r = rates->second;
+    rates_of_lane_.push_back({r[0], r[1], r[2], r[3], r[4]});
+  }
+  return loop_.add_lane(kind, static_cast<int>(found - kinds.begin()), rank);
+}
+
+// -- the strategy's side ---------------------------------------------------------------------------------------------
+
+void VirtualLanes::submit(int lane, py::handle ticket) {
+  static PyObject* const packets = interned("packets");
+  PyObject* const object = ticket.ptr();
+  if (!is_ticket(object)) throw py::type_error("submit: needs a Ticket");
+  const int urgent = PyObject_IsTrue(fields_.urgent.get(object));
+  if (urgent < 0) throw py::error_already_set();
+  Task task;
+  task.ticket = object;
+  task.number = whole(fields_.number.get(object));
+  task.lane = loop_.lane(lane).id;
+  task.packets = static_cast<int32_t>(whole(attribute(fields_.op.get(object), packets).ptr()));
+  if (task.packets < 1) throw py::value_error("an op needs packets >= 1, got " + std::to_string(task.packets));
+  task.urgent = urgent;
+  task.ready = whole(fields_.num_unmet.get(object)) == 0;
+  task.submitted_s = host_s_ += submit_s_;
+  if (free_.empty()) {
+    free_.push_back(tasks_.size());
+    tasks_.emplace_back();
+  }
+  const size_t place = free_.back();
+  free_.pop_back();
+  tasks_[place] = task;
+  Py_INCREF(object);
+  fields_.place.set(object, py::int_(place));
+  ++num_submitted_;
+  loop_.submit(tasks_[place]);
+}
+
+void VirtualLanes::withdraw(py::handle ticket) {
+  Task& task = task_of(ticket.ptr());
+  loop_.withdraw(task);
+  ++num_settled_;
+  free_.push_back(static_cast<size_t>(whole(fields_.place.get(ticket.ptr()))));
+  fields_.place.set(ticket.ptr(), py::none());
+  task.ticket = nullptr;
+  Py_DECREF(ticket.ptr());
+}
+
+bool VirtualLanes::wait_any(const py::list& tickets) {
+  for (py::handle ticket : tickets)
+    if (!is_ticket(ticket.ptr())) throw py::type_error("wait: needs tickets");
+  const auto any_settled = [&] {
+    return std::any_of(tickets.begin(), tickets.end(), [&](py::handle t) { return is_settled(t.ptr()); });
+  };
+  while (!any_settled()) {
+    const int64_t before = num_settled_;
+    while (num_settled_ == before)
+      if (!step()) return false;
+  }
+  wake();
+  return true;
+}
+
+bool VirtualLanes::drain() {
+  while (num_settled_ < num_submitted_)
+    if (!step()) return false;
+  wake();
+  return true;
+}
+
+// What was awaited has happened. Who did not have to wait for it needs no waking.
+void VirtualLanes::wake() {
+  if (loop_.clock_s() > host_s_) {
+    host_s_ = loop_.clock_s() + wake_s_;
+  } else {
+    catch_up();
+  }
+}
+
+void VirtualLanes::catch_up() {
+  while (loop_.clock_s() < host_s_) step(host_s_);
+}
+
+void VirtualLanes::spend(double seconds) { host_s_ = std::max(host_s_, loop_.clock_s()) + seconds; }
+
+bool VirtualLanes::step(double until_s) {
+  if (!failure_.empty()) {
+    py::set_error(classes_.machine_error, failure_.c_str());
+    throw py::error_already_set();
+  }
+  return loop_.step(until_s);
+}
+
+bool VirtualLanes::is_ticket(PyObject* object) const {
+  return Py_TYPE(object) == reinterpret_cast<PyTypeObject*>(classes_.ticket_type.ptr());
+}
+
+bool VirtualLanes::is_settled(PyObject* ticket) const {
+  PyObject* const state = fields_.state.get(ticket);
+  return state == classes_.done.ptr() || state == classes_.cancelled.ptr();
+}
+
+// At an instant at which an op has ended, the next one has not begun yet: a head that may run counts.
+bool VirtualLanes::is_busy(const std::string& kind) const {
+  const auto may_run = [&](const std::deque<Task*>& queue) {
+    return !queue.empty() && queue.front()->ready && queue.front()->submitted_s <= loop_.clock_s();
+  };
+  const auto& lanes = loop_.lanes();
+  return std::any_of(lanes.begin(), lanes.end(), [&](const VirtualLane* lane) {
+    return lane->kind == kind && (lane->running || lane->paused || may_run(lane->urgent) || may_run(lane->normal));
+  });
+}
+
+py::dict VirtualLanes::totals() const {
+  auto sums = log_->totals();
+  for (const VirtualLane* lane : loop_.lanes()) {
+    if (!lane->running) continue;
+    const Task& task = *lane->running;
+    if (sums.size() <= static_cast<size_t>(lane->id)) sums.resize(lane->id + 1);
+    if (sums[lane->id].size() <= task.kind) sums[lane->id].resize(task.kind + 1u);
+    sums[lane->id][task.kind].add(false, loop_.clock_s() - lane->span_start_s, task.work, loop_.part_of_running(*lane));
+  }
+  py::dict found;
+  for (size_t lane = 0; lane < sums.size(); ++lane)
+    for (size_t kind = 0; kind < sums[lane].size(); ++kind) {
+      const Totals& t = sums[lane][kind];
+      if (t.num_ops == 0 && t.busy_s == 0) continue;
+      const Work& w = t.work;
+      found[py::make_tuple(lane, kinds_[kind])] =
+          py::make_tuple(t.num_ops, t.busy_s, w.flops, w.device_bytes, w.host_bytes, w.link_bytes);
+    }
+  return found;
+}
+
+py::list VirtualLanes::pending() const {
+  py::list found;
+  for (const VirtualLane* lane : loop_.lanes()) {
+    py::list waiting, occupants;
+    for (const auto* queue : {&lane->urgent, &lane->normal})
+      for (const Task* task : *queue) waiting.append(borrowed(static_cast<PyObject*>(task->ticket)));
+    for (const Task* task : {lane->running, lane->paused})
+      if (task) {
+        auto* const ticket = static_cast<PyObject*>(task->ticket);
+        fields_.packets_run.set(ticket, py::int_(task->packets_done));
+        occupants.append(borrowed(ticket));
+      }
+    found.append(py::make_tuple(lane->id, waiting, occupants));
+  }
+  return found;
+}
+
+// -- the lanes' side -------------------------------------------------------------------------------------------------
+
+void VirtualLanes::begin(Task& task) {
+  static PyObject *const work_name = interned("work"), *const layer = interned("layer"),
+                         *const micro_batch = interned("micro_batch");
+  auto* const ticket = static_cast<PyObject*>(task.ticket);
+  PyObject* const op = fields_.op.get(ticket);
+  try {
+    PyObject* const made = PyObject_CallMethodNoArgs(op, work_name);
+    if (!made) throw py::error_already_set();
+    const auto work = py::reinterpret_steal<py::object>(made);
+    task.work = to_work(work);
+    task.alone_s = seconds_of(task, op, work);
+    if (!(task.alone_s >= 0 && task.alone_s < kNever)) {
+      const auto text = "costs " + std::string(py::str(py::float_(task.alone_s))) + " s, which no clock can show";
+      throw py::value_error(text);
+    }
+    task.kind = kind_code(op);
+    if (log_->keeps_rows()) {
+      task.layer = number_or_none(op, layer);
+      task.micro_batch = number_or_none(op, micro_batch);
+    }
+  } catch (py::error_already_set& error) {
+    fail(task, error);
+  } catch (py::builtin_exception& error) {
+    error.set_error();
+    py::error_already_set raised;
+    fail(task, raised);
+  }
+  fields_.state.set(ticket, classes_.running);
+  fields_.started_s.set(ticket, py::float_(loop_.clock_s()));
+}
+
+double VirtualLanes::seconds_of(const Task& task, PyObject* op, const py::object& work) const {
+  if (!seconds_) return rates_of_lane_[task.lane].seconds(task.work);
+  auto* const ticket = static_cast<PyObject*>(task.ticket);
+  PyObject* const arguments[] = {fields_.lane.get(ticket), op, work.ptr()};
+  PyObject* const seconds = PyObject_Vectorcall(seconds_.ptr(), arguments, 3, nullptr);
+  if (!seconds) throw py::error_already_set();
+  return real(py::reinterpret_steal<py::object>(seconds).ptr());
+}
+
+uint16_t VirtualLanes::kind_code(PyObject* op) {
+  static PyObject* const name = interned("kind");
+  const py::object kind = attribute(op, name);
+  PyObject* const known = PyDict_GetItemWithError(kind_codes_.ptr(), kind.ptr());
+  if (known) return static_cast<uint16_t>(whole(known));
+  if (PyErr_Occurred()) throw py::error_already_set();
+  const size_t code = kinds_.size();
+  kinds_.append(kind);
+  kind_codes_[kind] = code;
+  return static_cast<uint16_t>(code);
+}
+
+// Most ops bring nothing to the host and are not asked.
+bool VirtualLanes::has_value(PyObject* op) {
+  static PyObject* const name = interned("imagine");
+  PyTypeObject* const type = Py_TYPE(op);
+  const auto known = has_value_.find(type);
+  if (known != has_value_.end()) return known->second;
+  auto* const object = reinterpret_cast<PyObject*>(type);
+  const bool overrides = !attribute(object, name).is(classes_.imagine);
+  Py_INCREF(object);
+  return has_value_[type] = overrides;
+}
+
+void VirtualLanes::end(Task& task) {
+  static PyObject* const name = interned("imagine");
+  const py::object ticket = borrowed(static_cast<PyObject*>(task.ticket));
+  PyObject* const object = ticket.ptr();
+  PyObject* const op = fields_.op.get(object);
+  if (has_value(op)) {
+    PyObject* const value = PyObject_CallMethodOneArg(op, name, world.ptr());
+    if (!value) {
+      py::error_already_set error;
+      fail(task, error);
+    }
+    fields_.value.set(object, py::reinterpret_steal<py::object>(value));
+  }
+  fields_.state.set(object, classes_.done);
+  fields_.finished_s.set(object, py::float_(loop_.clock_s()));
+  fields_.done.set(object, py::bool_(true));
+  free_.push_back(static_cast<size_t>(whole(fields_.place.get(object))));
+  fields_.place.set(object, py::none());
+  task.ticket = nullptr;
+  Py_DECREF(object);
+  ++num_settled_;
+  const py::object dependents = borrowed(fields_.dependents.get(object));
+  if (dependents.is_none()) return;
+  fields_.dependents.set(object, py::none());
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(dependents.ptr()); ++i) {
+    PyObject* const dependent = PyList_GET_ITEM(dependents.ptr(), i);
+    const int64_t num_unmet = whole(fields_.num_unmet.get(dependent)) - 1;
+    fields_.num_unmet.set(dependent, py::int_(num_unmet));
+    if (num_unmet) continue;
+    fields_.waits_for.set(dependent, py::tuple());
+    loop_.make_ready(task_of(dependent));
+  }
+}
+
+Task& VirtualLanes::task_of(PyObject* ticket) {
+  PyObject* const place = fields_.place.get(ticket);
+  if (PyLong_Check(place)) {
+    const auto index = static_cast<size_t>(whole(place));
+    if (index < tasks_.size() && tasks_[index].ticket == ticket) return tasks_[index];
+  }
+  throw std::logic_error(std::string(py::str(ticket)) + " is not pending here");
+}
+
+// The machine is of no use after this; whoever goes on is told the same.
+void VirtualLanes::fail(const Task& task, py::error_already_set& error) {
+  const std::string type = py::str(error.type().attr("__name__")), text = py::str(error.value());
+  failure_ = std::string(py::str(static_cast<PyObject*>(task.ticket))) + " failed: " + type + ": " + text;
+  if (error.matches(classes_.machine_error)) failure_ = text;
+  if (error.matches(classes_.machine_error) || !error.matches(PyExc_Exception)) throw error;
+  py::raise_from(error, classes_.machine_error.ptr(), failure_.c_str());
+  throw py::error_already_set();
+}
+
+// -- garbage collection: ops may know the machine --------------------------------------------------------------------
+
+int VirtualLanes::traverse(visitproc visit, void* arg) const {
+  Py_VISIT(world.ptr());
+  Py_VISIT(seconds_.ptr());
+  for (const Task& task : tasks_) Py_VISIT(static_cast<PyObject*>(task.ticket));
+  return 0;
+}
+
+void VirtualLanes::clear() {
+  seconds_ = py::object();
+  world = py::none();
+  failure_ = "the machine is gone";
+  for (Task& task : tasks_) {
+    auto* const ticket = static_cast<PyObject*>(task.ticket);
+    task.ticket = nullptr;
+    Py_XDECREF(ticket);
+  }
+  for (const auto& entry : has_value_) Py_DECREF(reinterpret_cast<PyObject*>(entry.first));
+  has_value_.clear();
+}
+
+}  // namespace kernels::simulation

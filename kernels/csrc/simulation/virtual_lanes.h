@@ -1,0 +1,99 @@
+// The event loop at the Python border: Python's ops and tickets, the strategy's clock, and the lanes.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <array>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "event_loop.h"
+#include "span_log.h"
+#include "ticket_fields.h"
+
+namespace kernels::simulation {
+
+// What the border has to know of Python's classes.
+struct Classes {
+  py::object ticket_type, running, done, cancelled;  // states
+  py::object imagine;                                // of an op without a value
+  py::object machine_error;
+  std::vector<std::string> lane_kinds;
+};
+
+// seconds = overhead + max(FLOPs / flops_s, device bytes / device_bytes_s, ...)
+struct Rates {
+  double overhead_s, flops_s, device_bytes_s, host_bytes_s, link_bytes_s;
+  double seconds(const Work& work) const;
+};
+
+class VirtualLanes : private EventLoop::Ops {
+ public:
+  VirtualLanes(Classes classes, std::shared_ptr<SpanLog> log);
+  ~VirtualLanes() override;
+
+  // Before the first op: how lanes share, and what ops cost: rates by kind of lane, or a function of lane, op and work.
+  void share(std::shared_ptr<Sharing> sharing) { loop_.share(std::move(sharing)); }
+  void cost_rates(const std::map<std::string, std::array<double, 5>>& rates) { rates_ = rates; }
+  void cost_function(py::object seconds) { seconds_ = std::move(seconds); }
+  // What the strategy's thread pays for a submission and a wake-up, and a lane for a hand-over.
+  void host_times(double submit_s, double wake_s, double handover_s);
+
+  int add_lane(const std::string& kind, int rank);
+  void submit(int lane, py::handle ticket);
+  void withdraw(py::handle ticket);
+  // Until any of them, or all there are, have settled; the strategy is woken. False: nothing runs and no op is ready.
+  bool wait_any(const py::list& tickets);
+  bool drain();
+  // The lanes do what they have done by the strategy's time.
+  void catch_up();
+  void spend(double seconds);
+
+  double host_s() const { return host_s_; }
+  int64_t num_submitted() const { return num_submitted_; }
+  bool is_busy(const std::string& kind) const;
+  py::dict totals() const;        // (lane id, kind) -> (ops that have ended, seconds, and work)
+  py::list pending() const;       // by lane in their order: (id, pending tickets, tickets on the lane)
+  py::list kinds() const { return kinds_; }
+
+  py::object world = py::none();
+
+  int traverse(visitproc visit, void* arg) const;
+  void clear();
+
+ private:
+  void begin(Task& task) override;
+  void end(Task& task) override;
+
+  Task& task_of(PyObject* ticket);
+  bool is_ticket(PyObject* object) const;
+  bool is_settled(PyObject* ticket) const;
+  double seconds_of(const Task& task, PyObject* op, const py::object& work) const;
+  uint16_t kind_code(PyObject* op);
+  bool has_value(PyObject* op);
+  bool step(double until_s = kNever);
+  void wake();
+  [[noreturn]] void fail(const Task& task, py::error_already_set& error);
+
+  const Classes classes_;
+  const TicketFields fields_;
+  std::shared_ptr<SpanLog> log_;
+  EventLoop loop_;
+  std::map<std::string, std::array<double, 5>> rates_;
+  std::vector<Rates> rates_of_lane_;
+  py::object seconds_;  // null where rates are given
+  double submit_s_ = 0, wake_s_ = 0, host_s_ = 0;
+  int64_t num_submitted_ = 0, num_settled_ = 0;
+  std::deque<Task> tasks_;  // a ticket's `place` is that of its task, until it settles
+  std::vector<size_t> free_;
+  py::list kinds_;
+  py::dict kind_codes_;
+  std::unordered_map<PyTypeObject*, bool> has_value_;  // by type of op, which is kept alive
+  std::string failure_;
+};
+
+}  // namespace kernels::simulation

@@ -1,0 +1,133 @@
+"""The gated feed-forward network of one expert, on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels import _options
+from kernels import _tensors as check
+from kernels._extension import native
+from kernels.gemm import gemm_ffn, gemm_is_faster
+from kernels.threads import ThreadPool
+
+# The numbers are those of `Activation` in csrc/ffn/ffn.h.
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
+_METHODS = ("auto", "kernel", "gemm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gating:
+    """How gate and up projections become the input of the down projection.
+
+    silu, gelu, gelu_tanh: activation(gate) * up
+    clamped_swiglu:        (up' + 1) * gate' * sigmoid(alpha * gate'), gate' = min(gate, limit), up' within +-limit
+                           (gpt-oss, whose constants are the defaults)
+    Biases: float32 or bfloat16, gate_bias and up_bias [expert_dim] (either order of a fused tensor: slice it),
+    down_bias [hidden].
+    """
+
+    activation: str = "silu"
+    alpha: float = 1.702
+    limit: float = 7.0
+    gate_bias: torch.Tensor | None = None
+    up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+    def float_biases(self, hidden: int, expert_dim: int) -> tuple[torch.Tensor | None, ...]:
+        _options.one_of("activation", self.activation, _ACTIVATIONS)
+        if not self.limit >= 0:
+            raise ValueError(f"limit: expected 0 or more, got {self.limit}")
+        sizes = {"gate_bias": expert_dim, "up_bias": expert_dim, "down_bias": hidden}
+        return tuple(_float_vector(name, getattr(self, name), size) for name, size in sizes.items())
+
+
+SILU = Gating()
+
+
+def expert_ffn(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    row_weights: torch.Tensor | None = None,
+    gating: Gating = SILU,
+    accumulate: bool = False,
+    num_threads: int = 1,
+    pool: ThreadPool | None = None,
+    method: str = "auto",
+) -> None:
+    """out = row_weights * down(gating(gate(x), up(x))), or += with `accumulate`, for the tokens of one expert.
+
+    x, out:      [tokens, hidden] bfloat16 or float32 each; may be strided in dim 0
+    gate, up:    [expert_dim, hidden] bfloat16; may be strided in dim 0, so that halves of a stacked tensor
+                 (t[:n], t[n:]) and rows of an interleaved one (t[0::2], t[1::2]) need no copy
+    down:        [hidden, expert_dim] bfloat16; may be strided in dim 0
+    row_weights: float32 [tokens], the router's weights; 1 where not given
+
+    `method="kernel"` reads every weight once for up to 66 tokens, sums in float32 and rounds only the output (denormal
+    numbers may count as zeros); "gemm" is torch's product, on torch's threads, which rounds x and intermediate results
+    to bfloat16; "auto" takes the kernel unless x is bfloat16 and a measurement at first use found torch faster for so
+    many tokens. `num_threads` and `pool` are those of `decode_attention`. Raises ValueError naming the argument.
+    """
+    codes = _check_types(x, gate, up, down, out)
+    num_tokens, hidden = x.shape
+    expert_dim = gate.shape[0]
+    check.shape("gate", gate, (expert_dim, hidden))
+    check.shape("up", up, (expert_dim, hidden))
+    check.shape("down", down, (hidden, expert_dim))
+    check.shape("out", out, (num_tokens, hidden))
+    biases = gating.float_biases(hidden, expert_dim)
+    if row_weights is not None:
+        check.cpu("row_weights", row_weights, 1)
+        check.dtype("row_weights", row_weights, torch.float32)
+        check.shape("row_weights", row_weights, (num_tokens,))
+        check.contiguous("row_weights", row_weights)
+    _options.one_of("method", method, _METHODS)
+    threads = _options.native_pool(pool, num_threads)
+    tensors = {"x": x, "gate": gate, "up": up, "down": down, "out": out}
+    strides = [check.rows(name, tensor) for name, tensor in tensors.items()]
+    optional = {"row_weights": row_weights, "gate_bias": biases[0], "up_bias": biases[1], "down_bias": biases[2]}
+    _check_overlap(out, {**tensors, **optional})
+    if not out.numel():
+        return
+    if method == "gemm" or (
+        method == "auto" and x.dtype is torch.bfloat16 and gemm_is_faster(num_tokens, num_threads, pool)
+    ):
+        return gemm_ffn(x, gate, up, down, out, row_weights, gating, biases, accumulate)
+    native().expert_ffn(
+        *(tensor.data_ptr() for tensor in tensors.values()), *map(_address, (*biases, row_weights)), *codes,
+        num_tokens, hidden, expert_dim, *strides, _ACTIVATIONS[gating.activation], gating.alpha, gating.limit,
+        accumulate, threads, num_threads,
+    )  # fmt: skip
+
+
+def _check_types(
+    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, out: torch.Tensor
+) -> tuple[int, int]:
+    for name, tensor in {"x": x, "gate": gate, "up": up, "down": down, "out": out}.items():
+        check.cpu(name, tensor, 2)
+    for name, tensor in {"gate": gate, "up": up, "down": down}.items():
+        check.dtype(name, tensor, torch.bfloat16)
+    return check.sum_code("x", x), check.sum_code("out", out)
+
+
+def _check_overlap(out: torch.Tensor, tensors: dict[str, torch.Tensor | None]) -> None:
+    others = {name: tensor for name, tensor in tensors.items() if tensor is not None and name != "out"}
+    check.disjoint("out", check.span_bytes(out), **{name: check.span_bytes(t) for name, t in others.items()})
+
+
+def _float_vector(name: str, tensor: torch.Tensor | None, size: int) -> torch.Tensor | None:
+    if tensor is None:
+        return None
+    check.cpu(name, tensor, 1)
+    check.sum_code(name, tensor)
+    check.shape(name, tensor, (size,))
+    return tensor.float().contiguous()
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -1,0 +1,50 @@
+"""The event loop of the simulated machine, in C++ because a run has millions of ops. Torch-free.
+
+What it does is said where it is used (`simulated.py`, `contention.py` and `span_log.py` of `harness/machine`); the C++
+is in `csrc/simulation`. This module only translates arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kernels._extension import native
+
+LANE_KINDS = ("gpu", "cpu", "h2d", "d2h", "pin")
+_MAX_KINDS = 8  # as in sharing.h
+
+NativeSharing = Any  # a Sharing of the extension
+NativeSpanLog = Any
+NativeLanes = Any  # VirtualLanes of the extension
+
+
+def shared_memory(host_bytes_s: float, *, proportional: bool) -> NativeSharing:
+    return native().SharedMemory(host_bytes_s, proportional)
+
+
+def measured_together(speeds_by_set: Iterable[Mapping[str, float]]) -> NativeSharing:
+    """From the speeds of the kinds of each set of kinds; all sets there are."""
+    table = [[1.0] * _MAX_KINDS for _ in range(1 << len(LANE_KINDS))]
+    for by_kind in speeds_by_set:
+        numbers = {LANE_KINDS.index(kind): speed for kind, speed in by_kind.items()}
+        for number, speed in numbers.items():
+            table[sum(1 << n for n in numbers)][number] = speed
+    return native().MeasuredTogether(table)
+
+
+def speeds_under(sharing: NativeSharing, running: Sequence[tuple[str, int, float]]) -> list[float]:
+    """Of lanes (kind, rank, demand in bytes per second) that run together."""
+    ranks = sorted({rank for _, rank, _ in running})
+    lanes = [(LANE_KINDS.index(kind), ranks.index(rank)) for kind, rank, _ in running]
+    found: list[float] = sharing.speeds(lanes, [demand for _, _, demand in running])
+    return found
+
+
+def span_log(*, keeps_rows: bool) -> NativeSpanLog:
+    return native().SpanLog(keeps_rows=keeps_rows)
+
+
+def virtual_lanes(log: NativeSpanLog, **classes: Any) -> NativeLanes:
+    """`classes`: what the loop has to know of the classes of ops and tickets."""
+    return native().VirtualLanes(lane_kinds=LANE_KINDS, log=log, **classes)

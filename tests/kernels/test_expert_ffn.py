@@ -1,0 +1,292 @@
+"""expert_ffn against the float64 oracle: every code path, activation, layout and dtype."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import kernels
+from kernels import gemm, reference
+from kernels._extension import native
+
+ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
+FLOATS = st.sampled_from([torch.float32, torch.bfloat16])
+UNIT = 2.0**-8  # relative rounding of bfloat16
+
+
+def weights(hidden: int, expert_dim: int, layout: str, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """gate, up, down of unit gain; gate and up as a fused tensor gives them, rows longer than needed."""
+    fused = (torch.randn(2 * expert_dim, hidden + 5, generator=generator) / hidden**0.5).bfloat16()[:, :hidden]
+    down = (torch.randn(hidden, expert_dim + 3, generator=generator) / expert_dim**0.5).bfloat16()[:, :expert_dim]
+    if layout == "interleaved":
+        return fused[0::2], fused[1::2], down
+    return fused[:expert_dim], fused[expert_dim:], down
+
+
+def error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((out.double() - expected).abs().max()) if out.numel() else 0.0
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    num_tokens=st.integers(0, 20),
+    hidden=st.integers(1, 140),
+    expert_dim=st.integers(1, 140),
+    layout=st.sampled_from(["stacked", "interleaved"]),
+    x_dtype=FLOATS,
+    out_dtype=FLOATS,
+    activation=st.sampled_from(ACTIVATIONS),
+    bias_dtype=st.sampled_from([None, torch.float32, torch.bfloat16]),
+    weighted=st.booleans(),
+    accumulate=st.booleans(),
+    num_threads=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+)
+def test_matches_the_oracle(
+    isa, num_tokens, hidden, expert_dim, layout, x_dtype, out_dtype, activation, bias_dtype, weighted, accumulate,
+    num_threads, seed,
+):  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    gate, up, down = weights(hidden, expert_dim, layout, generator)
+    x = torch.randn(num_tokens, 2 * hidden, generator=generator).to(x_dtype)[:, :hidden]
+    biases = {}
+    if bias_dtype is not None:
+        sizes = {"gate_bias": expert_dim, "up_bias": expert_dim, "down_bias": hidden}
+        biases = {name: torch.randn(2 * size, generator=generator).to(bias_dtype)[::2] for name, size in sizes.items()}
+    row_weights = torch.rand(num_tokens, generator=generator) if weighted else None
+    wide = torch.randn(num_tokens, hidden + 3, generator=generator).to(out_dtype)
+    before = wide.clone()
+    gating = kernels.Gating(activation=activation, **biases)
+    kernels.expert_ffn(
+        x, gate, up, down, wide[:, :hidden], row_weights=row_weights, gating=gating, accumulate=accumulate,
+        num_threads=num_threads, method="kernel",
+    )  # fmt: skip
+    expected = reference.expert_ffn(x, gate, up, down, row_weights=row_weights, activation=activation, **biases)
+    if accumulate:
+        expected += before[:, :hidden].double()
+    size = float(expected.abs().max()) if expected.numel() else 0.0
+    assert error(wide[:, :hidden], expected) <= 2e-5 + (UNIT * size if out_dtype is torch.bfloat16 else 0.0)
+    assert torch.equal(wide[:, hidden:], before[:, hidden:]), "wrote outside its output"
+
+
+@pytest.mark.parametrize("num_tokens", [1, 6, 7, 65, 66, 67, 140, 530])
+@pytest.mark.parametrize("hidden", [64, 1100])
+def test_many_tokens_and_deep_rows(isa, num_tokens, hidden):
+    """Across the borders of register groups, cache chunks, panels and slabs of tokens."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    gate, up, down = weights(hidden, 70, "stacked", generator)
+    x = torch.randn(num_tokens, hidden, generator=generator)
+    row_weights = torch.rand(num_tokens, generator=generator)
+    out = torch.empty(num_tokens, hidden)
+    kernels.expert_ffn(x, gate, up, down, out, row_weights=row_weights, num_threads=2)
+    assert error(out, reference.expert_ffn(x, gate, up, down, row_weights=row_weights)) < 2e-5
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9])  # tiles are for more than a few
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_extreme_activations(isa, activation, num_tokens):
+    """Identity projections show the activation itself, from denormals to where e^x overflows."""
+    values = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1e-4, -1e-4, 0.5, -0.5, 3, -3, 6.9, 7.1, -7.1, 12, -12, 60, -60])
+    values = torch.cat([values, torch.tensor([88.0, -88, 90, -90, 200, -200, 1e4, -1e4, 3e10, -3e10, 1e30, -1e30])])
+    n = len(values)
+    identity = torch.eye(n).bfloat16()
+    for up_value in (1.0, -9.0):
+        up_bias = torch.full((n,), up_value)
+        out = torch.empty(num_tokens, n)
+        gating = kernels.Gating(activation=activation, up_bias=up_bias)
+        kernels.expert_ffn(
+            values.repeat(num_tokens, 1), identity, torch.zeros(n, n).bfloat16(), identity, out, gating=gating
+        )
+        expected = torch.from_numpy(reference.gated(values.double().numpy(), up_bias.double().numpy(), activation))
+        # The normal distribution is approximated to 8e-8 (activation.h), whatever remains of its product with the gate.
+        approximation = 1e-7 * (values * up_value).double().abs() if activation == "gelu" else 0.0
+        assert ((out.double() - expected).abs() <= 2e-7 + 2e-6 * expected.abs() + approximation).all()
+
+
+@pytest.mark.parametrize("num_tokens", [3, 18])
+def test_nan_passes_and_stays_in_its_token(isa, num_tokens):
+    x = torch.ones(num_tokens, 40)
+    x[1, 39] = float("nan")
+    weight = torch.ones(40, 40).bfloat16()
+    for activation in ACTIVATIONS:
+        out = torch.empty(num_tokens, 40)
+        kernels.expert_ffn(x, weight, weight, weight, out, gating=kernels.Gating(activation=activation))
+        assert out[1].isnan().all() and out[0].isfinite().all() and out[2:].isfinite().all()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_gemm_agrees_up_to_bfloat16_rounding(activation, accumulate):
+    generator = torch.Generator().manual_seed(1)
+    gate, up, down = weights(96, 80, "stacked", generator)
+    x = torch.randn(30, 96, generator=generator).bfloat16()
+    gating = kernels.Gating(activation=activation, gate_bias=torch.randn(80), down_bias=torch.randn(96))
+    outs = [torch.ones(30, 96) for _ in range(2)]
+    for out, method in zip(outs, ("kernel", "gemm"), strict=True):
+        kernels.expert_ffn(
+            x, gate, up, down, out, row_weights=torch.linspace(0, 1, 30), gating=gating, accumulate=accumulate,
+            method=method,
+        )  # fmt: skip
+    assert not torch.equal(*outs)
+    assert error(outs[1], outs[0].double()) < 8 * UNIT * float(outs[0].abs().max())
+
+
+def test_gemm_threshold(monkeypatch):
+    monkeypatch.setenv(gemm.THRESHOLD_VARIABLE, "40")
+    assert [gemm.gemm_is_faster(n, 1, None) for n in (1, 39, 40, 1000)] == [False, False, True, True]
+    monkeypatch.setenv(gemm.THRESHOLD_VARIABLE, "never")
+    assert not gemm.gemm_is_faster(10**6, 1, None)
+    monkeypatch.setenv(gemm.THRESHOLD_VARIABLE, "often")
+    with pytest.raises(ValueError, match=f"^{gemm.THRESHOLD_VARIABLE}: "):
+        gemm.gemm_is_faster(20, 1, None)
+    monkeypatch.delenv(gemm.THRESHOLD_VARIABLE)
+    assert not gemm.gemm_is_faster(1, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("gemm_s", "threshold"),
+    [
+        ({16: 1, 64: 1, 256: 1}, 16),
+        ({16: 17, 64: 63, 256: 1}, 64),
+        ({16: 16, 64: 64, 256: 255}, 256),
+        ({16: 1, 64: 65, 256: 255}, 256),  # not from 16 on, because 64 are slower again
+        ({16: 1, 64: 1, 256: 256}, gemm._NEVER),
+    ],
+)
+def test_threshold_is_where_torch_begins_to_stay_faster(monkeypatch, gemm_s, threshold):
+    def time_s(call):
+        num_tokens = call.args[0].shape[0]
+        return gemm_s[num_tokens] if call.keywords["method"] == "gemm" else num_tokens
+
+    monkeypatch.setattr(gemm, "_best_s", time_s)
+    assert gemm.measured_threshold(1, None) == threshold
+
+
+def test_threshold_is_measured_once_a_number_of_threads_and_on_the_given_pool(monkeypatch):
+    calls = []
+    monkeypatch.delenv(gemm.THRESHOLD_VARIABLE, raising=False)
+    monkeypatch.setattr(gemm, "_thresholds", {})
+    monkeypatch.setattr(gemm, "_best_s", lambda call: calls.append(call) or len(calls) % 2)  # gemm takes no time
+    pool = kernels.ThreadPool(num_threads=2)
+    assert [gemm.gemm_is_faster(n, 1, pool) for n in (1, 16, 300)] == [False, True, True]
+    assert len(calls) == 6 and all(call.keywords["pool"] is pool for call in calls)
+    assert gemm.gemm_is_faster(16, 2, None) and len(calls) == 6
+    assert gemm.gemm_is_faster(16, 3, None) and len(calls) == 12
+    assert all(call.keywords["num_threads"] == 3 and call.keywords["pool"] is None for call in calls[6:])
+    calls[0]()  # what is timed runs
+
+
+def test_threshold_measures_both_methods(monkeypatch):
+    timed = []
+    monkeypatch.setattr(gemm, "_best_s", lambda call: timed.append(call.keywords["method"]) or call() or len(timed) % 2)
+    assert gemm.measured_threshold(2, None) == 16
+    assert timed == ["kernel", "gemm"] * 3
+
+
+@pytest.mark.parametrize("method", ["kernel", "gemm", "auto"])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_parameters_leave_no_graph(monkeypatch, method, accumulate):
+    monkeypatch.setenv(gemm.THRESHOLD_VARIABLE, "1")
+    gate, up, down = (torch.nn.Parameter(torch.ones(16, 16).bfloat16()) for _ in range(3))
+    bias = torch.nn.Parameter(torch.ones(16))
+    out = torch.zeros(3, 16)
+    gating = kernels.Gating(down_bias=bias)
+    kernels.expert_ffn(
+        torch.ones(3, 16).bfloat16(), gate, up, down, out, gating=gating, accumulate=accumulate, method=method
+    )
+    assert out.any() and not out.requires_grad
+
+
+def test_equals_the_layers_of_mixtral():
+    """Against torch's own float32 operators, as transformers composes them."""
+    generator = torch.Generator().manual_seed(2)
+    gate, up, down = weights(128, 224, "stacked", generator)
+    x, out = torch.randn(9, 128, generator=generator), torch.empty(9, 128)
+    kernels.expert_ffn(x, gate, up, down, out, pool=kernels.ThreadPool(num_threads=2))
+    expected = F.linear(F.silu(F.linear(x, gate.float())) * F.linear(x, up.float()), down.float())
+    assert torch.allclose(out, expected, atol=1e-5)
+
+
+BAD = {
+    "x-dim": ("x", torch.zeros(3)),
+    "x-dtype": ("x", torch.zeros(3, 16, dtype=torch.float16)),
+    "x-stride": ("x", torch.zeros(16, 3).T),
+    "x-device": ("x", torch.zeros(3, 16, device="meta")),
+    "gate-dtype": ("gate", torch.zeros(24, 16)),
+    "gate-shape": ("gate", torch.zeros(24, 15).bfloat16()),
+    "gate-stride": ("gate", torch.zeros(16, 24).bfloat16().T),
+    "up-shape": ("up", torch.zeros(23, 16).bfloat16()),
+    "up-dtype": ("up", torch.zeros(24, 16).half()),
+    "down-shape": ("down", torch.zeros(24, 16).bfloat16()),
+    "down-stride": ("down", torch.zeros(24, 16).bfloat16().T),
+    "out-shape": ("out", torch.zeros(2, 16)),
+    "out-dtype": ("out", torch.zeros(3, 16).double()),
+    "out-expanded": ("out", torch.zeros(1, 16).expand(3, 16)),
+    "row_weights-shape": ("row_weights", torch.zeros(4)),
+    "row_weights-dtype": ("row_weights", torch.zeros(3).double()),
+    "row_weights-stride": ("row_weights", torch.zeros(6)[::2]),
+    "activation": ("activation", kernels.Gating(activation="relu")),
+    "limit": ("limit", kernels.Gating(limit=float("nan"))),
+    "gate_bias-shape": ("gate_bias", kernels.Gating(gate_bias=torch.zeros(16))),
+    "up_bias-dtype": ("up_bias", kernels.Gating(up_bias=torch.zeros(24).half())),
+    "down_bias-dim": ("down_bias", kernels.Gating(down_bias=torch.zeros(1, 16))),
+    "num_threads": ("num_threads", 0),
+    "method": ("method", "fast"),
+    "method-type": ("method", []),
+    "activation-type": ("activation", kernels.Gating(activation=[])),
+    "gate-negated": ("gate", torch._neg_view(torch.zeros(24, 16).bfloat16())),
+}
+
+
+def arguments() -> dict:
+    gate, up, down = (torch.zeros(shape).bfloat16() for shape in ((24, 16), (24, 16), (16, 24)))
+    return {"x": torch.zeros(3, 16), "gate": gate, "up": up, "down": down, "out": torch.ones(3, 16)}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_named(name):
+    field, value = BAD[name]
+    target = "gating" if isinstance(value, kernels.Gating) else field
+    with pytest.raises(ValueError, match=f"^{field}: "):
+        kernels.expert_ffn(**{**arguments(), target: value})
+
+
+@pytest.mark.parametrize("field", ["x", "gate", "up", "down", "row_weights"])
+def test_overlap_is_refused(field):
+    given = {**arguments(), "row_weights": torch.zeros(3)}
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    for name in (field, "out"):
+        memory_view = memory[: given[name].nbytes].view(given[name].dtype).view(given[name].shape)
+        given[name] = memory_view
+    with pytest.raises(ValueError, match=f"^out: overlaps {field}"):
+        kernels.expert_ffn(**given)
+
+
+def test_a_width_of_zero_gives_the_bias():
+    out = torch.full((2, 8), 5.0)
+    empty = torch.zeros(0, 8).bfloat16()
+    gating = kernels.Gating(down_bias=torch.arange(8.0))
+    kernels.expert_ffn(torch.ones(2, 8), empty, empty, empty.T, out, gating=gating)
+    assert torch.equal(out, torch.arange(8.0).expand(2, 8))
+
+
+def test_every_path_is_tested():
+    """The `isa` fixture goes through `supported_isas`: it must miss nothing that the system says the processor has."""
+    flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")).split()
+    expected = {"portable"}
+    if {"avx2", "fma"}.issubset(flags):
+        expected.add("avx2")
+        if {"avx512f", "avx512bw", "avx512vl", "avx512dq"}.issubset(flags):
+            expected.add("avx512")
+            if {"amx_tile", "amx_bf16"}.issubset(flags):  # the system grants its tiles to whoever asks
+                expected.add("amx")
+    assert set(native().supported_isas()) == expected
+
+
+def test_the_fixture_chooses_the_path(isa):
+    assert kernels.isa() == isa

@@ -1,0 +1,70 @@
+"""Kernels run without the GIL: another Python thread gets on meanwhile."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from paged import paged_case
+
+import kernels
+
+
+def big_attention():
+    case = paged_case([64] * 2)
+    tables = case.block_tables[:1, :4].repeat(4000, 250)  # the same 4 blocks again and again
+    q, lens = case.q[:1].repeat(4000, 1, 1), torch.full((4000,), 1000, dtype=torch.int32)
+    out = torch.empty(q.shape)
+    return lambda: kernels.decode_attention(q, case.k_cache, case.v_cache, tables, lens, out, scale=case.scale)
+
+
+def big_ffn():
+    weight, x = torch.ones(1024, 1024).bfloat16(), torch.ones(500, 1024)
+    out = torch.empty(x.shape)
+    return lambda: kernels.expert_ffn(x, weight, weight, weight, out, method="kernel")
+
+
+def big_linear():
+    weight, x = torch.ones(2048, 2048).bfloat16(), torch.ones(500, 2048)
+    out = torch.empty(500, 2048)
+    return lambda: kernels.linear(x, weight, out)
+
+
+def big_append():
+    k = torch.ones(40_000, 2, 64)
+    caches = [torch.zeros(2500, 2, 16, 64).bfloat16() for _ in range(2)]
+    slots = torch.arange(40_000)
+    return lambda: kernels.kv_append(k, k, *caches, slots)
+
+
+@pytest.mark.parametrize("make", [big_attention, big_ffn, big_linear, big_append])
+def test_another_thread_gets_on_during_a_call(make):
+    """No thread is made to give up the GIL for an hour: the other one runs only when the kernel's lets go of it."""
+    call = make()
+    call()  # the pools and the extension are loaded
+    count, stop = [0], threading.Event()
+
+    def other() -> None:
+        while not stop.is_set():
+            count[0] += 1
+            time.sleep(0)  # gives up the GIL
+
+    thread, interval_s = threading.Thread(target=other), sys.getswitchinterval()
+    sys.setswitchinterval(3600)
+    try:
+        thread.start()
+        progress = 0
+        for _ in range(20):  # a busy machine may not run the other thread during one call
+            before = count[0]
+            call()
+            progress = count[0] - before
+            if progress:
+                break
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval_s)
+        thread.join()
+    assert progress > 0
