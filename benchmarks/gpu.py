@@ -1,0 +1,155 @@
+"""Everything this project wants to know of a GPU, in one command of under nine minutes:
+
+    python benchmarks/gpu.py --out results/gpu            # on a machine with an NVIDIA GPU
+    python benchmarks/gpu.py --dry --out /tmp/dry         # the same logic on the emulated machine, tiny, in a minute
+
+Builds the C++ extension; checks tokens of every strategy on every tiny checkpoint; measures ceilings; runs every
+strategy on random weights of Mixtral-8x7B's shape in 16 GB of device memory; measures accelerate's CPU offload beside
+it; calibrates the machine and asks the simulator and the papers' models what they would have said. Results: ordinary
+run folders, gpu.json and gpu.md in --out, written as they come; --pack DIR also packs them as they come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+STAGES = ("build", "tokens", "ceilings", "memory", "strategies", "calibrate", "simulate", "peer")
+_NEEDED = ("torch", "transformers", "hydra", "omegaconf", "pydantic", "rich", "yaml", "safetensors", "tokenizers")
+
+
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks/gpu.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "results/gpu")
+    parser.add_argument("--pack", type=Path, default=None, help="folder for at most 8 files of 16 MiB")
+    parser.add_argument("--dry", action="store_true", help="tiny, on the emulated machine: shows that the script works")
+    parser.add_argument("--budget-s", type=float, default=530.0, help="no stage begins that cannot end within this")
+    parser.add_argument("--box-s", type=float, default=80.0, help="longest time of one strategy")
+    parser.add_argument("--stages", default=",".join(STAGES), help=f"some of {','.join(STAGES)}")
+    parser.add_argument("--strategies", default=None, help="only these, by name; default: all of conf/strategy")
+    parser.add_argument("--host-gb", type=float, default=None, help="memory of the host; default: what it says")
+    parser.add_argument("--device-gb", type=float, default=16.0, help="memory of the GPU that is played")
+    parser.add_argument("--kv-gb", type=float, default=None, help="KV cache; default: 24, or a fifth of the host")
+    parser.add_argument("--requests", type=int, default=None, help="default: as many as the KV cache holds at once")
+    parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--peer-batch", type=int, default=128)
+    args = parser.parse_args(given)
+    unknown = set(args.stages.split(",")) - set(STAGES)
+    if unknown:
+        parser.error(f"--stages: unknown {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}")
+    chosen = args.strategies.split(",") if args.strategies else []
+    if unknown := set(chosen) - {path.stem for path in (ROOT / "conf/strategy").glob("[!_]*.yaml")}:
+        parser.error(f"--strategies: unknown {', '.join(sorted(unknown))}")
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        parser.error(f"these packages are missing: {', '.join(missing)}; pip install -e . brings them")
+    return args
+
+
+def build(left_s: float) -> dict[str, Any]:
+    """The extension, in place, unless it is there and newer than its sources."""
+    environment = {**os.environ, "KERNELS_BUILD_JOBS": str(len(os.sched_getaffinity(0)))}
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    subprocess.run(command, cwd=ROOT, env=environment, timeout=left_s, check=True, stdout=sys.stderr)
+    import kernels
+
+    return {"isa": kernels.isa()}
+
+
+def facts(dry: bool) -> dict[str, Any]:
+    from harness.record.provenance import code_version, environment
+
+    here = environment()
+    found = {"code": code_version(), "processor": f"{here['processor']}, {here['num_cores']} cores"}
+    found["versions"] = ", ".join(f"{name} {version}" for name, version in here["packages"].items())
+    if dry:
+        found["dry"] = "emulated machine and tiny dimensions: numbers say that the script works, nothing else"
+        return found
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    found["gpu"] = f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, CUDA {torch.version.cuda}"
+    return found
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    args = arguments(given)
+    stages = args.stages.split(",")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    args.out.mkdir(parents=True, exist_ok=True)
+    from benchmarks.gpu_stages.packing import pack
+    from benchmarks.gpu_stages.plan import dry_scale, gpu_scale
+    from benchmarks.gpu_stages.record import Record
+    from benchmarks.gpu_stages.table import markdown
+    from harness.machine.cuda import device_found
+
+    if not args.dry and not device_found():
+        print("error: torch finds no GPU; --dry runs the same on the emulated machine", file=sys.stderr)
+        return 2
+    scale = dry_scale(args.strategies) if args.dry else gpu_scale(
+        host_gb=args.host_gb, device_gb=args.device_gb, kv_gb=args.kv_gb, requests=args.requests,
+        new_tokens=args.new_tokens, box_s=args.box_s, names=args.strategies,
+    )  # fmt: skip
+
+    def after(content: dict[str, Any]) -> None:
+        (args.out / "gpu.md").write_text(markdown(content))
+        if args.pack is not None:
+            for line in pack(args.out, args.pack):
+                print(f"   not packed: {line}", flush=True)
+
+    sizes = f"{scale.layers} layers, {scale.num_requests} requests of {scale.max_new_tokens} new tokens, "
+    sizes += f"{scale.device_gb:g} GB of device memory, {scale.kv_gb:.3g} GB of KV cache, random weights"
+    shown = {**facts(args.dry), "sizes": sizes}
+    title = "Mixtral-8x7B's shape on a real GPU" if not args.dry else "Dry run"
+    record = Record(args.out, {"title": title, "facts": shown}, budget_s=args.budget_s, after=after)
+    run_stages(args, stages, scale, record)
+    print((args.out / "gpu.md").read_text())
+    broken = [name for name, stage in record.content["stages"].items() if stage["status"] == "failed"]
+    return 1 if broken else 0
+
+
+def run_stages(args: argparse.Namespace, stages: list[str], scale: Any, record: Any) -> None:
+    """In the order of their worth; each knows what the ones before it found."""
+    if "build" in stages:
+        record.run("build", build, needs_s=0.0)
+    from benchmarks.gpu_stages import accuracy, ceilings, peer, runs
+    from harness.machine.device.pinned import keeping
+
+    def keep(name: str) -> Any:
+        return lambda found: record.keep(name, found)
+
+    if "tokens" in stages:
+        share_s = min(90.0, record.left_s / 4)
+        record.run("tokens", lambda left_s: runs.check_tokens(scale, args.out, share_s, keep("tokens")), needs_s=10.0)
+    found = record.run("ceilings", lambda left_s: ceilings.measure(scale), needs_s=5.0) if "ceilings" in stages else {}
+    rates = [
+        f"hardware.{name}={found[name]}" for name in ("h2d_gb_s", "d2h_gb_s", "host_gb_s") if name in (found or {})
+    ]
+    with keeping():  # host memory is pinned once for all strategies and the calibration
+        measured: dict[str, Any] = {}
+        if "memory" in stages:
+            record.run("memory", lambda left_s: runs.take_memory(scale), needs_s=30.0)
+        if "strategies" in stages:
+            reserve_s = 150.0 if not args.dry else 0.0  # for what comes behind
+            strategies = lambda left_s: runs.measure_strategies(  # noqa: E731
+                scale, args.out, rates, left_s - reserve_s, keep("strategies")
+            )
+            measured = record.run("strategies", strategies, needs_s=20.0) or {}
+        if "calibrate" in stages:
+            record.run("calibrate", lambda left_s: accuracy.calibrate(scale, rates, args.out), needs_s=20.0)
+    if "simulate" in stages:
+        record.run("simulate", lambda left_s: accuracy.simulate(scale, rates, measured.get("runs", {})), needs_s=5.0)
+    if "peer" in stages:
+        record.run("peer", lambda left_s: peer.measure(scale, args.out, left_s, batch=args.peer_batch), needs_s=10.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

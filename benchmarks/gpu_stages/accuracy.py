@@ -1,0 +1,73 @@
+"""The costs of this computer's machine as a table for `hardware=local`, and what the simulator says with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_stages.plan import Scale
+from benchmarks.gpu_stages.runs import strategy_overrides
+from harness.calibration.local import identity, link_rates, table_path
+from harness.calibration.measure import measure_all
+from harness.command_line import composed_values
+from harness.machine.base import LaneKind
+from harness.machine.build import load_machine
+from harness.model.planned import planned_model
+from harness.plan import make_plan
+from harness.preparing import build_engine, load_model
+from harness.record.provenance import code_version, environment
+from harness.record.summary import accuracy
+from harness.settings import parse_settings
+
+
+def calibrate(scale: Scale, rates: Sequence[str], out: Path) -> dict[str, Any]:
+    """Every op, lane by lane and together, on the machine of the runs; a copy of the table beside the results."""
+    overrides = [*scale.workload(), *rates, "model.path=random", f"machine={scale.machine}"]
+    settings = parse_settings(composed_values(overrides))
+    model = load_model(settings, has_tensors=True)
+    machine = load_machine(settings.machine).build(settings.hardware, model.spec)
+    try:
+        engine = build_engine(settings, machine, model, [])
+        measured = machine.link_ceilings_gb_s
+        facts = environment()
+        table = measure_all(
+            engine,
+            link_bytes_s=link_rates(settings.hardware) if measured is None else
+            {LaneKind(name): rate * 1e9 for name, rate in measured.items()},
+            packet_bytes=int(scale.packet_mb * 1e6),
+            ram_bytes=facts["memory_bytes"],
+            meta={
+                "code": code_version(), "environment": facts, "label": machine.label,
+                "identity": identity(settings, model.spec),
+            },
+            repeats=1 if scale.dry else 3,
+            log=lambda text: print(f"   {text}", flush=True),
+        )  # fmt: skip
+    finally:
+        machine.close()
+    for path in (table_path(settings, model.spec), out / "calibration.json"):
+        table.write(path)
+    return {"ops": len(table.samples), "together": table.together, "worst_fit": table.worst_fit()}
+
+
+def simulate(scale: Scale, rates: Sequence[str], runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Each measured strategy on the simulated machine with the table; accuracy = 1 - |simulated - measured| / measured.
+
+    A run that was cut off had another mix of passes than the whole workload: its accuracy says nothing, and is null.
+    """
+    rows = {}
+    settings = parse_settings(composed_values([*scale.workload(), *rates, "machine=simulated"]))
+    if not table_path(settings, planned_model(settings.model).spec).exists():
+        raise FileNotFoundError("there is no table of this computer for these sizes: the stage calibrate makes it")
+    for name, values in scale.strategies.items():
+        measured = runs.get(name) or {}
+        overrides = [*strategy_overrides(name, values, scale), *scale.workload(), *rates, "machine=simulated"]
+        plan = make_plan(composed_values(overrides), log=lambda text: None)
+        assert plan.summary is not None
+        simulated, whole = plan.summary["throughput_tok_s"], measured.get("status") == "ok"
+        observed = measured.get("throughput_tok_s") if whole else None
+        rows[name] = {"simulated_tok_s": simulated, "accuracy": accuracy(simulated, observed)}
+        print(f"   {name}: {json.dumps(rows[name])}", flush=True)
+    return {"runs": rows}

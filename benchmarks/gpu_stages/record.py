@@ -1,0 +1,63 @@
+"""Stages one after the other within a budget of time; what each found is on disk as soon as it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harness.record.files import plain
+
+Stage = Callable[[float], dict[str, Any]]  # seconds that are left -> what it found
+
+
+class Record:
+    """`gpu.json` in a folder. `after` is called with all results whenever one has come."""
+
+    def __init__(self, folder: Path, facts: dict[str, Any], *, budget_s: float, after: Callable[[dict], None]) -> None:
+        self._path = folder / "gpu.json"
+        self._started_s, self._budget_s, self._after = time.monotonic(), budget_s, after
+        self.content: dict[str, Any] = {**facts, "stages": {}}
+        self.save()
+
+    @property
+    def left_s(self) -> float:
+        return self._budget_s - (time.monotonic() - self._started_s)
+
+    def run(self, name: str, stage: Stage, *, needs_s: float) -> dict[str, Any] | None:
+        """The stage's results; None where it failed or there was no time. `needs_s`: not begun with less."""
+        if self.left_s < needs_s:
+            self._put(name, {"status": "skipped", "reason": f"{self.left_s:.0f} s left, it needs {needs_s:.0f} s"}, 0.0)
+            return None
+        begun_s = time.monotonic()
+        print(f"== {name} ({self.left_s:.0f} s left)", flush=True)
+        try:
+            found = stage(self.left_s)
+        except Exception as error:  # the other stages may still tell something
+            traceback.print_exc()
+            self._put(name, {"status": "failed", "reason": f"{type(error).__name__}: {error}"}, begun_s)
+            return None
+        self._put(name, {"status": "ok", **found}, begun_s)
+        return found
+
+    def keep(self, name: str, found: dict[str, Any]) -> None:
+        """What a stage that is under way has found so far."""
+        self.content["stages"][name] = {"status": "under way", **found}
+        self.save()
+
+    def _put(self, name: str, found: dict[str, Any], begun_s: float) -> None:
+        seconds = time.monotonic() - begun_s if begun_s else 0.0
+        self.content["stages"][name] = {**found, "seconds": round(seconds, 2)}
+        if found["status"] != "ok":
+            print(f"   {name}: {found['status']}: {found['reason']}", flush=True)
+        self.save()
+
+    def save(self) -> None:
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps(plain(self.content), indent=1) + "\n")
+        os.replace(partial, self._path)
+        self._after(self.content)

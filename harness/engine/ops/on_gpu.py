@@ -1,0 +1,53 @@
+"""How ops run where a tensor's device has the GPU kernels: on the same buffers, without waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from harness.model.spec import ModelSpec
+from kernels import triton as gpu
+
+
+def attends(spec: ModelSpec, q: Any) -> bool:
+    """Whether the kernels do this model's attention: queries over keys and values of heads, nothing else in it."""
+    return gpu.serves(q) and spec.latent is None and not spec.attention_sinks
+
+
+def prefill_attention(spec: ModelSpec, q: Any, k: Any, v: Any, positions: Any, out: Any) -> None:
+    """All prefilling sequences at once; positions [tokens], out [tokens, heads * head_dim]."""
+    if len(q):
+        gpu.causal_attention(q, k, v, positions, out.view(q.shape), **_options(spec))
+
+
+def decode_attention(spec: ModelSpec, q: Any, staging: Any, positions: Any, out: Any) -> None:
+    """All sequences that `LoadKv` staged; positions [seqs] of their new tokens, out [seqs, heads * head_dim]."""
+    heads = spec.num_kv_heads
+    gpu.staged_decode_attention(q, staging, positions, out.view(q.shape), num_kv_heads=heads, **_options(spec))
+
+
+def _options(spec: ModelSpec) -> dict[str, Any]:
+    return {"scale": spec.head_dim**-0.5, "window": spec.sliding_window}
+
+
+def groups_experts(x: Any) -> bool:
+    return gpu.serves(x)
+
+
+def experts(
+    spec: ModelSpec,
+    x: Any,
+    ids: Any,
+    weights: Any,
+    out: Any,
+    placed: Mapping[int, tuple[Any, tuple[int, ...]]],
+    scratch: Any,
+) -> None:
+    """Adds the weighted outputs of experts, each given by the shape and the addresses of its matrices, to `out`.
+
+    An op's temporaries need no key of their own in `writes`: all who use the workspace run on one lane.
+    """
+    addresses = {expert: found for expert, (_, found) in placed.items()}
+    shape = next(iter(placed.values()))[0]
+    table = gpu.address_table(addresses, spec.num_experts, x.device)
+    gpu.grouped_experts(x, ids, weights, out, table, shape, num_present=len(placed), scratch=scratch)

@@ -1,0 +1,27 @@
+"""The machine that suits this computer: cuda where torch finds a GPU, else emulated."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from harness.config import config, require
+from harness.machine.cuda import device_found
+
+
+@config
+class Config:
+    """Settings under `machine` in the configuration: those that both machines have."""
+
+    has_tensors: ClassVar[bool] = True
+
+    watchdog_s: float = 120.0
+    poison: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.watchdog_s > 0, "watchdog_s", f"must be > 0, got {self.watchdog_s}")
+
+
+def choose(config: Config) -> dict[str, Any]:
+    """The `machine` group of the configuration of the machine to take."""
+    name = "cuda" if device_found() else "emulated"
+    return {"name": name, "watchdog_s": config.watchdog_s, "poison": config.poison}

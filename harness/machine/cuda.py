@@ -1,0 +1,338 @@
+"""The machine of a real GPU: lanes are CUDA streams, tickets are events, the cpu and pin lanes are host threads.
+
+A thread a device lane launches what is ready, and a thread a stream sleeps until its events come; the strategy's thread
+does neither. An op on one stream follows one on another by the stream's own wait; host lanes start when the event has
+come (`device/issuing.py` says which is which). Nothing waits for the whole device; memory is taken while planning.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from harness.config import ConfigError, config, require
+from harness.hardware.profile import HardwareConfig
+from harness.machine.base import D2H, GPU, H2D, Lane, LaneKind, MachineError, Op, Span, Ticket, Work
+from harness.machine.device.arenas import DeviceArenas
+from harness.machine.device.clock import DeviceClock
+from harness.machine.device.context import DeviceContext
+from harness.machine.device.issuing import DEVICE_LANES, IssueBoard
+from harness.machine.device.lanes import Depth, DeviceLane, DeviceStream, Launched
+from harness.machine.device.links import link_rates_gb_s
+from harness.machine.device.numa import Node, node_of
+from harness.machine.device.pinned import HostMemory, Progress
+from harness.machine.device.runtime import DeviceRuntime, TorchCudaRuntime
+from harness.machine.device.staging import StagingRing
+from harness.machine.host_context import HostContext
+from harness.machine.threaded import ThreadedMachine, share_of
+from harness.model.spec import ModelSpec
+
+_never_freed: list[object] = []  # memory of machines whose device did not come to rest: it may still be written
+_COPY_LANES = (H2D, D2H)
+_ROUNDING_BYTES = 256 << 20
+
+
+@config
+class Config:
+    """Settings under `machine` in the configuration."""
+
+    has_tensors: ClassVar[bool] = True
+
+    watchdog_s: float = 120.0
+    poison: bool = False
+    copies_in_flight: int = 2
+    launch_mb: float = 32.0
+    gpu_ops_in_flight: int = 16
+    staging_mb: float = 8.0
+    cpu_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        require(self.watchdog_s > 0, "watchdog_s", f"must be > 0, got {self.watchdog_s}")
+        for name in ("copies_in_flight", "gpu_ops_in_flight"):
+            require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
+        require(self.launch_mb >= 0, "launch_mb", f"must be >= 0, got {self.launch_mb:g}")
+        require(self.staging_mb >= 1e-3, "staging_mb", f"must be at least 0.001, got {self.staging_mb:g}")
+        threads = self.cpu_threads
+        require(threads is None or threads >= 1, "cpu_threads", f"must be at least 1 or null, got {threads}")
+
+
+class CudaMachine(ThreadedMachine):
+    """`runtime` is the device; tests have another. `node`: where the device is, for host memory and cores near it."""
+
+    label: ClassVar[str] = "measured"
+    name: ClassVar[str] = "cuda"
+
+    def __init__(
+        self,
+        *,
+        runtime: DeviceRuntime,
+        capacities_bytes: dict[str, int],
+        config: Config,
+        node: Node | None = None,
+        tell: Progress | None = None,
+    ) -> None:
+        compute = Depth(config.gpu_ops_in_flight)
+        copies = Depth(config.copies_in_flight, int(config.launch_mb * 1e6))
+        lock = threading.Lock()
+        streams = {GPU: [DeviceStream(runtime, lock, compute)]}
+        for lane in _COPY_LANES:
+            streams[lane] = [DeviceStream(runtime, lock, copies, urgent=urgent) for urgent in (False, True)]
+        self._memory = DeviceArenas(
+            runtime, streams[GPU][0].handle, HostMemory(node), poison=config.poison, progress=tell or _tell
+        )
+        super().__init__(
+            arenas=self._memory,
+            capacities_bytes=capacities_bytes,
+            board=IssueBoard(),
+            watchdog_s=config.watchdog_s,
+            lock=lock,
+        )
+        self._issues: IssueBoard = self._board  # type: ignore[assignment]
+        self._runtime, self._node = runtime, node
+        self._cpu_threads = config.cpu_threads or max(1, len(self._cores()) - len(DEVICE_LANES))
+        self._clock, self._clock_lock = DeviceClock(runtime), threading.Lock()
+        self._launched: dict[Ticket, tuple[DeviceStream, Any]] = {}  # where the last packet stands, and its event
+        self._lanes: dict[Lane, DeviceLane] = {}
+        self._take_staging(streams, int(config.staging_mb * 1e6))
+        self.link_ceilings_gb_s = self._measured_links(streams)
+        for lane, its_streams in streams.items():
+            self._open_lane(lane, its_streams)
+
+    @property
+    def clock_error_s(self) -> float:
+        """How far times of device spans may be from the host's clock."""
+        return self._clock.error_s + self._clock.drift_s
+
+    def _take_staging(self, streams: dict[Lane, list[DeviceStream]], nbytes: int) -> None:
+        if "pinned" not in self.tiers:
+            return
+        for lane in _COPY_LANES:
+            for stream in streams[lane]:
+                buffer = self.tiers["pinned"].reserve(f"{lane} staging", nbytes)
+                stream.ring = StagingRing(self._memory.bytes_of(buffer))
+
+    def _measured_links(self, streams: dict[Lane, list[DeviceStream]]) -> dict[str, float] | None:
+        """Each direction alone, with packets as large as the staging memory: some milliseconds."""
+        rings = {str(lane): streams[lane][0].ring for lane in _COPY_LANES}
+        found: dict[str, float] = {}
+        for name, ring in rings.items():
+            if ring is None:
+                return None
+            found |= link_rates_gb_s(self._runtime, {name: ring.memory})
+        return found
+
+    def _open_lane(self, lane: Lane, streams: list[DeviceStream]) -> None:
+        """Threads that launch and that watch the streams, from now on."""
+        self._wake[lane] = threading.Condition(self._lock)
+        self._lanes[lane] = DeviceLane(lane, self._board.lane(lane), streams[0], streams[-1])
+        self._start_thread(partial(self._launch_all, lane), f"lane {lane}")
+        for number, stream in enumerate(streams):
+            self._start_thread(partial(self._watch, stream), f"stream {number} of lane {lane}")
+
+    # -- host lanes -----------------------------------------------------------------------------------------------
+
+    def _start_lane(self, lane: Lane) -> None:
+        if lane.kind in DEVICE_LANES:
+            raise MachineError(f"lane {lane}: this machine has one GPU, of rank 0")
+        super()._start_lane(lane)
+
+    def _enter_thread(self) -> None:
+        super()._enter_thread()
+        self._runtime.use()
+        if self._node is not None:
+            os.sched_setaffinity(threading.get_native_id(), self._node.cores)
+
+    def _host_context(self, lane: Lane) -> HostContext:
+        return HostContext(lane, self._arenas, threads=self._cpu_threads if lane.kind is LaneKind.CPU else 1)
+
+    def _cores(self) -> list[int]:
+        return list(self._node.cores) if self._node else sorted(os.sched_getaffinity(0))
+
+    # -- launching ------------------------------------------------------------------------------------------------
+
+    def _launch_all(self, lane: Lane) -> None:
+        device_lane = self._lanes[lane]
+        while not self._stopped:
+            found = device_lane.next()
+            if found is None:
+                self._wake[lane].wait()
+                continue
+            if not self._launch(device_lane, *found):
+                return
+
+    def _launch(self, lane: DeviceLane, ticket: Ticket, packet: int) -> bool:
+        """Put some packets into their stream; False where that failed. The lock is released meanwhile."""
+        op, stream, count = ticket.op, lane.stream_of(ticket), 0
+        if packet == 0:
+            lane.begin(ticket)
+            self._issues.start(ticket, time.monotonic())
+            self._order_behind(stream, ticket)
+        first, last, mark = stream.event(), stream.event(), self._clock.mark
+        take = partial(stream.take_slot, stopped=self._is_stopped)
+        context = DeviceContext(ticket.lane, self._memory, self._runtime, stream.handle, take)
+        result: list[Any] = []
+        error: BaseException | None = None
+        self._lock.release()
+        try:
+            share = share_of(op.work(), op.packets)
+            count = min(stream.depth.packets(share), op.packets - packet)
+            self._runtime.record(first, stream.handle)
+            for number in range(packet, packet + count):
+                self._run(stream, partial(_run_packet, op, context, number, result), ticket.lane)
+            self._runtime.record(last, stream.handle)
+        except BaseException as caught:
+            error = caught
+        finally:
+            self._lock.acquire()
+        if error is not None:
+            self._fail(str(ticket), error)
+            return False
+        work = Work(*(count * amount for amount in share))
+        stream.add(Launched(ticket, packet, count, first, last, mark, context, result, work))
+        lane.go_on(ticket, packet + count)
+        if packet + count == op.packets:
+            self._launched[ticket] = (stream, last)
+            for freed in self._issues.issue(ticket):
+                self._wake[freed.lane].notify()
+        return True
+
+    def _order_behind(self, stream: DeviceStream, ticket: Ticket) -> None:
+        """The stream waits for whatever the ticket follows that is still under way on other streams."""
+        for dependency in ticket.waits_for:
+            if not dependency.settled:
+                other, event = self._launched[dependency]
+                if other is not stream:
+                    self._runtime.wait(stream.handle, event)
+        ticket.waits_for = ()
+
+    def _run(self, stream: DeviceStream, run: Callable[[], None], lane: Lane) -> None:
+        """On copy lanes the op's own code runs here and its copies go to the stream; on the gpu lane all its work."""
+        if lane.kind is LaneKind.GPU:
+            self._runtime.launch(stream.handle, run)
+        else:
+            run()
+
+    # -- watching -------------------------------------------------------------------------------------------------
+
+    def _watch(self, stream: DeviceStream) -> None:
+        """Packets of a stream as they end; goes on after a failure until nothing is under way."""
+        while True:
+            while not stream.under_way:
+                if self._stopped:
+                    return
+                stream.changed.wait()
+            launched = stream.under_way[0]
+            times_s = self._await(stream, launched)
+            stream.remove(launched)
+            if times_s is not None:
+                self._ended(stream, launched, *times_s)
+            self._wake[launched.ticket.lane].notify()  # there is room for another packet
+
+    def _await(self, stream: DeviceStream, launched: Launched) -> tuple[float, float] | None:
+        """When the packet began and ended, or None where it failed. The lock is released meanwhile."""
+        error: BaseException | None = None
+        times_s: tuple[float, float] | None = None
+        self._lock.release()
+        try:
+            self._runtime.synchronize(launched.last)
+            end_s = min(self._clock.seconds(launched.mark, launched.last), time.monotonic())
+            start_s = max(self._clock.seconds(launched.mark, launched.first), stream.ended_s)
+            times_s = min(start_s, end_s), end_s
+            for target, staged in launched.context.fills:
+                target.copy_(staged)
+            if self._clock_lock.acquire(blocking=False):
+                try:
+                    self._clock.refresh()
+                finally:
+                    self._clock_lock.release()
+        except BaseException as caught:
+            error, times_s = caught, None
+        finally:
+            self._lock.acquire()
+        if error is not None and self._failure is None:
+            others = [str(w.ticket) for lane in self._lanes.values() for s in lane.streams for w in s.under_way]
+            # The device tells that something failed, not what: anything that was under way may be it.
+            self._fail(f"{launched.ticket}, or another of {', '.join(others)}," if others[1:] else others[0], error)
+        return times_s
+
+    def _ended(self, stream: DeviceStream, launched: Launched, start_s: float, end_s: float) -> None:
+        ticket, packet, op = launched.ticket, launched.packet, launched.ticket.op
+        stream.ended_s = end_s
+        self._last_progress_s = time.monotonic()
+        ticket.packets_run += launched.count
+        self.spans.append(
+            Span(
+                ticket.lane, op.kind, op.layer, op.micro_batch, ticket.number, packet, op.packets, ticket.urgent,
+                start_s, end_s, 0.0, launched.work,
+            )
+        )  # fmt: skip
+        if packet == 0:
+            self._issues.restart(ticket, start_s)
+        if packet + launched.count == op.packets:
+            ticket.value = launched.result[-1]
+            del self._launched[ticket]
+            for freed in self._issues.finish(ticket, end_s):
+                self._wake[freed.lane].notify()
+            self._progress.notify_all()
+
+    # -- stopping -------------------------------------------------------------------------------------------------
+
+    def _is_stopped(self) -> bool:
+        return self._stopped
+
+    def _wake_all(self) -> None:
+        super()._wake_all()
+        for lane in self._lanes.values():
+            for stream in lane.streams:
+                stream.changed.notify_all()
+
+    def close(self) -> None:
+        """Ops stop at their next packet. Memory that the device may still write is never freed."""
+        if self._closing:
+            return
+        super().close()
+        if any(worker.is_alive() for worker in self._workers):
+            _never_freed.append(self._memory)
+        else:
+            self._memory.close()
+
+
+def _run_packet(op: Op, context: DeviceContext, packet: int, result: list[Any]) -> None:
+    result.append(op.run(context, packet))
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def device_found() -> bool:
+    """Whether there is a GPU that torch can use."""
+    return torch.cuda.is_available()
+
+
+def build(config: Config, hardware: HardwareConfig, spec: ModelSpec) -> CudaMachine:
+    """The first GPU, as large as the profile says; its rates are its own."""
+    if not device_found():
+        raise ConfigError("machine.name", "cuda needs an NVIDIA GPU that torch can use; machine=emulated needs none")
+    runtime = TorchCudaRuntime()
+    largest_gb = runtime.total_bytes / 1e9
+    require(
+        hardware.device_memory_gb <= largest_gb,
+        "hardware.device_memory_gb",
+        f"{runtime.name} has {largest_gb:.4g} GB, got {hardware.device_memory_gb:g}",
+    )
+    # Beside the planned bytes: what the allocator rounds up, and the workspaces of cuBLAS.
+    runtime.limit_memory(int(hardware.device_memory_gb * 1e9) + _ROUNDING_BYTES)
+    return CudaMachine(
+        runtime=runtime,
+        capacities_bytes=hardware.capacities_bytes,
+        config=config,
+        node=node_of(runtime.pci_bus_id),
+    )

@@ -1,0 +1,63 @@
+"""Memory behind buffers where there is a device: its own for the device tier, pinned and pageable host memory."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Any
+
+import torch
+
+from harness.machine.arenas import Arenas
+from harness.machine.device.pinned import HostMemory, Progress
+from harness.machine.device.runtime import DeviceRuntime
+from harness.memory.tiers import Buffer
+
+
+class DeviceArenas(Arenas):
+    """One allocation a root buffer, made while planning. `progress` is told of pinned memory that takes its time."""
+
+    def __init__(
+        self, runtime: DeviceRuntime, compute: Any, host: HostMemory, *, poison: bool, progress: Progress
+    ) -> None:
+        """`compute`: the stream on which ops allocate their temporaries."""
+        super().__init__(poison)
+        self._runtime = runtime
+        self._compute = compute
+        self._host = host
+        self._tell = progress
+        self._pinned: list[tuple[int, int]] = []  # (first address, one behind the last), ascending
+
+    def back(self, buffer: Buffer) -> None:
+        super().back(buffer)
+        if buffer.tier == "device" and not buffer.backed:
+            # Room for temporaries: taken once and left with torch's allocator, which then has it during a pass.
+            self._runtime.launch(self._compute, lambda: self._runtime.allocate(buffer.nbytes).zero_())
+        self._runtime.settle()
+
+    def _allocate(self, buffer: Buffer) -> torch.Tensor:
+        if buffer.tier == "device":
+            return self._runtime.allocate(buffer.nbytes)
+        if buffer.tier != "pinned" or not buffer.nbytes:
+            return super()._allocate(buffer)
+        memory = self._host.pinned(buffer.nbytes, buffer.name, self._runtime, self._tell)
+        self._pinned.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes))
+        self._pinned.sort()
+        return memory
+
+    def unback(self, buffer: Buffer) -> None:
+        if buffer.tier == "pinned" and buffer.nbytes and buffer.backed:
+            memory = self.bytes_of(buffer)
+            self._pinned.remove((memory.data_ptr(), memory.data_ptr() + memory.nbytes))
+            self._host.give_back(memory, self._runtime)
+        super().unback(buffer)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor, contiguous, lies in pinned memory of these arenas."""
+        start = tensor.data_ptr()
+        place = bisect_right(self._pinned, (start, 1 << 62)) - 1
+        return place >= 0 and start + tensor.nbytes <= self._pinned[place][1]
+
+    def close(self) -> None:
+        """Give all memory back, whoever still holds the machine; nothing may be under way."""
+        for buffer in list(self._roots):
+            self.unback(buffer)

@@ -1,0 +1,127 @@
+"""A lane of a device: one stream, or on copy lanes a second one for urgent ops, and what is under way on each."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from harness.machine.base import Lane, Ticket, Work
+from harness.machine.device.clock import Mark
+from harness.machine.device.context import DeviceContext
+from harness.machine.device.runtime import DeviceRuntime
+from harness.machine.device.staging import Slot, StagingRing
+from harness.machine.queues import LaneQueue
+
+
+@dataclass(frozen=True)
+class Depth:
+    """How far the launching thread runs ahead: fewer than `launches` are under way on a stream when the next one comes.
+    What is launched cannot be overtaken by what is urgent. A launch takes the host some 0.1 ms, so packets of one op
+    are launched together up to `nbytes` on the link."""
+
+    launches: int
+    nbytes: int = 0
+
+    def packets(self, share: Work) -> int:
+        """How many packets of so much work go together."""
+        return max(1, int(self.nbytes / share.link_bytes)) if share.link_bytes else 1
+
+
+@dataclass(eq=False, slots=True)
+class Launched:
+    """Packets of one op, from number `packet` on, that stand in a stream between two events."""
+
+    ticket: Ticket
+    packet: int
+    count: int
+    first: Any  # event in front of it
+    last: Any  # event behind it
+    mark: Mark  # of the clock, when it was launched
+    context: DeviceContext
+    result: list[Any]  # what the op returned, once it did
+    work: Work  # of these packets
+
+
+class DeviceStream:
+    """A stream with the packets that are under way on it, and events and staging memory that are used again and again.
+
+    The machine's lock guards everything but the events' own calls.
+    """
+
+    def __init__(self, runtime: DeviceRuntime, lock: threading.Lock, depth: Depth, *, urgent: bool = False) -> None:
+        self.handle = runtime.stream(urgent=urgent)
+        self.changed = threading.Condition(lock)  # something was launched, or came to its end
+        self.under_way: deque[Launched] = deque()
+        self.ring: StagingRing | None = None
+        self.ended_s = 0.0  # of the packet that ended last
+        self.depth = depth
+        self._runtime = runtime
+        self._spare_events: list[Any] = []
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.under_way) < self.depth.launches
+
+    def event(self) -> Any:
+        return self._spare_events.pop() if self._spare_events else self._runtime.event()
+
+    def add(self, launched: Launched) -> None:
+        self.under_way.append(launched)
+        self.changed.notify_all()
+
+    def remove(self, launched: Launched) -> None:
+        """The oldest packet has ended; nobody waits for its events any more but streams that were told to before."""
+        assert self.under_way[0] is launched, "packets of a stream end in their order"
+        self.under_way.popleft()
+        self._spare_events += (launched.first, launched.last)
+        for slot in launched.context.slots:
+            assert self.ring is not None, "slots come from the ring"
+            self.ring.give_back(slot)
+        self.changed.notify_all()
+
+    def take_slot(self, nbytes: int, *, stopped: Callable[[], bool]) -> Slot | None:
+        """Room in the staging ring, waiting for packets that are under way; None where there will be none."""
+        with self.changed:
+            while self.ring is not None and nbytes <= self.ring.capacity_bytes:
+                slot = self.ring.take(nbytes)
+                if slot is not None or not self.under_way or stopped():
+                    return slot
+                self.changed.wait()
+        return None
+
+
+class DeviceLane:
+    """What to launch next: the two FIFO classes of `queues.py`, packet by packet."""
+
+    def __init__(self, lane: Lane, queue: LaneQueue, normal: DeviceStream, urgent: DeviceStream) -> None:
+        """`urgent` may be `normal`."""
+        self.lane = lane
+        self.streams = [normal] if normal is urgent else [normal, urgent]
+        self._queue = queue
+        self._normal, self._urgent = normal, urgent
+        self._open: dict[bool, tuple[Ticket, int] | None] = {False: None, True: None}  # by urgency: op and next packet
+
+    def stream_of(self, ticket: Ticket) -> DeviceStream:
+        return self._urgent if ticket.urgent else self._normal
+
+    def next(self) -> tuple[Ticket, int] | None:
+        """The packet from which to launch now, if any: urgent ops first, and only where the stream has room."""
+        for urgent in (True, False):
+            found = self._open[urgent]
+            if found is None:
+                ticket = self._queue.ready_urgent() if urgent else self._queue.ready_normal()
+                found = None if ticket is None else (ticket, 0)
+            if found is not None:
+                return found if self.stream_of(found[0]).has_room else None
+        return None
+
+    def begin(self, ticket: Ticket) -> None:
+        """Its first packet is launched now."""
+        self._queue.pop(ticket)
+
+    def go_on(self, ticket: Ticket, packet: int) -> None:
+        """Its packets before number `packet` stand in their stream."""
+        self._open[ticket.urgent] = (ticket, packet) if packet < ticket.op.packets else None

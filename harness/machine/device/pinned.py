@@ -1,0 +1,203 @@
+"""Host memory that the device reads and writes by itself: taken near it, filled with pages by many threads, pinned."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from harness.machine.device.numa import Node
+from harness.machine.device.runtime import DeviceError, DeviceRuntime
+
+Progress = Callable[[str], None]
+
+_CHUNK_BYTES = 1 << 28  # pages are taken in pieces of this size, so that progress and limits can be told
+_TELL_FROM_BYTES = 4 << 30
+_KEEP_FROM_BYTES = 1 << 30
+_SPARE_BYTES = 1 << 29  # left to the system
+_PATIENCE_S = 10.0  # a virtual machine's memory may grow when it is used
+_POPULATE_WRITE, _PREFERRED = 23, 1  # MADV_POPULATE_WRITE, MPOL_PREFERRED of linux/mman.h and linux/mempolicy.h
+_MBIND = {"x86_64": 237, "aarch64": 235}  # numbers of the system call
+
+
+class PinnedMemoryError(MemoryError):
+    """Memory could not be taken or pinned; the text names the limit."""
+
+
+@contextmanager
+def keeping() -> Iterator[None]:
+    """Within, large pinned memory that one machine gives back waits for the next one that asks for as much: taking and
+    pinning 100 GB takes a minute. It comes with what was in it."""
+    global _kept
+    assert _kept is None, "pinned memory is being kept already"
+    _kept = []
+    try:
+        yield
+    finally:
+        areas, _kept = _kept, None
+        for memory, runtime in areas:
+            runtime.unpin(memory)
+
+
+_kept: list[tuple[torch.Tensor, DeviceRuntime]] | None = None
+
+
+class HostMemory:
+    """`node`: where to take memory, None: anywhere. `read_limits` gives the limits of the moment by name, in bytes that
+    are still free."""
+
+    def __init__(
+        self, node: Node | None = None, *, threads: int | None = None, patience_s: float = _PATIENCE_S,
+        read_limits: Callable[[], dict[str, int]] | None = None,
+    ) -> None:  # fmt: skip
+        self._node = node
+        self._threads = threads or min(16, os.cpu_count() or 1)
+        self._patience_s = patience_s
+        self._read_limits = read_limits or free_bytes_by_limit
+        self._areas: dict[int, torch.Tensor] = {}  # whole ones, by address
+
+    def pinned(self, nbytes: int, name: str, runtime: DeviceRuntime, tell: Progress) -> torch.Tensor:
+        """uint8 [nbytes]. Raises PinnedMemoryError naming the limit that does not suffice."""
+        area = self._kept_area(nbytes)
+        if area is None:
+            area = self._new_area(nbytes, name, runtime, tell)
+        self._areas[area.data_ptr()] = area
+        return area[:nbytes]
+
+    def give_back(self, memory: torch.Tensor, runtime: DeviceRuntime) -> None:
+        area = self._areas.pop(memory.data_ptr())
+        if _kept is not None and area.nbytes >= _KEEP_FROM_BYTES:
+            _kept.append((area, runtime))
+        else:
+            runtime.unpin(area)
+
+    @staticmethod
+    def _kept_area(nbytes: int) -> torch.Tensor | None:
+        """The smallest that suffices, unless most of it would lie idle."""
+        fitting = [entry for entry in _kept or () if nbytes <= entry[0].nbytes <= 1.25 * nbytes]
+        if not fitting or _kept is None:
+            return None
+        best = min(fitting, key=lambda entry: entry[0].nbytes)
+        _kept[:] = [entry for entry in _kept if entry[0] is not best[0]]
+        return best[0]
+
+    def _new_area(self, nbytes: int, name: str, runtime: DeviceRuntime, tell: Progress) -> torch.Tensor:
+        began_s = time.monotonic()
+        tell = tell if nbytes >= _TELL_FROM_BYTES else _say_nothing
+        area = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no large pages
+        memory = torch.frombuffer(area, dtype=torch.uint8)
+        _advise_huge(area)
+        if self._node is not None:
+            _prefer_node(memory, self._node.number)
+        self._take_pages(memory, name, tell)
+        tell(f"{name}: pinning {nbytes / 1e9:.1f} GB")
+        try:
+            runtime.pin(memory)
+        except DeviceError as error:
+            limits = ", ".join(f"{limit} {free / 1e9:.4g} GB free" for limit, free in self._read_limits().items())
+            raise PinnedMemoryError(
+                f"'{name}' needs {nbytes / 1e9:.4g} GB of pinned memory (hardware.pinned_memory_gb): {error}; "
+                f"{_lock_limit()}; {limits}"
+            ) from error
+        tell(f"{name}: {nbytes / 1e9:.1f} GB pinned in {time.monotonic() - began_s:.1f} s")
+        return memory
+
+    def _take_pages(self, memory: torch.Tensor, name: str, tell: Progress) -> None:
+        starts = range(0, memory.nbytes, _CHUNK_BYTES)
+        with ThreadPoolExecutor(self._threads) as pool:
+            for at in range(0, len(starts), self._threads):
+                batch = starts[at : at + self._threads]
+                if memory.nbytes > _CHUNK_BYTES:
+                    wanted = min(len(batch) * _CHUNK_BYTES, memory.nbytes - batch[0])
+                    self._require(wanted, memory.nbytes, batch[0], name)
+                list(pool.map(lambda start: _touch(memory[start : start + _CHUNK_BYTES]), batch))
+                if at % (4 * self._threads) == 0:
+                    taken = min(memory.nbytes, batch[-1] + _CHUNK_BYTES)
+                    tell(f"{name}: {taken / 1e9:.0f} of {memory.nbytes / 1e9:.0f} GB taken")
+
+    def _require(self, wanted: int, total: int, taken: int, name: str) -> None:
+        """That much more memory must be free by every limit; beyond the system's the process would be killed."""
+        deadline_s = time.monotonic() + self._patience_s
+        while True:
+            limits = self._read_limits()
+            limit, free = min(limits.items(), key=lambda item: item[1], default=("", wanted + _SPARE_BYTES))
+            if free >= wanted + _SPARE_BYTES:
+                return
+            if time.monotonic() >= deadline_s:
+                raise PinnedMemoryError(
+                    f"'{name}' needs {total / 1e9:.4g} GB of pinned memory (hardware.pinned_memory_gb); after "
+                    f"{taken / 1e9:.4g} GB the limit is {limit}, of which {free / 1e9:.4g} GB are free"
+                )
+            time.sleep(min(0.2, self._patience_s / 4))
+
+
+def free_bytes_by_limit(root: Path = Path("/")) -> dict[str, int]:
+    """What the system and the control group of this process still give."""
+    limits = {}
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            limits["MemAvailable of /proc/meminfo"] = int(line.split()[1]) * 1024
+    groups = [line.removeprefix("0::/") for line in _lines(root / "proc/self/cgroup") if line.startswith("0::/")]
+    folder = root / "sys/fs/cgroup"
+    for path in (*(folder / group for group in groups), folder):
+        largest, used = _lines(path / "memory.max"), _lines(path / "memory.current")
+        if largest and used and largest[0].isdigit():
+            limits["memory.max of the control group"] = int(largest[0]) - int(used[0])
+            break
+    return limits
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _lock_limit() -> str:
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "RLIMIT_MEMLOCK: none" if soft == resource.RLIM_INFINITY else f"RLIMIT_MEMLOCK {soft / 1e9:.4g} GB"
+
+
+def _advise_huge(area: mmap.mmap) -> None:
+    """Large pages are a wish: kernels without them say so, and small ones do as well."""
+    try:
+        area.madvise(mmap.MADV_HUGEPAGE)
+    except (OSError, AttributeError):
+        return
+
+
+def _touch(memory: torch.Tensor) -> None:
+    """Give every page memory behind it: by one call of the kernel where it knows that, else by writing to each."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    address, nbytes = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes)
+    if libc.madvise(address, nbytes, _POPULATE_WRITE) != 0:
+        memory.numpy()[:: mmap.PAGESIZE] = np.uint8(0)
+
+
+def _prefer_node(memory: torch.Tensor, node: int) -> None:
+    """Pages of the mapping come from the node while it has any; elsewhere than expected is slower, not wrong."""
+    number = _MBIND.get(platform.machine())
+    if number is None:
+        return
+    mask = ctypes.c_ulong(1 << node)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall(
+        ctypes.c_long(number), ctypes.c_void_p(memory.data_ptr()), ctypes.c_ulong(memory.nbytes),
+        ctypes.c_int(_PREFERRED), ctypes.byref(mask), ctypes.c_ulong(8 * ctypes.sizeof(mask)), ctypes.c_uint(0),
+    )  # fmt: skip
+
+
+def _say_nothing(text: str) -> None:
+    """Small memory comes at once."""

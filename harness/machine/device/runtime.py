@@ -1,0 +1,143 @@
+"""The few things a machine asks of a CUDA device, as a protocol, so that tests can have streams of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class DeviceError(RuntimeError):
+    """The device or its driver refused; the text says what."""
+
+
+class DeviceRuntime(Protocol):
+    """Streams run what they are given in order and beside each other; events mark places in them. Only `synchronize`,
+    `settle`, `allocate`, `pin` and `copy_now` block, and none waits for the whole device."""
+
+    name: str  # of the device, for the records
+    total_bytes: int  # of its memory
+    pci_bus_id: str | None  # where sysfs knows the device
+
+    def use(self) -> None:
+        """Make this thread work on the device: the first thing a thread does."""
+
+    def limit_memory(self, nbytes: int) -> None:
+        """Allocations beyond that fail with torch.OutOfMemoryError, whoever makes them."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes] on the device."""
+
+    def pin(self, memory: torch.Tensor) -> None:
+        """Let the device read and write host memory by itself. DeviceError says why not."""
+
+    def unpin(self, memory: torch.Tensor) -> None: ...
+
+    def stream(self, *, urgent: bool = False) -> Any: ...
+
+    def event(self) -> Any: ...
+
+    def record(self, event: Any, stream: Any) -> None: ...
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """What the stream is given from now on runs after the event as it was last recorded."""
+
+    def query(self, event: Any) -> bool:
+        """Whether it has been reached. Raises what went wrong on the device before it."""
+
+    def synchronize(self, event: Any) -> None:
+        """Sleep until it is reached; raises what went wrong on the device before it."""
+
+    def elapsed_s(self, first: Any, second: Any) -> float:
+        """Between two events that were reached, to about a microsecond where they are some seconds apart."""
+
+    def settle(self) -> None:
+        """Wait for what this thread gave the device outside of `launch` and `copy`."""
+
+    def launch(self, stream: Any, run: Callable[[], Any]) -> None:
+        """Call `run`, whose work on tensors of the device goes to the stream."""
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
+        """Between the device and pinned memory, in the stream."""
+
+    def copy_now(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
+        """The same for any host memory, of any dtype and strides; returns when it is over."""
+
+
+class TorchCudaRuntime:
+    """`DeviceRuntime` by torch.cuda."""
+
+    def __init__(self, index: int = 0) -> None:
+        self._device = torch.device("cuda", index)
+        properties = torch.cuda.get_device_properties(self._device)
+        self.name = properties.name
+        self.total_bytes = int(properties.total_memory)
+        self.pci_bus_id = _pci_bus_id(properties)
+        torch.backends.cuda.matmul.allow_tf32 = False  # float32 must be float32: tokens are compared
+        torch.backends.cudnn.allow_tf32 = False
+        self.use()
+        torch.zeros(1, device=self._device)  # makes the context now
+
+    def use(self) -> None:
+        torch.cuda.set_device(self._device)
+
+    def limit_memory(self, nbytes: int) -> None:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / self.total_bytes), self._device)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def pin(self, memory: torch.Tensor) -> None:
+        _checked("cudaHostRegister", torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        _checked("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+
+    def stream(self, *, urgent: bool = False) -> Any:
+        return torch.cuda.Stream(self._device, priority=-1 if urgent else 0)
+
+    def event(self) -> Any:
+        return torch.cuda.Event(enable_timing=True, blocking=True)
+
+    def record(self, event: Any, stream: Any) -> None:
+        event.record(stream)
+
+    def wait(self, stream: Any, event: Any) -> None:
+        stream.wait_event(event)
+
+    def query(self, event: Any) -> bool:
+        return event.query()
+
+    def synchronize(self, event: Any) -> None:
+        event.synchronize()
+
+    def elapsed_s(self, first: Any, second: Any) -> float:
+        return first.elapsed_time(second) * 1e-3
+
+    def settle(self) -> None:
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def launch(self, stream: Any, run: Callable[[], Any]) -> None:
+        with torch.cuda.stream(stream):
+            run()
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
+        with torch.cuda.stream(stream):
+            dst.copy_(src, non_blocking=True)
+
+    def copy_now(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
+        with torch.cuda.stream(stream):
+            dst.copy_(src)
+
+
+def _checked(what: str, error: Any) -> None:
+    if int(error) != 0:
+        raise DeviceError(f"{what} failed: {torch.cuda.cudart().cudaGetErrorString(error)}")
+
+
+def _pci_bus_id(properties: Any) -> str | None:
+    """As sysfs writes it: domain:bus:device.function."""
+    numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    known = [number for number in numbers if number is not None]
+    return "{:04x}:{:02x}:{:02x}.0".format(*known) if len(known) == len(numbers) else None

@@ -1,0 +1,33 @@
+"""The GPU kernels of a model, compiled before its first pass."""
+
+from __future__ import annotations
+
+import torch
+
+from harness.model import families
+from harness.model.spec import ModelSpec
+from kernels import triton as gpu
+
+
+def warm_up(spec: ModelSpec, device: torch.device, kv_block_size: int | None = None) -> None:
+    """Compile and load what `spec` needs on this device; nothing where these kernels do not serve it. Called once, by
+    whoever sets the device up. `kv_block_size`: of a paged KV cache in device memory."""
+    if not gpu.serves(torch.empty(0, device=device)) or spec.latent is not None or spec.attention_sinks:
+        return
+    family = families.family(spec.family)
+    part = next(part for part in family.layer_parts(spec, spec.num_layers - 1) if part.name.startswith("expert."))
+    kind = getattr(torch, part.dtype)
+    views = {t.name: torch.empty(t.shape, dtype=kind, device="meta") for t in part.tensors}
+    gpu.warm_up(
+        gpu.Shapes(
+            experts=family.expert_matrices(spec, views).shape,
+            num_experts=spec.num_experts,
+            top_k=spec.experts_per_token,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            window=spec.sliding_window,
+            kv_block_size=kv_block_size,
+        ),
+        device,
+    )

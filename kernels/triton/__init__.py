@@ -1,0 +1,69 @@
+"""GPU kernels in Triton, for the gpu lane: routing, grouped experts, and attention over flat tokens and over KV caches.
+
+Triton is optional. Nothing here imports it before the first kernel is called; `serves` says whether a tensor's device
+has these kernels, and is what ops ask before they use one. None of the kernels waits for the device: grids come from
+upper bounds that the host knows, and whatever depends on routing or lengths is read from device memory. None uses
+atomics: every result is the same bit for bit in every run. Tile sizes are fixed tables (`tiling.py`); nothing is tuned,
+and after `warm_up` nothing is compiled, inside a pass.
+
+With TRITON_INTERPRET=1 in the environment when Triton is first imported, the kernels run on CPU tensors, slowly.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+_HOMES = {
+    "Activation": "matrices",
+    "ExpertMatrices": "matrices",
+    "address_table": "matrices",
+    "choose_experts": "routing",
+    "expert_scratch_bytes": "experts",
+    "grouped_experts": "experts",
+    "causal_attention": "prefill",
+    "paged_decode_attention": "decode",
+    "staged_decode_attention": "decode",
+    "Shapes": "warming",
+    "warm_up": "warming",
+}
+
+__all__ = [*_HOMES, "available", "serves"]
+
+if TYPE_CHECKING:
+    from kernels.triton.decode import paged_decode_attention as paged_decode_attention
+    from kernels.triton.decode import staged_decode_attention as staged_decode_attention
+    from kernels.triton.experts import expert_scratch_bytes as expert_scratch_bytes
+    from kernels.triton.experts import grouped_experts as grouped_experts
+    from kernels.triton.matrices import Activation as Activation
+    from kernels.triton.matrices import ExpertMatrices as ExpertMatrices
+    from kernels.triton.matrices import address_table as address_table
+    from kernels.triton.prefill import causal_attention as causal_attention
+    from kernels.triton.routing import choose_experts as choose_experts
+    from kernels.triton.warming import Shapes as Shapes
+    from kernels.triton.warming import warm_up as warm_up
+
+
+@lru_cache(maxsize=1)
+def available() -> bool:
+    """Whether Triton is installed (`pip install moe-offload-harness[gpu]`; PyTorch for CUDA brings it along)."""
+    return find_spec("triton") is not None
+
+
+def serves(tensor: Any) -> bool:
+    """Whether work on this tensor is done by these kernels: it lies on a GPU, and Triton is installed."""
+    return bool(tensor.is_cuda) and available()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kernels.triton' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"kernels.triton.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

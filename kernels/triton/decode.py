@@ -1,0 +1,172 @@
+"""Attention of one new token a sequence over its keys and values on the device, staged there or in a paged cache."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton import arguments as check
+from kernels.triton.device import chip, power_of_two, product, widens
+from kernels.triton.prefill import LOG2_E
+from kernels.triton.tiling import decode_tiles
+
+_LENGTHS = 128  # earlier sequences whose lengths a program adds up at once
+
+
+@triton.jit
+def _tokens_before(positions, row, LENGTHS: tl.constexpr):
+    """Context tokens of all sequences in front of `row`."""
+    total = tl.zeros((), tl.int64)
+    for first in range(0, row, LENGTHS):
+        earlier = first + tl.arange(0, LENGTHS)
+        total += tl.sum(tl.load(positions + earlier, mask=earlier < row, other=-1) + 1)
+    return total
+
+
+@triton.jit(do_not_specialize=["window", "table_width"], do_not_specialize_on_alignment=["positions", "block_tables"])
+def _attend(
+    q, k_cache, v_cache, block_tables, positions, sinks, out, window, table_width, k_stride, v_stride, scale,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIMS: tl.constexpr, LENGTHS: tl.constexpr,
+    WIDEN: tl.constexpr,
+):  # fmt: skip
+    """One sequence's query heads of one KV head. BLOCK_SIZE 0: staged; `scale` contains log2(e)."""
+    sequence, kv_head = tl.program_id(0), tl.program_id(1)
+    length = tl.load(positions + sequence).to(tl.int32) + 1
+    if BLOCK_SIZE == 0:
+        staged = _tokens_before(positions, sequence, LENGTHS) * (2 * NUM_KV_HEADS * HEAD_DIM)
+        k_base = k_cache + staged + kv_head.to(tl.int64) * length * HEAD_DIM
+        v_base = v_cache + staged + (NUM_KV_HEADS + kv_head).to(tl.int64) * length * HEAD_DIM
+    else:
+        k_base = k_cache + kv_head * BLOCK_SIZE * HEAD_DIM
+        v_base = v_cache + kv_head * BLOCK_SIZE * HEAD_DIM
+    member, dim = tl.arange(0, ROWS), tl.arange(0, DIMS)
+    head = kv_head * GROUP + member
+    is_head, is_dim = member < GROUP, dim < HEAD_DIM
+    at = (sequence.to(tl.int64) * NUM_KV_HEADS * GROUP + head)[:, None] * HEAD_DIM + dim[None, :]
+    queries = tl.load(q + at, mask=is_head[:, None] & is_dim[None, :], other=0.0)
+
+    if HAS_SINKS:  # one more logit of a value of zero
+        top = tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32) * 1.4426950408889634
+        total = tl.zeros((ROWS,), tl.float32) + 1.0
+    else:
+        top = tl.zeros((ROWS,), tl.float32) - float("inf")
+        total = tl.zeros((ROWS,), tl.float32)
+    mixed = tl.zeros((ROWS, DIMS), tl.float32)
+    for start in range(tl.maximum(length - window, 0), length, COLUMNS):
+        key = start + tl.arange(0, COLUMNS)
+        is_key = key < length
+        if BLOCK_SIZE == 0:
+            k_at = key.to(tl.int64) * HEAD_DIM
+            v_at = k_at
+        else:
+            table = block_tables + sequence.to(tl.int64) * table_width
+            block = tl.load(table + key // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+            inside = (key % BLOCK_SIZE) * HEAD_DIM
+            k_at, v_at = block * k_stride + inside, block * v_stride + inside
+        keys = tl.load(k_base + k_at[None, :] + dim[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0)
+        values = tl.load(v_base + v_at[:, None] + dim[None, :], mask=is_key[:, None] & is_dim[None, :], other=0.0)
+        scores = product(queries, keys, tl.zeros((ROWS, COLUMNS), tl.float32), WIDEN) * scale
+        scores = tl.where(is_key[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))  # every step has a key: never -inf
+        probs, shrink = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(probs, axis=1)
+        mixed = product(probs.to(values.dtype), values, mixed * shrink[:, None], WIDEN)
+        top = new_top
+    result = mixed / total[:, None]
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=is_head[:, None] & is_dim[None, :])
+
+
+def staged_decode_attention(
+    q: torch.Tensor,
+    staging: torch.Tensor,
+    positions: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    num_kv_heads: int,
+    scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """One query token per sequence against keys and values that lie one sequence behind the other.
+
+    q, out:    [seqs, heads, head_dim]
+    staging:   q's dtype, flat: for each sequence keys [kv_heads, context, head_dim], then its values
+    positions: int64 [seqs] of the query tokens; the context is position + 1 tokens, the query's own included
+    window:    a token sees itself and the window - 1 tokens before it
+    sinks:     [heads], one more logit a head that has no value (gpt-oss)
+
+    Where each sequence begins is found from the positions on the device. Softmax and sums are in float32. The caller
+    sees to it that `staging` holds all contexts. Raises ValueError naming the argument.
+    """
+    check.floats("staging", staging, 1)
+    _decode(q, staging, staging, None, positions, out, num_kv_heads, 0, (0, 0), scale, window, sinks)
+
+
+def paged_decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    positions: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """The same over a paged cache in device memory, laid out as the host's.
+
+    k_cache, v_cache: [num_blocks, kv_heads, block_size, head_dim] in q's dtype; may be strided in dim 0
+    block_tables:     int32 [seqs, max_blocks]; entries outside the attended tokens are never read
+    """
+    _, num_kv_heads, block_size, head_dim = k_cache.shape
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.shape != k_cache.shape or cache.dtype is not q.dtype or cache.device != q.device:
+            raise ValueError(f"{name}: expected {tuple(k_cache.shape)} {q.dtype}, got {tuple(cache.shape)}")
+        if cache.stride()[1:] != (block_size * head_dim, head_dim, 1):
+            raise ValueError(f"{name}: expected contiguous blocks, got strides {cache.stride()}")
+    if head_dim != q.shape[-1]:
+        raise ValueError(f"k_cache: expected head_dim {q.shape[-1]} as q has, got {head_dim}")
+    check.tensor("block_tables", block_tables, (q.shape[0], block_tables.shape[1]), torch.int32, q)
+    strides = (k_cache.stride(0), v_cache.stride(0))
+    _decode(q, k_cache, v_cache, block_tables, positions, out, num_kv_heads, block_size, strides, scale, window, sinks)
+
+
+def _decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor | None,
+    positions: torch.Tensor,
+    out: torch.Tensor,
+    num_kv_heads: int,
+    block_size: int,
+    strides: tuple[int, int],
+    scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    check.floats("q", q, 3)
+    num_seqs, num_heads, head_dim = q.shape
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads: q's {num_heads} heads are no multiple of {num_kv_heads}")
+    check.tensor("positions", positions, (num_seqs,), torch.int64, q)
+    check.tensor("out", out, (num_seqs, num_heads, head_dim), q.dtype, q)
+    check.window(window)
+    if sinks is not None:
+        check.tensor("sinks", sinks, (num_heads,), sinks.dtype, q)
+    if k_cache.dtype is not q.dtype or k_cache.device != q.device:
+        raise ValueError(f"keys: expected {q.dtype} on {q.device}, got {k_cache.dtype} on {k_cache.device}")
+    if num_seqs == 0:
+        return
+    group, dims = num_heads // num_kv_heads, max(16, power_of_two(head_dim))
+    tiles = decode_tiles(q.element_size(), dims, group, chip(q.device))
+    _attend[(num_seqs, num_kv_heads)](
+        q, k_cache, v_cache, q if block_tables is None else block_tables, positions, q if sinks is None else sinks,
+        out, window or 2**31 - 1, 0 if block_tables is None else block_tables.shape[1], *strides, scale * LOG2_E,
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, HAS_SINKS=sinks is not None,
+        ROWS=tiles.rows, COLUMNS=tiles.columns, DIMS=dims, LENGTHS=_LENGTHS, WIDEN=widens(q),
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip

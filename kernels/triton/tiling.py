@@ -1,0 +1,80 @@
+"""Tile sizes by dtype and problem: fixed, so that a pass never waits for a search. Torch and Triton are not needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """A program's share of a product: `rows` tokens, `columns` outputs, `depth` inputs a step."""
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """major: of the compute capability; 9 has products of whole warp groups, whose operands stay in shared memory.
+    shared_bytes: what one block may take: 227 KiB on 9.0, 163 on 8.0, 99 on 8.6 and 8.9, 64 on 7.5."""
+
+    major: int = 8
+    shared_bytes: int = 99 << 10
+
+
+_LEAST_ROWS = 16  # of a tensor core's product
+_MOST_STAGES = 4
+# 16-bit: rows of a tile -> (columns of all weights, depth, warps). Few rows: the weights' bandwidth counts, so long
+# rows of weights; many rows: operands are reused, as far as the float32 sums fit the registers.
+_HALF = {16: (128, 128, 4), 32: (128, 128, 4), 64: (256, 64, 8), 128: (256, 64, 8)}
+_HALF_BEFORE_9 = {**_HALF, 128: (128, 64, 8)}  # 128 x 256 sums spill to memory there
+_FLOAT = {16: (64, 32, 4), 32: (128, 32, 4)}  # no tensor cores without TF32: small tiles, products in registers
+_MOST_COLUMNS = 128  # of one weight
+
+
+def expert_tiles(element_bytes: int, rows_per_expert: float, num_weights: int, chip: Chip) -> Tiles:
+    """For a product of the tokens of one expert with `num_weights` matrices at once.
+
+    The tile's rows are the power of two that holds the mean number of tokens an expert gets, within what the table has.
+    """
+    table = _FLOAT if element_bytes != 2 else _HALF if chip.major >= 9 else _HALF_BEFORE_9
+    rows = next((rows for rows in table if rows >= rows_per_expert), max(table))
+    all_columns, depth, num_warps = table[rows]
+    columns = min(all_columns // num_weights, _MOST_COLUMNS)
+    stage_bytes = (rows + num_weights * columns) * depth * element_bytes
+    num_stages = max(1, min(_MOST_STAGES, chip.shared_bytes // stage_bytes))
+    return Tiles(rows, columns, depth, num_warps, num_stages)
+
+
+def row_choices(element_bytes: int) -> tuple[int, ...]:
+    """All tile heights that `expert_tiles` may choose."""
+    return tuple(_HALF if element_bytes == 2 else _FLOAT)
+
+
+def prefill_tiles(element_bytes: int, head_dim: int, chip: Chip) -> Tiles:
+    """Rows are queries, columns keys, depth the padded head dimension."""
+    if element_bytes != 2:
+        rows, columns, num_warps = 16, 32, 4
+    elif head_dim > 128:
+        rows, columns, num_warps = 64, 32, 4
+    else:
+        rows, columns, num_warps = 128, 64 if chip.major >= 9 else 32, 8
+    return Tiles(rows, columns, head_dim, num_warps, _attention_stages(element_bytes, rows, columns, head_dim, chip))
+
+
+def decode_tiles(element_bytes: int, head_dim: int, group_size: int, chip: Chip) -> Tiles:
+    """Rows are the query heads of one KV head, padded; columns keys."""
+    rows = _LEAST_ROWS
+    while rows < group_size:
+        rows *= 2
+    columns = 64 if element_bytes == 2 and head_dim <= 256 else 32
+    return Tiles(rows, columns, head_dim, 4, _attention_stages(element_bytes, rows, columns, head_dim, chip))
+
+
+def _attention_stages(element_bytes: int, rows: int, columns: int, head_dim: int, chip: Chip) -> int:
+    """Keys and values of a step beside the queries."""
+    left_bytes = chip.shared_bytes - rows * head_dim * element_bytes
+    return max(1, min(3, left_bytes // (2 * columns * head_dim * element_bytes)))

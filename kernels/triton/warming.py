@@ -1,0 +1,66 @@
+"""Compiles what a model needs before its first pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kernels.triton.decode import paged_decode_attention, staged_decode_attention
+from kernels.triton.experts import expert_scratch_bytes, launch
+from kernels.triton.matrices import ADDRESSES, ExpertShape
+from kernels.triton.prefill import causal_attention
+from kernels.triton.routing import choose_experts
+from kernels.triton.tiling import row_choices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shapes:
+    """What the kernels of one model are compiled for."""
+
+    experts: ExpertShape
+    num_experts: int
+    top_k: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    has_sinks: bool = False
+    scoring: str = "softmax"
+    renormalise: bool = True
+    kv_block_size: int | None = None  # of a paged cache on the device, where there is one
+
+
+def warm_up(shapes: Shapes, device: torch.device) -> None:
+    """Launches every kernel in every tile size that a pass may choose, on one token and on no expert's weights, so that
+    all are compiled and loaded. Takes seconds, the first time on a machine a minute; Triton keeps the results on disk.
+    """
+    experts, dtype = shapes.experts, shapes.experts.dtype
+
+    def zeros(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=of, device=device)
+
+    choose_experts(zeros(1, shapes.num_experts), shapes.top_k, scoring=shapes.scoring, renormalise=shapes.renormalise)
+    ids, weights = zeros(1, shapes.top_k, of=torch.int64), zeros(1, shapes.top_k, of=torch.float32)
+    out, table = zeros(1, experts.hidden, of=torch.float32), zeros(shapes.num_experts, ADDRESSES, of=torch.int64)
+    scratch_bytes = expert_scratch_bytes(1, shapes.top_k, shapes.num_experts, shapes.num_experts, experts)
+    scratch = zeros(scratch_bytes, of=torch.uint8)
+    for rows in row_choices(dtype.itemsize):
+        tokens = (zeros(1, experts.hidden), ids, weights, out)
+        launch(*tokens, table, experts, shapes.num_experts, scratch, rows)
+
+    heads, kv_heads, head_dim = shapes.num_heads, shapes.num_kv_heads, shapes.head_dim
+    q, kv, positions = zeros(1, heads, head_dim), zeros(1, kv_heads, head_dim), zeros(1, of=torch.int64)
+    options: dict[str, Any] = {
+        "scale": 1.0,
+        "window": shapes.window,
+        "sinks": zeros(heads) if shapes.has_sinks else None,
+    }
+    causal_attention(q, kv, kv, positions, torch.empty_like(q), **options)
+    staging = zeros(2 * kv_heads * head_dim)
+    staged_decode_attention(q, staging, positions, torch.empty_like(q), num_kv_heads=kv_heads, **options)
+    if shapes.kv_block_size is not None:
+        cache = zeros(1, kv_heads, shapes.kv_block_size, head_dim)
+        tables = zeros(1, 1, of=torch.int32)
+        paged_decode_attention(q, cache, cache, tables, positions, torch.empty_like(q), **options)

@@ -1,0 +1,112 @@
+"""The CUDA machine over a device whose streams are threads: every strategy exact, and what is forgotten is caught."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from harness.engine import loop
+from harness.machine.base import MachineError
+from harness.machine.device import issuing
+from tests.conftest import ROOT
+from tests.contract.running import CAPACITIES_BYTES, check_tokens, engine_on, requests, run_to_end, strategy_of
+from tests.contract.test_strategies import CASES, IDS, YAMLS
+from tests.fake_device import FakeDevice, cuda_machine
+
+PLANNED_MOELENS = YAMLS["moelens"] | {"n_real": 60, "profile_repeats": 1}
+
+
+def outcome(tiny, values, seed: int = 0, **settings) -> str:
+    """ "right", "wrong tokens", or the text of what ended the run."""
+    device = FakeDevice(seed)
+    machine = cuda_machine(CAPACITIES_BYTES, device=device, **settings)
+    work = requests(8, vocab_size=tiny.spec.vocab_size, seed=seed)
+    try:
+        engine = engine_on(machine, tiny, work, kv_blocks=60)
+        run_to_end(engine, lambda e: strategy_of(e, values))
+        report = check_tokens(tiny, engine.sequences)
+    except (MachineError, AssertionError) as error:
+        return f"error: {error}"
+    finally:
+        machine.close()
+        device.close()
+    assert report.checked == len(work)
+    assert not device.pinned, "pinned memory was not given back"
+    return "right" if report.ok else "wrong tokens"
+
+
+@pytest.mark.parametrize(("name", "change"), CASES, ids=IDS)
+def test_every_strategy_gives_the_same_tokens(tiny, name, change):
+    assert outcome(tiny, YAMLS[name] | change) == "right"
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("settings", [{}, {"copies_in_flight": 1, "gpu_ops_in_flight": 1, "launch_mb": 0.0}])
+def test_however_far_the_launching_threads_run_ahead(tiny, seed, settings):
+    assert outcome(tiny, YAMLS["moelens"] | {"packet_mb": 0.02, "n_real": 40}, seed, **settings) == "right"
+
+
+def forgets_streams(monkeypatch):
+    """No stream waits for another one's event."""
+    monkeypatch.setattr(FakeDevice, "wait", lambda self, stream, event: None)
+
+
+def forgets_the_gpu(monkeypatch):
+    """Host lanes start when a device op was launched, not when it has ended."""
+    monkeypatch.setattr(issuing, "joined_by_stream", lambda first, second: first.kind in issuing.DEVICE_LANES)
+
+
+def forgets_to_fill(monkeypatch):
+    """Values are handed out as they were before the copy to the host."""
+    from harness.machine.device.context import DeviceContext
+
+    original = DeviceContext._to_host
+
+    def to_host(self, dst, src):
+        original(self, dst, src)
+        self.fills.clear()
+
+    monkeypatch.setattr(DeviceContext, "_to_host", to_host)
+
+
+@pytest.mark.parametrize("plant", [forgets_streams, forgets_the_gpu, forgets_to_fill])
+def test_what_is_forgotten_shows(tiny, monkeypatch, plant):
+    plant(monkeypatch)
+    assert any(outcome(tiny, PLANNED_MOELENS, seed) != "right" for seed in range(3))
+
+
+@pytest.mark.parametrize("name", YAMLS)
+def test_nothing_blocks_or_allocates_within_a_pass(tiny, name):
+    device = FakeDevice()
+    machine = cuda_machine(CAPACITIES_BYTES, device=device, poison=False)
+    engine = engine_on(machine, tiny, requests(6, vocab_size=tiny.spec.vocab_size), kv_blocks=60)
+    try:
+        strategy = strategy_of(engine, YAMLS[name])
+        machine.drain()
+        assert {"allocate", "pin"} <= set(device.blocking)
+        device.blocking.clear()
+        loop.run(engine, strategy, lambda passed: None)
+        assert not device.blocking
+    finally:
+        machine.close()
+        device.close()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", YAMLS)
+def test_every_strategy_on_a_real_gpu(tiny, name):
+    """The same with torch's streams, where there are any."""
+    from harness.machine.cuda import Config, CudaMachine, device_found
+    from harness.machine.device.runtime import TorchCudaRuntime
+
+    if not device_found():
+        pytest.skip("no GPU that torch can use")
+    machine = CudaMachine(
+        runtime=TorchCudaRuntime(), capacities_bytes=CAPACITIES_BYTES, config=Config(poison=True, staging_mb=0.05)
+    )
+    work = requests(8, vocab_size=tiny.spec.vocab_size)
+    engine = engine_on(machine, tiny, work, kv_blocks=60)
+    run_to_end(engine, lambda e: strategy_of(e, yaml.safe_load((ROOT / f"conf/strategy/{name}.yaml").read_text())))
+    report = check_tokens(tiny, engine.sequences)
+    assert report.checked == len(work)
+    assert report.ok, report.first_mismatch

@@ -1,0 +1,69 @@
+"""Whole runs through the GPU kernels give Hugging Face's tokens: in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from kernels import triton as gpu
+from tests.conftest import ROOT, tiny_checkpoint
+from tests.contract.running import check_tokens, engine_on, requests, run_to_end, shuffled, strategy_of
+from tests.contract.test_strategies import YAMLS
+
+RUNS = {
+    "all experts at once": ("moelens", {"attention": "gpu", "gpu_kv_staging_mb": 0.02}),
+    "one expert after another": ("ondemand", {}),
+}
+KERNELS = ("choose_experts", "grouped_experts", "causal_attention", "staged_decode_attention")
+
+
+def test_cpu_tensors_are_not_served():
+    assert not gpu.serves(torch.empty(1))
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (extra `gpu`)")
+@pytest.mark.parametrize("run", RUNS)
+def test_tokens(run):
+    """In a process of its own, since Triton decides at import whether it interprets."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.contract.test_gpu_kernels", run]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def main(run: str) -> None:
+    """Serve CPU tensors as if they were on a GPU, and count the kernels' calls."""
+    torch.set_num_threads(1)
+    calls = dict.fromkeys(KERNELS, 0)
+
+    def counted(name):  # type: ignore[no-untyped-def]
+        kernel = getattr(gpu, name)
+
+        def call(*arguments, **options):  # type: ignore[no-untyped-def]
+            calls[name] += 1
+            return kernel(*arguments, **options)
+
+        return call
+
+    for name in KERNELS:
+        setattr(gpu, name, counted(name))
+    gpu.serves = lambda tensor: True  # type: ignore[assignment]
+    strategy, change = RUNS[run]
+    checkpoint = tiny_checkpoint()
+    work = requests(3, vocab_size=checkpoint.spec.vocab_size, longest=12, max_new_tokens=2, seed=1)
+    engine = engine_on(shuffled(0), checkpoint, work, kv_blocks=40)
+    run_to_end(engine, lambda e: strategy_of(e, YAMLS[strategy] | change))
+    report = check_tokens(checkpoint, engine.sequences)
+    assert report.checked == len(work) and report.ok, report.first_mismatch
+    used = {name for name in KERNELS if calls[name]}
+    wanted = set(KERNELS) - (set() if change else {"staged_decode_attention"})
+    assert used == wanted, f"kernels called: {calls}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

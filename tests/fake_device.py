@@ -1,0 +1,201 @@
+"""A device without a device: streams are threads that run what they are given later, after random pauses.
+
+`CudaMachine` over it is the same code as over a GPU. Whoever forgets to let one stream wait for another reads memory
+before it was written, so that tokens come out wrong.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from harness.machine.cuda import Config, CudaMachine
+from harness.machine.device.runtime import DeviceError
+
+CLOCK_OFFSET_S, CLOCK_RATE = 4321.0, 1 + 2e-5  # the device's own clock
+
+
+class FakeEvent:
+    def __init__(self) -> None:
+        self.recorded = self.reached = 0
+        self.device_s = 0.0
+        self.error: BaseException | None = None
+
+
+class FakeStream:
+    """Runs actions in order; `hold` keeps it from starting the next one."""
+
+    def __init__(self, device: FakeDevice, number: int, urgent: bool) -> None:
+        self.number, self.urgent, self.device = number, urgent, device
+        self.actions: deque[Callable[[], Any]] = deque()
+        threading.Thread(target=self._work, name=f"fake stream {number}", daemon=True).start()
+
+    def push(self, action: Callable[[], Any]) -> None:
+        with self.device.changed:
+            self.actions.append(action)
+            self.device.changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self.device.changed:
+                self.device.changed.wait_for(lambda: (self.actions and not self.device.held) or self.device.closed)
+                if self.device.closed:
+                    return
+                action = self.actions[0]
+            self.device.pause()
+            try:
+                action()
+            except BaseException as error:  # what a kernel does wrong shows at the next event, and ends everything
+                self.device.broken = self.device.broken or error
+            with self.device.changed:
+                self.actions.popleft()
+                self.device.changed.notify_all()
+
+
+class FakeDevice:
+    """A `DeviceRuntime`. `longest_pause_s`: before each thing that a stream does, at random up to that.
+
+    `blocking` lists the calls that block or allocate, for tests that allow none. `unpinnable`: more than so many
+    pinned bytes are refused.
+    """
+
+    name = "fake device"
+    pci_bus_id = None
+
+    def __init__(self, seed: int = 0, *, longest_pause_s: float = 3e-4, total_bytes: int = 1 << 30) -> None:
+        self.total_bytes = total_bytes
+        self.changed = threading.Condition()
+        self.held = self.closed = False
+        self.broken: BaseException | None = None
+        self.blocking: list[str] = []
+        self.streams: list[FakeStream] = []
+        self.unpinnable_from = 1 << 40
+        self.pinned: dict[int, int] = {}  # address -> bytes
+        self._random = random.Random(seed)
+        self._longest_pause_s = longest_pause_s
+        self._device: list[torch.Tensor] = []
+        self._limit_bytes = total_bytes
+
+    # -- steering -------------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        if self._longest_pause_s and self._random.random() < 0.15:
+            time.sleep(self._random.random() * self._longest_pause_s)
+
+    def hold(self, on: bool) -> None:
+        with self.changed:
+            self.held = on
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+    # -- DeviceRuntime --------------------------------------------------------------------------------------------
+
+    def use(self) -> None:
+        """Threads need nothing here."""
+
+    def limit_memory(self, nbytes: int) -> None:
+        self._limit_bytes = nbytes
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        self.blocking.append("allocate")
+        if nbytes > self._limit_bytes:
+            raise torch.OutOfMemoryError(f"{nbytes} bytes asked, {self._limit_bytes} allowed")
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def pin(self, memory: torch.Tensor) -> None:
+        self.blocking.append("pin")
+        if sum(self.pinned.values()) + memory.nbytes > self.unpinnable_from:
+            raise DeviceError("cudaHostRegister failed: out of memory")
+        self.pinned[memory.data_ptr()] = memory.nbytes
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        assert self.pinned.pop(memory.data_ptr()) == memory.nbytes
+
+    def stream(self, *, urgent: bool = False) -> FakeStream:
+        self.streams.append(FakeStream(self, len(self.streams), urgent))
+        return self.streams[-1]
+
+    def event(self) -> FakeEvent:
+        return FakeEvent()
+
+    def record(self, event: FakeEvent, stream: FakeStream) -> None:
+        event.recorded += 1
+        turn = event.recorded
+
+        def reach() -> None:
+            with self.changed:
+                event.reached, event.error = turn, self.broken
+                event.device_s = CLOCK_OFFSET_S + time.monotonic() * CLOCK_RATE
+                self.changed.notify_all()
+
+        stream.push(reach)
+
+    def wait(self, stream: FakeStream, event: FakeEvent) -> None:
+        turn = event.recorded
+
+        def wait() -> None:
+            with self.changed:
+                self.changed.wait_for(lambda: event.reached >= turn or self.closed)
+
+        stream.push(wait)
+
+    def query(self, event: FakeEvent) -> bool:
+        with self.changed:
+            self._raise(event)
+            return event.reached >= event.recorded
+
+    def synchronize(self, event: FakeEvent) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: event.reached >= event.recorded or self.closed)
+            self._raise(event)
+
+    def _raise(self, event: FakeEvent) -> None:
+        if event.error is not None:
+            raise RuntimeError(f"CUDA error: {event.error}") from event.error
+
+    def elapsed_s(self, first: FakeEvent, second: FakeEvent) -> float:
+        assert min(first.reached, second.reached) > 0, "an event that was never reached has no time"
+        return second.device_s - first.device_s
+
+    def settle(self) -> None:
+        with self.changed:
+            done = lambda: all(not stream.actions for stream in self.streams)  # noqa: E731
+            self.changed.wait_for(lambda: done() or self.held or self.closed)
+
+    def launch(self, stream: FakeStream, run: Callable[[], Any]) -> None:
+        stream.push(run)
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: FakeStream) -> None:
+        pinned = [self._is_pinned(dst), self._is_pinned(src)]
+        assert sum(pinned) == 1, f"a copy between the device and pinned memory, not {pinned}"
+        assert dst.dtype == src.dtype
+        stream.push(lambda: dst.copy_(src))
+
+    def copy_now(self, dst: torch.Tensor, src: torch.Tensor, stream: FakeStream) -> None:
+        self.blocking.append("copy_now")
+        event = self.event()
+        stream.push(lambda: dst.copy_(src))
+        self.record(event, stream)
+        self.synchronize(event)
+
+    def _is_pinned(self, tensor: torch.Tensor) -> bool:
+        at = tensor.data_ptr()
+        return any(start <= at < start + size for start, size in self.pinned.items())
+
+
+def cuda_machine(
+    capacities_bytes: dict[str, int], *, device: FakeDevice | None = None, seed: int = 0, **settings: Any
+) -> CudaMachine:
+    """The machine over a fake device, with small staging."""
+    config = Config(**{"watchdog_s": 30.0, "poison": True, "staging_mb": 0.05, "cpu_threads": 1} | settings)
+    return CudaMachine(runtime=device or FakeDevice(seed), capacities_bytes=capacities_bytes, config=config)

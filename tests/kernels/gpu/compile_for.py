@@ -1,0 +1,96 @@
+"""python compile_for.py CAPABILITY SHARED_KIB DTYPE: compiles every kernel of Mixtral-8x7B's shape for a GPU that need
+not be here, as `warm_up` does on one that is, and prints what came out as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from kernels.triton import decode, experts, prefill
+from kernels.triton.matrices import ExpertShape
+from kernels.triton.tiling import Chip
+from kernels.triton.warming import Shapes, warm_up
+
+PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+
+
+class AbsentGpu:
+    """What Triton's compiler asks of a driver."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def spill_bytes(ptx: str, capability: int) -> int:
+    """Registers' worth of memory traffic that ptxas reports."""
+    arch = f"sm_{capability}a" if capability == 90 else f"sm_{capability}"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [PTXAS, "-v", f"-arch={arch}", file.name, "-o", "/dev/null"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return sum(map(int, re.findall(r"(\d+) bytes spill stores", report)))
+
+
+def main(capability: int, shared_kib: int, dtype: str) -> None:
+    driver.set_active(AbsentGpu(capability))
+    compiled: list[tuple[str, Any, dict[str, Any]]] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *arguments: Any, **options: Any) -> Any:
+        kernel = run(self, *arguments, **options | {"warmup": True})
+        compiled.append((f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__}", kernel, options))
+        return kernel
+
+    JITFunction.run = compile_only
+    for module in (decode, experts, prefill):
+        module.chip = lambda device: Chip(capability // 10, shared_kib << 10)
+    shape = ExpertShape(
+        hidden=4096, expert_dim=14336, gate_stride=4096, down_stride=14336, has_biases=False,
+        dtype=getattr(torch, dtype),
+    )  # fmt: skip
+    dims = {"num_experts": 8, "top_k": 2, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    warm_up(Shapes(experts=shape, kv_block_size=16, **dims), torch.device("cpu"))
+    rows = []
+    for name, kernel, options in compiled:
+        ptx = kernel.asm["ptx"]
+        found = {
+            "kernel": name,
+            "tile_rows": options.get("ROWS"),
+            "cubin_bytes": len(kernel.asm["cubin"]),
+            "shared_bytes": kernel.metadata.shared,
+            "spill_bytes": spill_bytes(ptx, capability),
+            "copies_of_16_bytes": len(re.findall(r"cp\.async\.cg\.shared\.global", ptx)),
+            "loads_of_2_bytes": len(re.findall(r"ld\.global\.b16", ptx)),
+            "copies_of_4_bytes": len(re.findall(r"cp\.async\.ca\.shared\.global", ptx)),
+            "warp_group_products": len(re.findall(r"wgmma\.mma_async", ptx)),
+            "warp_products": len(re.findall(r"mma\.sync", ptx)),
+            "tf32": "tf32" in ptx,
+            "atomics": len(re.findall(r"\b(atom|red)\.(global|gpu|relaxed)", ptx)),
+        }
+        rows.append(found)
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

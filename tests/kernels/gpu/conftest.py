@@ -1,0 +1,41 @@
+"""The same tests run on a GPU where there is one, and everywhere else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+ON_GPU = torch.cuda.is_available()
+INSTALLED = find_spec("triton") is not None
+
+
+def _import_interpreted() -> None:
+    """Triton decides at import whether its own functions and ours are interpreted; nothing else is to notice."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        import triton
+
+        triton.knobs.runtime.interpret = True
+        import kernels.triton.warming  # noqa: F401  every kernel
+    finally:
+        del os.environ["TRITON_INTERPRET"]
+
+
+if INSTALLED and not ON_GPU and "triton" not in sys.modules:
+    _import_interpreted()
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where the kernels run."""
+    if not INSTALLED:
+        pytest.skip("Triton is not installed (extra `gpu`)")
+    from kernels.triton.device import INTERPRETED
+
+    if not ON_GPU and not INTERPRETED:
+        pytest.skip("Triton was imported before these tests could ask for its interpreter")
+    return torch.device("cuda" if ON_GPU else "cpu")

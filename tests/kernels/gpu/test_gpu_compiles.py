@@ -1,0 +1,60 @@
+"""The kernels compile for GPUs that are not here, into the instructions that make them fast."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+HERE = Path(__file__).parent
+PTXAS = Path((find_spec("triton") or find_spec("json")).origin).parent / "backends/nvidia/bin/ptxas"
+needs_compiler = pytest.mark.skipif(not PTXAS.exists(), reason="no Triton with a bundled ptxas is installed")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """(capability, KiB of shared memory, dtype) -> what each kernel became."""
+
+    def run(capability, shared_kib, dtype):
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+        command = [sys.executable, str(HERE / "compile_for.py"), str(capability), str(shared_kib), dtype]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+PRODUCTS = {"experts._gate_up", "experts._down", "prefill._attend", "decode._attend"}
+OTHERS = {"routing._choose", "grouping._count", "grouping._offsets", "grouping._place", "experts._combine"}
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("capability", "shared_kib", "dtype"), [(80, 163, "bfloat16"), (90, 227, "bfloat16"), (90, 227, "float32")]
+)
+def test_compiles(compiled, capability, shared_kib, dtype):
+    rows = compiled(capability, shared_kib, dtype)
+    assert {row["kernel"] for row in rows} == PRODUCTS | OTHERS
+    for row in rows:
+        assert row["cubin_bytes"] > 0
+        assert row["shared_bytes"] <= shared_kib << 10, row
+        assert row["spill_bytes"] == 0, row
+        assert row["atomics"] == 0, row
+        assert not row["tf32"], row
+    for row in (row for row in rows if row["kernel"] in PRODUCTS):
+        # Weights by address: the compiler must know their alignment, else it loads them number by number.
+        assert row["copies_of_16_bytes"] > 0 and row["loads_of_2_bytes"] == 0, row
+        if row["kernel"].startswith("experts"):
+            assert row["copies_of_4_bytes"] == 0, row
+        products = row["warp_group_products"] + row["warp_products"]
+        assert (products > 0) == (dtype != "float32"), row
+    tall = [row for row in rows if row["kernel"] == "experts._gate_up" and row["tile_rows"] >= 64]
+    assert all((row["warp_group_products"] > 0) == (capability >= 90) for row in tall)
+    assert (dtype == "float32") == (not tall)

@@ -1,0 +1,60 @@
+"""On a GPU only: no kernel waits for the device, and after `warm_up` none is compiled."""
+
+import pytest
+import torch
+
+from kernels import triton as gpu
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+HIDDEN, EXPERT_DIM, EXPERTS, HEADS, KV_HEADS, HEAD_DIM = 256, 512, 8, 8, 2, 64
+
+
+def one_layer(device, num_tokens):
+    """Every kernel once, on `num_tokens` tokens."""
+
+    def randn(*shape):
+        return torch.randn(*shape, dtype=torch.bfloat16, device=device)
+
+    matrices = {
+        e: gpu.ExpertMatrices(
+            gate=randn(EXPERT_DIM, HIDDEN), up=randn(EXPERT_DIM, HIDDEN), down=randn(HIDDEN, EXPERT_DIM)
+        )
+        for e in range(EXPERTS)
+    }
+    table = gpu.address_table({e: m.addresses for e, m in matrices.items()}, EXPERTS, device)
+    ids, weights = gpu.choose_experts(randn(num_tokens, EXPERTS), 2)
+    out = torch.zeros(num_tokens, HIDDEN, device=device)
+    gpu.grouped_experts(randn(num_tokens, HIDDEN), ids, weights, out, table, matrices[0].shape, num_present=EXPERTS)
+    q, kv = randn(num_tokens, HEADS, HEAD_DIM), randn(num_tokens, KV_HEADS, HEAD_DIM)
+    positions = torch.arange(num_tokens + 1, device=device)[1:]  # as a view into a buffer: not on 16 bytes
+    positions -= 1
+    gpu.causal_attention(q, kv, kv, positions, torch.empty_like(q), scale=0.125)
+    staging, firsts = randn(2 * num_tokens * KV_HEADS * HEAD_DIM), torch.zeros_like(positions)
+    gpu.staged_decode_attention(q, staging, firsts, torch.empty_like(q), num_kv_heads=KV_HEADS, scale=0.125)
+    return matrices[0].shape
+
+
+def test_nothing_waits_and_nothing_is_compiled_late(device):
+    from triton.runtime.jit import JITFunction
+
+    shape = one_layer(device, 3)
+    sizes = {"num_experts": EXPERTS, "top_k": 2, "num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
+    gpu.warm_up(gpu.Shapes(experts=shape, **sizes), device)
+    compiled, original = [], JITFunction._do_compile
+
+    def noticed(self, *arguments, **options):
+        compiled.append(self.fn.__name__)
+        return original(self, *arguments, **options)
+
+    JITFunction._do_compile = noticed
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for num_tokens in (1, 2, 16, 63, 64, 65, 200, 513, 2000):
+            one_layer(device, num_tokens)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        JITFunction._do_compile = original
+    assert compiled == []

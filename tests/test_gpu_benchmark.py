@@ -1,0 +1,164 @@
+"""benchmarks/gpu.py without a GPU: its stages on the emulated machine, and what it does when time or memory run out."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+import time
+
+import pytest
+import yaml
+
+from benchmarks import gpu
+from benchmarks.gpu_stages import packing, runs
+from benchmarks.gpu_stages.plan import dry_scale, gpu_scale
+from benchmarks.gpu_stages.record import Record
+from benchmarks.gpu_stages.table import markdown
+from tests.conftest import ROOT
+
+SOME = ("moelens", "ondemand")
+
+
+def test_a_dry_run_measures_calibrates_simulates_and_packs(tmp_path, monkeypatch, capsys):
+    out, packed = tmp_path / "out", tmp_path / "packed"
+    stages = "tokens,ceilings,memory,strategies,calibrate,simulate"
+    monkeypatch.setattr(runs, "tiny_models", lambda: ["mixtral-tiny"])  # with all families it would only take longer
+    assert (
+        gpu.main(
+            ["--dry", "--out", str(out), "--pack", str(packed), "--stages", stages, "--strategies", ",".join(SOME)]
+        )
+        == 0
+    )
+    content = json.loads((out / "gpu.json").read_text())
+    ended = [(name, stage["status"]) for name, stage in content["stages"].items()]
+    assert ended == [(name, "ok") for name in stages.split(",")]
+    assert content["stages"]["tokens"]["exact"] == content["stages"]["tokens"]["of"] == len(SOME)
+    for name in SOME:
+        run = content["stages"]["strategies"]["runs"][name]
+        assert (run["status"], run["label"], run["generated_tokens"]) == ("ok", "emulated", 6 * 4)
+        assert "random weights made in memory" in run["weights_source"]
+        assert content["stages"]["simulate"]["runs"][name]["simulated_tok_s"] > 0
+        assert content["stages"]["simulate"]["runs"][name]["accuracy"] is not None
+    assert (out / "calibration.json").exists()
+    page = (out / "gpu.md").read_text()
+    assert page.count("| emulated |") == len(SOME)
+    names = {path.name for path in packed.iterdir()}
+    assert {"gpu.json", "gpu.md", "calibration.json", "runs-1.tar.gz"} <= names
+    with tarfile.open(packed / "runs-1.tar.gz") as tar:
+        members = tar.getnames()
+    for run in (out / "runs").iterdir():
+        assert f"runs/{run.name}/summary.json" in members
+
+
+def test_a_strategy_that_takes_too_long_is_cut_off_and_keeps_its_records(tmp_path):
+    scale = dry_scale()
+    overrides = [
+        *runs.strategy_overrides("ondemand", {}, scale), *scale.workload(), "machine=emulated", "model.path=random",
+        "dataset.num_requests=400", "dataset.max_new_tokens=200", f"results_dir={tmp_path}",
+    ]  # fmt: skip
+    found = runs.run(overrides, box_s=4.0)
+    assert (found["status"], found["error"]) == ("interrupted", "cut off after 4 s")
+    assert found["num_passes"] > 0
+    assert found["throughput_tok_s"] > 0
+
+
+def test_what_a_user_got_wrong_is_one_line(tmp_path):
+    found = runs.run(["strategy=ondemand", "model.path=random", f"results_dir={tmp_path}"], box_s=9.0)
+    assert found["status"] == "failed"
+    assert found["error"].startswith("verify: must be off for model.path=random")
+
+
+def test_stages_fail_alone_and_do_not_begin_without_time(tmp_path, capsys):
+    seen = []
+    record = Record(tmp_path, {"title": "t", "facts": {}}, budget_s=5.0, after=seen.append)
+
+    def broken(left_s: float) -> dict:
+        record.keep("broken", {"runs": {"one": {"status": "ok"}}})
+        raise OSError("no space")
+
+    assert record.run("broken", broken, needs_s=1.0) is None
+    assert seen[-2]["stages"]["broken"] is not None
+    assert record.run("long", lambda left_s: {}, needs_s=60.0) is None
+    assert record.run("fine", lambda left_s: {"left": left_s <= 5.0}, needs_s=0.0) == {"left": True}
+    stages = json.loads((tmp_path / "gpu.json").read_text())["stages"]
+    assert [stage["status"] for stage in stages.values()] == ["failed", "skipped", "ok"]
+    assert stages["broken"]["reason"] == "OSError: no space"
+    assert "it needs 60 s" in markdown({**record.content})
+
+
+def test_packed_files_are_few_and_small_and_what_is_left_out_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(packing, "MAX_BYTES", 4000)
+    folder, out = tmp_path / "in", tmp_path / "out"
+    noise = [bytes((i * i * 7919 + n) % 251 for i in range(1500)) for n in range(12)]
+    for number, data in enumerate(noise):
+        run = folder / "runs" / f"run-{number:02}"
+        run.mkdir(parents=True)
+        (run / "summary.json").write_bytes(data)
+    import random
+
+    (folder / "runs/run-03/trace.json").write_bytes(random.Random(0).randbytes(9000))
+    (folder / "gpu.json").write_text("{}")
+    left_out = packing.pack(folder, out)
+    assert any(line.startswith("run-03: trace.json") for line in left_out)
+    files = list(out.iterdir())
+    assert len(files) <= packing.MAX_FILES
+    found = {}
+    for path in files:
+        assert path.stat().st_size <= 4200
+        if path.name.startswith("runs-"):
+            with tarfile.open(path) as tar:
+                found |= {m.name: tar.extractfile(m).read() for m in tar.getmembers()}
+    gone = [line for line in left_out if line.endswith("all of it")]
+    assert len(found) == len(noise) - len(gone)
+    for name, data in found.items():
+        assert data == noise[int(name.split("-")[1][:2])]
+
+
+@pytest.mark.parametrize(("host_gb", "layers"), [(137.4, 32), (100.0, 23), (64.0, 14)])
+def test_as_many_layers_as_the_host_holds(host_gb, layers):
+    scale = gpu_scale(host_gb=host_gb)
+    spec = yaml.safe_load((ROOT / "conf/model/mixtral-8x7b.yaml").read_text())["spec"]
+    weights_gb = 93.4 * (scale.layers / spec["num_layers"])
+    assert scale.layers == layers
+    assert weights_gb + scale.kv_gb < host_gb - 8
+    assert weights_gb + scale.kv_gb + 3.5 > min(host_gb - 13, 93.4 + scale.kv_gb), "a layer more would have fitted"
+    kv_bytes = 2 * 2 * spec["num_kv_heads"] * spec["head_dim"] * scale.layers
+    assert 0.7 < scale.num_requests * (98 + 16) * kv_bytes / (scale.kv_gb * 1e9) < 1
+    with pytest.raises(SystemExit, match="fewer than two layers"):
+        gpu_scale(host_gb=16)
+
+
+def test_without_a_gpu_it_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("harness.machine.cuda.device_found", lambda: False)
+    assert gpu.main(["--out", str(tmp_path)]) == 2
+    assert "torch finds no GPU" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        gpu.main(["--stages", "tokens,ceiling"])
+    with pytest.raises(SystemExit):
+        gpu.main(["--strategies", "moelense"])
+
+
+def test_the_outside_peer_generates_and_stops_in_time(tmp_path):
+    """transformers on this CPU in the place of a GPU: everything but the offload itself."""
+    import torch
+
+    from benchmarks.gpu_stages import accelerate_peer as peer
+
+    entries = {
+        "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48, "vocab_size": 300,
+        "max_position_embeddings": 128,
+    }  # fmt: skip
+    model = peer.random_model(entries)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    batch = peer.left_padded([[5, 6, 7], [8]], "cpu")
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
+    for box_s, steps in ((60.0, 4), (0.0, 1)):
+        path = tmp_path / "answer.json"
+        watch = peer.Watch({"system": "test"}, path, box_s)
+        begun_s = time.perf_counter()
+        model.generate(**batch, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0,
+                       stopping_criteria=[watch])  # fmt: skip
+        answer = json.loads(path.read_text())
+        assert (answer["steps"], answer["generated_tokens"]) == (steps, 2 * steps)
+        assert answer["generation_s"] <= time.perf_counter() - begun_s
