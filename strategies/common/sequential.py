@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from harness.engine.activations import Activations
+from harness.engine import parallel
 from harness.engine.batch import PassPlan, assemble
-from harness.engine.emitter import Emitter, InFlight
+from harness.engine.emitter import InFlight
 from harness.engine.engine import Engine
 from harness.engine.strategy import PassResult
-from harness.memory.weights import WeightStream
 
 
 class SequentialPipeline:
     """`prefetch=False`: each part is loaded when its turn comes, used, and dropped, and every op waits for the one
     before it. `prefetch=True`: layers are double-buffered, so weight transfer overlaps with computation, while
-    attention on the CPU and work on the GPU still alternate.
+    attention on the CPU and work on the GPU still alternate. Several GPUs share the model if the engine has them.
     """
 
     def __init__(self, engine: Engine, *, max_tokens: int, packet_bytes: int, prefetch: bool) -> None:
         depth = 2 if prefetch else 1
         self._engine = engine
         self._prefetch = prefetch
-        self._stream = WeightStream(engine.machine, engine.store, depth=depth, packet_bytes=packet_bytes)
-        self._acts = Activations(engine.machine, engine.spec, max_tokens=max_tokens, name="activations")
-        self._emit = Emitter(engine, serial=not prefetch)
+        self._stream = parallel.weight_stream(engine, depth=depth, packet_bytes=packet_bytes)
+        self._acts = parallel.activations(engine, max_tokens=max_tokens, name="activations")
+        self._emit = parallel.emitter(engine, serial=not prefetch)
         self._next_index = 0
 
     def run(self, plan: PassPlan) -> PassResult:
@@ -30,8 +29,7 @@ class SequentialPipeline:
         it = InFlight(batch, self._acts)
         if self._next_index == 0 and self._prefetch:
             for index in range(self._stream.depth):
-                for name in self._engine.store.part_names:
-                    self._stream.request(index, name)
+                self._stream.request_layer(index)
         self._emit.embed(it)
         for layer in range(self._engine.spec.num_layers):
             self._layer(it, layer)
@@ -51,7 +49,7 @@ class SequentialPipeline:
         emit.decode_attention(it, layer)
         emit.attention_out(it, layer, self._take(index, "attention_out"))
         self._drop(index, "attention_out")
-        for name in self._engine.store.part_names:
+        for name in self._engine.store.part_names(layer):
             if name.startswith("expert."):
                 emit.experts(it, layer, {int(name.split(".")[1]): self._take(index, name)})
                 self._drop(index, name)

@@ -11,13 +11,17 @@ from collections.abc import Iterable
 
 from harness.engine.batch import PassPlan
 from harness.engine.sequences import Sequence, State
-from harness.memory.kv_cache import BlockAllocator
+from harness.memory.kv_cache import Blocks
 
 
 class StaticBatches:
-    """`max_pass_tokens` bounds one prefill pass; a batch larger than that is prefilled in several."""
+    """`max_pass_tokens` bounds one prefill pass; a batch larger than that is prefilled in several. A batch has as many
+    sequences as the cache holds, and at most `max_batch` where that is given."""
 
-    def __init__(self, sequences: Iterable[Sequence], allocator: BlockAllocator, *, max_pass_tokens: int) -> None:
+    def __init__(
+        self, sequences: Iterable[Sequence], allocator: Blocks, *, max_pass_tokens: int, max_batch: int | None = None
+    ) -> None:
+        self._max_batch = max_batch
         self._queue = deque(sequences)
         self._allocator = allocator
         self._max_pass_tokens = max_pass_tokens
@@ -45,21 +49,21 @@ class StaticBatches:
         self._running = waiting + [s for s in self._running if s in decoded and s not in gone]
 
     def _admit_batch(self) -> None:
-        while self._queue:
+        while self._queue and (self._max_batch is None or len(self._admitted) < self._max_batch):
             head = self._queue[0]
             if reason := self._never_fits(head):
                 head.state, head.reject_reason = State.REJECTED, reason
                 self._queue.popleft()
                 continue
-            if self._allocator.missing_blocks(head, head.max_tokens) > self._allocator.num_free:
+            if self._allocator.missing_blocks(head, head.max_tokens) > self._allocator.free_for(head):
                 return
             self._allocator.grow(head, head.max_tokens)
             self._admitted.append(self._queue.popleft())
 
     def _never_fits(self, sequence: Sequence) -> str | None:
         needed = self._allocator.blocks_for(sequence.max_tokens)
-        if needed > self._allocator.num_blocks:
-            return f"needs {needed} KV blocks, the cache has {self._allocator.num_blocks}"
+        if needed > self._allocator.max_sequence_blocks:
+            return f"needs {needed} KV blocks, the cache has {self._allocator.max_sequence_blocks}"
         if sequence.prompt_len > self._max_pass_tokens:
             return f"prompt of {sequence.prompt_len} tokens exceeds {self._max_pass_tokens} tokens a pass"
         return None

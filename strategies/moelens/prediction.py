@@ -43,4 +43,7 @@ def predict(config: Config, policy: Policy, engine: Engine) -> Prediction | None
     )
     terms = {"p": p, "g": g, "K": num_requests, "q": answer.q, "delta_s": delta_s, "passes": answer.passes}
     terms |= {"pass_tokens": policy.n_real, "stage1_processed_tok_s": upper}
-    return Prediction(throughput_tok_s=answer.throughput_tok_s, model=_CASES[answer.bound], terms=terms)
+    model = _CASES[answer.bound]
+    if answer.bound == "gpu" and config.n_real is None and policy.n_real < int(policy.n_real_measured):
+        model = "MoE-Lens Stage 2, bound by device memory: n_real is cut to what it holds (Eq. 13)"
+    return Prediction(throughput_tok_s=answer.throughput_tok_s, model=model, terms=terms)

@@ -66,13 +66,15 @@ class PipelineProfiler:
         self._max_tokens = max_tokens
         self._emit = Emitter(engine)
         self._stream = WeightStream(engine.machine, engine.store, depth=2, packet_bytes=packet_bytes)
+        last = engine.spec.num_layers - 1  # leading layers may be dense
+        self._probed, self._other = last, max(last - 1, 1 - last)  # what is computed, what is transferred meanwhile
         self._acts: list[Activations] = []
         self._transfers_s: list[float] = []  # of a layer, beside each computation
         self._rng = np.random.default_rng(0)
 
     def measure(self) -> Profile:
-        layer_transfer_s = min(self._transfer_layer(1) for _ in range(self._repeats))
-        self._transfer_layer(0)  # the weights that the probes compute with
+        layer_transfer_s = min(self._transfer_layer(self._other) for _ in range(self._repeats))
+        self._transfer_layer(self._probed)  # the weights that the probes compute with
         estimate = self._saturating_tokens(layer_transfer_s)
         counts = sorted({int(min(max(estimate * f, 16), self._max_tokens)) for f in _FRACTIONS})
         self._make_room(counts[-1])
@@ -119,18 +121,20 @@ class PipelineProfiler:
 
     def _transfer_layer(self, index: int) -> float:
         """Seconds on the link for all parts of one layer."""
-        names = self._engine.store.part_names
-        tickets = [self._stream.request(index, name) for name in names]
+        tickets = self._stream.request_layer(index)
         for ticket in tickets:
             self._engine.machine.wait(ticket)
-        if index:
-            for name in names:
-                self._stream.release(index, name)
+        if index != self._probed:
+            self._release(index)
         return _length_s(tickets)
+
+    def _release(self, index: int) -> None:
+        for name in self._stream.part_names(index):
+            self._stream.release(index, name)
 
     def _compute(self, num_tokens: int) -> float:
         """Seconds on the gpu lane for one layer over `num_tokens` prefill tokens in two halves, the link at work."""
-        busy = [self._stream.request(1, name) for name in self._engine.store.part_names]
+        busy = self._stream.request_layer(self._other)
         tickets: list[Ticket] = []
         for i, half in enumerate(split(PassPlan(self._sequences(num_tokens), [], "profile"))):
             allocator = BlockAllocator(2 * num_tokens, self._engine.kv.allocator.block_size)
@@ -144,16 +148,16 @@ class PipelineProfiler:
         for ticket in busy:
             self._engine.machine.wait(ticket)
         self._transfers_s.append(_length_s(busy))
-        for name in self._engine.store.part_names:
-            self._stream.release(1, name)
+        self._release(self._other)
         return sum((t.finished_s or 0.0) - (t.started_s or 0.0) for t in tickets)
 
     def _layer(self, it: InFlight) -> list[Ticket]:
-        part = self._stream.part
-        tickets = [self._emit.attention_in(it, 0, part(0, "attention_in")), self._emit.prefill_attention(it, 0)]
-        tickets.append(self._emit.attention_out(it, 0, part(0, "attention_out")))
-        tickets.append(self._emit.experts(it, 0, self._stream.experts(0)))
-        tickets.append(self._emit.combine(it, 0))
+        layer, part = self._probed, self._stream.part
+        tickets: list[Ticket | None] = [self._emit.attention_in(it, layer, part(layer, "attention_in"))]
+        tickets.append(self._emit.prefill_attention(it, layer))
+        tickets.append(self._emit.attention_out(it, layer, part(layer, "attention_out")))
+        tickets.append(self._emit.experts(it, layer, self._stream.experts(layer)))
+        tickets.append(self._emit.combine(it, layer))
         return [t for t in tickets if t is not None]
 
     def _sequences(self, num_tokens: int) -> list[Sequence]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from harness.engine.batch import PassPlan
 from harness.engine.sequences import Sequence, State
 from harness.memory.kv_cache import KVCache
+from harness.memory.split_kv import SplitKVCache
 
 
 class ResourceAwareScheduler:
@@ -22,7 +23,9 @@ class ResourceAwareScheduler:
     `max_pass_tokens` is what the activation buffers hold.
     """
 
-    def __init__(self, sequences: Iterable[Sequence], kv: KVCache, *, n_real: int, max_pass_tokens: int) -> None:
+    def __init__(
+        self, sequences: Iterable[Sequence], kv: KVCache | SplitKVCache, *, n_real: int, max_pass_tokens: int
+    ) -> None:
         self._queue = deque(sequences)
         self._decoding: list[Sequence] = []
         self._kv = kv

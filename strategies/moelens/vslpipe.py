@@ -111,15 +111,14 @@ class VSLPipe:
 
     def _pass_on(self, layer: int, first_part: str) -> None:
         """Give a part's place, and for `attention_out` those of the experts behind it, to the layer after the next."""
-        index, names = self._first_index + layer, self._engine.store.part_names
+        index, names = self._first_index + layer, self._engine.store.part_names(layer)
         behind = names[names.index(first_part) :] if first_part == "attention_out" else (first_part,)
         for name in behind:
             self._stream.advance(index, name)
 
     def _request_first_layers(self) -> None:
         for index in range(_LAYERS_BUFFERED):
-            for name in self._engine.store.part_names:
-                self._stream.request(index, name)
+            self._stream.request_layer(index)
 
 
 def split(plan: PassPlan) -> list[tuple[list[Sequence], list[Sequence]]]:

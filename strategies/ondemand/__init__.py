@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from harness.config import config, require
 from harness.engine.engine import Engine
 from harness.engine.limits import longest_sequence, tokens_that_fit
@@ -12,24 +14,28 @@ from strategies.common.static_batches import StaticBatches
 
 @config
 class Config:
-    """`max_pass_tokens` null: as many as device memory allows beside one layer, at most 4096."""
+    """`max_pass_tokens` null: as many as device memory allows beside the weights, at most 4096. With `prefetch` it is
+    the simplest pipeline that overlaps: the next layer's weights come while one computes."""
+
+    tensor_parallel: ClassVar[bool] = True
 
     packet_mb: float = 1.0
+    prefetch: bool = False
     max_pass_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        require(self.packet_mb > 0, "packet_mb", f"must be > 0, got {self.packet_mb}")
+        require(self.packet_mb >= 1e-3, "packet_mb", f"must be at least 0.001, got {self.packet_mb:g}")
         require(self.max_pass_tokens is None or self.max_pass_tokens > 0, "max_pass_tokens", "must be > 0 or null")
 
 
 def build(config: Config, engine: Engine) -> Strategy:
-    fitting = tokens_that_fit(engine, num_layers_buffered=1, num_micro_batches=1)
+    fitting = tokens_that_fit(engine, num_layers_buffered=1 + config.prefetch, num_micro_batches=1)
     wanted = config.max_pass_tokens or max(longest_sequence(engine), 4096)
     max_tokens = min(wanted, fitting)
     return Strategy(
         scheduler=StaticBatches(engine.sequences, engine.kv.allocator, max_pass_tokens=max_tokens),
         pipeline=SequentialPipeline(
-            engine, max_tokens=max_tokens, packet_bytes=int(config.packet_mb * 1e6), prefetch=False
+            engine, max_tokens=max_tokens, packet_bytes=int(config.packet_mb * 1e6), prefetch=config.prefetch
         ),
         plan={"max_pass_tokens": max_tokens},
     )

@@ -1,0 +1,134 @@
+"""What several GPUs that share a layer do instead of AttentionOut and Combine: partial results, and their sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+from harness.engine.activations import Activations
+from harness.engine.batch import MicroBatch
+from harness.engine.ops.compute import ComputeOp
+from harness.engine.ops.data import MicroBatchOp
+from harness.engine.ops.views import rows, weights
+from harness.machine.base import Context, Work
+from harness.memory.weights import PlacedPart
+from harness.model.spec import ModelSpec
+
+
+class OutputProjection(ComputeOp):
+    """O projection of this GPU's heads: a partial sum, to `moe_out` (float32), which is free before the experts."""
+
+    kind: ClassVar[str] = "output projection"
+
+    def __init__(
+        self, family: Any, spec: ModelSpec, batch: MicroBatch, acts: Activations, part: PlacedPart, layer: int
+    ) -> None:
+        super().__init__(family, spec, batch, acts, (part,), layer)
+        self.reads, self.writes = (*acts.attention_keys, *self.weight_keys), (acts.moe_out,)
+
+    def work(self) -> Work:
+        spec, n = self.spec, self.batch.num_tokens
+        moved = n * (spec.o_dim * spec.dtype_bytes + spec.hidden_dim * 4)
+        return Work(
+            flops=2 * n * spec.attention_out_params, device_bytes=_share_bytes(self, of_projection=True) + moved
+        )
+
+    def cost_features(self) -> tuple[float, ...]:
+        return (float(self.batch.num_tokens),)
+
+    def run(self, ctx: Context, packet: int) -> None:
+        spec, n = self.spec, self.batch.num_tokens
+        attention = rows(ctx, self.acts.attention, n, spec.q_dim, spec.dtype)
+        out = rows(ctx, self.acts.moe_out, n, spec.hidden_dim, "float32")
+        out.copy_(self.family.output_projection(spec, weights(ctx, self.parts[0]), attention))
+
+
+class AfterAttention(ComputeOp):
+    """Residual, norm and router behind the summed O projection, which is in `normed`: the same on every GPU. Shared
+    experts, or the MLP of a dense layer, are part of it, each GPU computing its share."""
+
+    kind: ClassVar[str] = "after attention"
+
+    def __init__(
+        self, family: Any, spec: ModelSpec, batch: MicroBatch, acts: Activations, part: PlacedPart, layer: int
+    ) -> None:
+        super().__init__(family, spec, batch, acts, (part,), layer)
+        self.reads = (acts.normed, acts.hidden, *self.weight_keys)
+        self.writes = (acts.hidden, acts.normed, acts.expert_ids, acts.expert_weights, acts.moe_out)
+
+    def work(self) -> Work:
+        assert self.layer is not None
+        spec, n = self.spec, self.batch.num_tokens
+        moved = n * spec.hidden_dim * (4 * spec.dtype_bytes + 4)
+        flops = 2 * n * spec.common_mlp_params(self.layer)
+        return Work(flops=flops, device_bytes=_share_bytes(self, of_projection=False) + moved)
+
+    def cost_features(self) -> tuple[float, ...]:
+        return (float(self.batch.num_tokens),)
+
+    def run(self, ctx: Context, packet: int) -> None:
+        spec, acts, n = self.spec, self.acts, self.batch.num_tokens
+        hidden = rows(ctx, acts.hidden, n, spec.hidden_dim, spec.dtype)
+        normed = rows(ctx, acts.normed, n, spec.hidden_dim, spec.dtype)
+        found = self.family.after_attention(spec, weights(ctx, self.parts[0]), normed, hidden)
+        hidden.copy_(found[0])
+        normed.copy_(found[1])
+        rows(ctx, acts.expert_ids, n, spec.experts_per_token, "int64").copy_(found[2])
+        rows(ctx, acts.expert_weights, n, spec.experts_per_token, "float32").copy_(found[3])
+        rows(ctx, acts.moe_out, n, spec.hidden_dim, "float32").zero_()
+
+
+def _share_bytes(op: OutputProjection | AfterAttention, *, of_projection: bool) -> float:
+    """Weights that an op reads of the part that both use, by the matrices it multiplies with."""
+    assert op.layer is not None
+    projection, others = op.spec.attention_out_params, op.spec.common_mlp_params(op.layer)
+    return op.weight_bytes() * (projection if of_projection else others) / (projection + others)
+
+
+class AllReduce(MicroBatchOp):
+    """One GPU's member of a collective: the sum of all GPUs' partial results in `moe_out`, to this GPU's `normed`, or
+    added to its `hidden`.
+
+    Partial results cross the link in the model's dtype; they are added in float32 in the order of ranks, so that all
+    GPUs get the same bits. Members are tied by their keys: each reads what every GPU wrote.
+    """
+
+    kind: ClassVar[str] = "all-reduce"
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        batch: MicroBatch,
+        acts: Activations,
+        layer: int,
+        *,
+        partials: Sequence[Activations],
+        to: Literal["normed", "hidden"],
+    ) -> None:
+        super().__init__(spec, batch, acts, layer)
+        self.partials = tuple(each.moe_out for each in partials)
+        self.adds = to == "hidden"
+        self.target = acts.hidden if self.adds else acts.normed
+        self.reads = (*self.partials, self.target) if self.adds else self.partials
+        self.writes = (self.target,)
+
+    def work(self) -> Work:
+        spec, num_ranks = self.spec, len(self.partials)
+        num_numbers = self.batch.num_tokens * spec.hidden_dim
+        # A ring: every GPU sends (R - 1) / R of the tensor twice (reduce-scatter, all-gather) and receives as much.
+        ring = 2 * (num_ranks - 1) / num_ranks
+        touched = num_numbers * (4 + (1 + self.adds + 2 * ring) * spec.dtype_bytes)
+        return Work(device_bytes=touched, link_bytes=ring * num_numbers * spec.dtype_bytes)
+
+    def cost_features(self) -> tuple[float, ...]:
+        return (float(self.batch.num_tokens), float(len(self.partials)))
+
+    def run(self, ctx: Context, packet: int) -> None:
+        spec, n = self.spec, self.batch.num_tokens
+        target = rows(ctx, self.target, n, spec.hidden_dim, spec.dtype)
+        total = None
+        for buffer in self.partials:
+            received = rows(ctx, buffer, n, spec.hidden_dim, "float32").to(target.dtype).float()
+            total = received if total is None else total + received
+        assert total is not None, "a collective has members"
+        target.copy_(total.to(target.dtype) + target if self.adds else total)

@@ -1,0 +1,95 @@
+"""Ops of the gpu lane over a KV cache in device memory: no key and no value crosses the link."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+import kernels
+from harness.engine.activations import Activations
+from harness.engine.batch import MicroBatch
+from harness.engine.ops.host import KvOp
+from harness.machine.base import Context, Work
+from harness.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from harness.memory.kv_cache import KVCache
+
+
+class AppendKvOnDevice(KvOp):
+    """New keys and values into their blocks, of all tokens whose cache lies in device memory."""
+
+    kind: ClassVar[str] = "append kv (device)"
+
+    def __init__(self, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int, cache: KVCache) -> None:
+        super().__init__(spec, batch, acts, layer, cache)
+        self.reads, self.writes = (acts.k, acts.v), self.kv_keys
+
+    def work(self) -> Work:
+        return Work(device_bytes=2 * self.batch.on_device.num_tokens * self.spec.kv_bytes_per_token_layer)
+
+    def cost_features(self) -> tuple[float, ...]:
+        return (float(self.batch.on_device.num_tokens),)
+
+    def run(self, ctx: Context, packet: int) -> None:
+        spec, block_size = self.spec, self.cache.shape[2]
+        shape = (self.batch.num_tokens, spec.num_kv_heads, spec.head_dim)
+        keys, values = self.cached(ctx)
+        for source, target in ((self.acts.k, keys), (self.acts.v, values)):
+            new = ctx.tensor(source, shape, spec.dtype)
+            for rows in self.batch.on_device.ranges:
+                slots = torch.from_numpy(self.batch.slots[rows]).to(target.device)
+                target[slots // block_size, :, slots % block_size] = new[rows]
+
+
+class DecodeAttentionPaged(KvOp):
+    """Attention of each decoding sequence's newest token over its whole context, where that is in device memory."""
+
+    kind: ClassVar[str] = "decode attention (paged)"
+
+    def __init__(
+        self, family: Any, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int, cache: KVCache
+    ) -> None:
+        super().__init__(spec, batch, acts, layer, cache)
+        self.family = family
+        self.reads, self.writes = (acts.q, *self.kv_keys), ((acts.attention, "decode on device"),)
+
+    def work(self) -> Work:
+        assert self.layer is not None
+        tokens = self.batch.on_device.num_seen_tokens(self.spec, self.layer)
+        flops = tokens * self.spec.decode_pair_flops
+        return Work(flops=flops, device_bytes=tokens * self.spec.kv_bytes_per_token_layer)
+
+    def cost_features(self) -> tuple[float, ...]:
+        return (float(self.batch.on_device.num_decode), float(self.batch.on_device.num_context_tokens))
+
+    def run(self, ctx: Context, packet: int) -> None:
+        spec, rows = self.spec, self.batch.on_device.decode
+        shape = (self.batch.num_tokens, spec.num_heads, spec.head_dim)
+        q = ctx.tensor(self.acts.q, shape, spec.dtype)[rows]
+        out = ctx.tensor(self.acts.attention, shape, spec.dtype)[rows]
+        attend = self.by_kernel if q.device.type == "cpu" else self.by_family
+        attend(q, *self.cached(ctx), out)
+
+    def by_kernel(self, q: Any, keys: Any, values: Any, out: Any) -> None:
+        """The paged kernel, on one thread, where device memory is played by the host's."""
+        here = self.batch.on_device
+        kernels.decode_attention(
+            q,
+            keys,
+            values,
+            torch.from_numpy(here.block_tables),
+            torch.from_numpy(here.context_lens),
+            out,
+            scale=self.spec.head_dim**-0.5,
+            sliding_window=self.spec.sliding_window or 0,
+        )
+
+    def by_family(self, q: Any, keys: Any, values: Any, out: Any) -> None:
+        """The family's own math, sequence by sequence, wherever the tensors are."""
+        here, (_, heads, block_size, head_dim) = self.batch.on_device, self.cache.shape
+        for row, length in enumerate(here.context_lens.tolist()):
+            blocks = here.block_tables[row, : -(-length // block_size)].tolist()
+            k, v = (x[blocks].transpose(0, 1).reshape(heads, -1, head_dim) for x in (keys, values))
+            out[row] = self.family.decode_attention(self.spec, q[row], k, v, length).view(out[row].shape)

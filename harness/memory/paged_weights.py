@@ -1,0 +1,210 @@
+"""Weights in pages: each layer's streamed part cut into equal byte ranges, pageable -> pinned -> device (torch-free).
+
+MoE-Lightning §4.1 and A.1: small transfers slip in between pages, and a page is staged in pinned memory while the one
+before it goes over the link. Layers form the endless cyclic stream of `WeightStream`: index = pass * layers + layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from harness.machine.base import GPU, H2D, PIN, Lane, Machine, Ticket
+from harness.memory.ops import CopyPage, CopyWeights, Poison, StagePage
+from harness.memory.tiers import PINNED, Buffer
+from harness.memory.weights import PlacedPart, WeightStore
+from harness.model.layout import ALIGNMENT_BYTES
+
+_SLOTS = 2  # of a layer each, on the device and in pinned memory: one is read while the other is written
+
+
+@dataclass(eq=False, slots=True)
+class _Progress:
+    """How many pages of a layer have been requested, and their tickets."""
+
+    staged: int = 0
+    loaded: int = 0
+    tickets: list[Ticket] = field(default_factory=list)
+
+
+class PagedWeights:
+    """`num_pages` pages a layer. Of every layer whole parts worth at most `resident_share` of its bytes stay on the
+    device for good: the last ones (experts), so that {norm, QKV} lies in the earliest pages and a layer can be begun
+    before its last page has landed. A `PlacedPart` reads the keys of all pages that it lies in.
+
+    All layers share one page size, that of the largest: a smaller layer has fewer pages. Pages go in order, and each
+    once: `stage` and `load` request what is missing up to the page they name. Nothing is staged where the store itself
+    is pinned. `release` says, in program order, that the last op reading a layer has been submitted.
+    """
+
+    def __init__(
+        self, machine: Machine, store: WeightStore, *, num_pages: int, packet_bytes: int, resident_share: float = 0.0
+    ) -> None:
+        assert num_pages >= 1, "a layer has at least one page"
+        self._machine, self._store = machine, store
+        self.num_pages, self._packet_bytes = num_pages, packet_bytes
+        layers = range(len(store.layers))
+        self._streamed = [streamed_parts(store, layer, resident_share) for layer in layers]
+        self.slot_bytes = max(self._bytes(layer) for layer in layers)
+        self.page_bytes = page_bytes(self.slot_bytes, num_pages)
+        self._sources = [self._cut(layer) for layer in layers]
+        self._roots: list[Buffer] = []
+        self._device = [self._reserve("device", f"weight pages {slot}") for slot in range(_SLOTS)]
+        self._staging = [self._reserve("pinned", f"staged pages {slot}") for slot in range(_SLOTS) if store.is_pageable]
+        self._parts = [[self._place(slot, layer) for layer in layers] for slot in range(_SLOTS)]
+        self._resident = self._load_resident()
+        self._progress: dict[int, _Progress] = {}  # by index, from its first request to its release
+        machine.drain()
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of all layers together."""
+        return sum(part.layout.nbytes for parts in self._resident for part in parts.values())
+
+    def num_pages_of(self, index: int) -> int:
+        return len(self._sources[self._layer(index)])
+
+    def stage(self, index: int, page: int) -> None:
+        """W_CtoPin: pages up to this one, pageable to pinned memory."""
+        if not self._staging:
+            return
+        progress = self._progress.setdefault(index, _Progress())
+        before = self._progress.get(index - _SLOTS)
+        for number in range(progress.staged, min(page + 1, self.num_pages_of(index))):
+            free = before is None or number < before.loaded or before.loaded == self.num_pages_of(index - _SLOTS)
+            assert free, f"page {number} of {index - _SLOTS} has not left the staging memory"
+            source = self._sources[self._layer(index)][number]
+            self._copy(PIN, StagePage, source, self._staging[index % _SLOTS][number], source.nbytes, index)
+            progress.staged += 1
+
+    def load(self, index: int, page: int) -> None:
+        """W_PinToG: pages up to this one, pinned memory to the device."""
+        self.stage(index, page)
+        assert index - _SLOTS not in self._progress, f"layer {index - _SLOTS} of the stream was not released"
+        progress = self._progress.setdefault(index, _Progress())
+        for number in range(progress.loaded, min(page + 1, self.num_pages_of(index))):
+            stored = self._sources[self._layer(index)][number]
+            source = self._staging[index % _SLOTS][number] if self._staging else stored
+            target = self._device[index % _SLOTS][number]
+            self._copy(H2D, CopyPage, source, target, stored.nbytes, index)
+            if self._machine.poisons and self._staging:
+                self._machine.submit(GPU, Poison(source))
+            progress.loaded += 1
+
+    def part(self, index: int, name: str) -> PlacedPart:
+        """A part on the device, resident or in its slot; its pages are requested now if they were not yet."""
+        layer = self._layer(index)
+        if name in self._resident[layer]:
+            return self._resident[layer][name]
+        placed, last_page = self._parts[index % _SLOTS][layer][name]
+        self.load(index, last_page)
+        return placed
+
+    def experts(self, index: int) -> dict[int, PlacedPart]:
+        """All experts of a layer, by number; none for a dense layer."""
+        names = [name for name in self._store.part_names(self._layer(index)) if name.startswith("expert.")]
+        return {int(name.split(".")[1]): self.part(index, name) for name in names}
+
+    def release(self, index: int) -> None:
+        """The last reader of this layer has been submitted; its place may be written again."""
+        loaded = self._progress.pop(index, _Progress()).loaded
+        assert loaded == self.num_pages_of(index), f"layer {index} of the stream was not loaded to its end"
+        if self._machine.poisons:
+            for page in self._device[index % _SLOTS]:
+                self._machine.submit(GPU, Poison(page))
+
+    def cancel_all(self) -> None:
+        """Withdraw transfers that have not started and forget the rest: the stream is empty again."""
+        for progress in reversed(self._progress.values()):
+            for ticket in reversed(progress.tickets):
+                self._machine.cancel(ticket)
+        self._progress.clear()
+
+    def close(self) -> None:
+        """Cancel, wait, and give all memory back."""
+        self.cancel_all()
+        self._machine.drain()
+        for root in self._roots:
+            self._machine.tiers[root.tier].release(root)
+
+    def _layer(self, index: int) -> int:
+        return index % len(self._store.layers)
+
+    def _copy(self, lane: Lane, kind: type[CopyPage], source: Buffer, target: Buffer, nbytes: int, index: int) -> None:
+        op = kind(source, target, nbytes=nbytes, layer=self._layer(index), packet_bytes=self._packet_bytes)
+        self._progress[index].tickets.append(self._machine.submit(lane, op))
+
+    def _bytes(self, layer: int) -> int:
+        return sum(self._store.layers[layer][name].layout.nbytes for name in self._streamed[layer])
+
+    def _reserve(self, tier: str, name: str) -> list[Buffer]:
+        """One slot, page by page."""
+        count = -(-self.slot_bytes // self.page_bytes)
+        root = self._machine.tiers[tier].reserve(name, count * self.page_bytes)
+        self._roots.append(root)
+        return [root.sub(f"page {n}", n * self.page_bytes, self.page_bytes) for n in range(count)]
+
+    def _cut(self, layer: int) -> list[Buffer]:
+        """The layer's pages in the store, where its parts lie one after another."""
+        nbytes, pages = self._bytes(layer), []
+        if not nbytes:
+            return []
+        first = self._store.layers[layer][self._streamed[layer][0]].buffer
+        for start in range(0, nbytes, self.page_bytes):
+            size = min(self.page_bytes, nbytes - start)
+            pages.append(first.root.sub(f"layer {layer} from byte {start}", first.offset_bytes + start, size))
+        return pages
+
+    def _place(self, slot: int, layer: int) -> dict[str, tuple[PlacedPart, int]]:
+        """The page table: where each streamed part lies in a slot, and its last page."""
+        placed, offset_bytes, pages = {}, 0, self._device[slot]
+        for name in self._streamed[layer]:
+            layout = self._store.layers[layer][name].layout
+            first, last = offset_bytes // self.page_bytes, (offset_bytes + layout.nbytes - 1) // self.page_bytes
+            buffer = Buffer("device", f"{name} of layer {layer}", layout.nbytes, pages[0].root, offset_bytes)
+            placed[name] = (PlacedPart(layout, buffer, tuple(pages[first : last + 1])), last)
+            offset_bytes += layout.nbytes
+        return placed
+
+    def _load_resident(self) -> list[dict[str, PlacedPart]]:
+        kept = [
+            {name: part for name, part in parts.items() if name not in streamed}
+            for parts, streamed in zip(self._store.layers, self._streamed, strict=True)
+        ]
+        total_bytes = sum(part.layout.nbytes for parts in kept for part in parts.values())
+        if not total_bytes:
+            return kept
+        root, offset_bytes = self._machine.tiers["device"].reserve("resident layer weights", total_bytes), 0
+        self._roots.append(root)
+        for layer, parts in enumerate(kept):
+            for name, stored in parts.items():
+                target = root.sub(f"layer {layer} {name}", offset_bytes, stored.layout.nbytes)
+                offset_bytes += target.nbytes
+                self._machine.submit(H2D, CopyWeights(stored, target, layer=None, packet_bytes=self._packet_bytes))
+                parts[name] = PlacedPart(stored.layout, target, (target,))
+        return kept
+
+
+def streamed_parts(store: WeightStore, layer: int, resident_share: float) -> tuple[str, ...]:
+    """All parts of a layer but those at its end that `resident_share` of its bytes hold."""
+    parts = store.layers[layer]
+    allowed_bytes = resident_share * sum(part.layout.nbytes for part in parts.values())
+    names = list(parts)
+    while names and parts[names[-1]].layout.nbytes <= allowed_bytes:
+        allowed_bytes -= parts[names.pop()].layout.nbytes
+    return tuple(names)
+
+
+def paged_bytes(store: WeightStore, num_pages: int, resident_share: float) -> dict[str, int]:
+    """What `PagedWeights` takes, by tier."""
+    streamed = [streamed_parts(store, layer, resident_share) for layer in range(len(store.layers))]
+    sizes = [{name: part.layout.nbytes for name, part in parts.items()} for parts in store.layers]
+    pairs = list(zip(sizes, streamed, strict=True))
+    slot_bytes = max(sum(parts[name] for name in names) for parts, names in pairs)
+    resident_bytes = sum(size for parts, names in pairs for name, size in parts.items() if name not in names)
+    slots_bytes = _SLOTS * -(-slot_bytes // page_bytes(slot_bytes, num_pages)) * page_bytes(slot_bytes, num_pages)
+    return {"device": slots_bytes + resident_bytes, PINNED: slots_bytes * store.is_pageable}
+
+
+def page_bytes(slot_bytes: int, num_pages: int) -> int:
+    """Equal pages, rounded up to whole cache lines."""
+    return max(1, -(-slot_bytes // (num_pages * ALIGNMENT_BYTES))) * ALIGNMENT_BYTES

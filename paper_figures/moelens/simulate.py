@@ -1,0 +1,143 @@
+"""Runs MoE-Lens on a simulated A40 over the MTBench settings of its Fig. 11 and 13, one JSON file a setting.
+
+    python -m paper_figures.moelens.simulate                          # all eight
+    python -m paper_figures.moelens.simulate --kv 70 --g 32 64        # some of them
+    python -m paper_figures.moelens.simulate --kv 210 --scale 0.2     # a fifth of the paper's requests, and says so
+
+Configuration, and thus every constant, is that of conf/; nothing here is fitted to what the paper reports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from harness.engine import loop
+from harness.machine.base import Machine, Span
+from harness.plan import Plan, make_plan
+from harness.record.metrics import pass_activity
+from harness.record.passes import PassRecord
+from harness.record.provenance import code_version, environment
+from paper_figures.support import REFERENCE, composed, write_json
+from strategies.moelens.equations import prefills_per_pass
+
+OUT = REFERENCE / "moelens-simulated"
+MEAN_PROMPT = 98  # MoE-Lens Table 3
+GENERATION_LENGTHS = (32, 64, 128, 256)  # MoE-Lens Table 3
+KV_CACHES_GB = (70, 210)  # MoE-Lens section 7
+BLOCK_TOKENS = 16  # kv_block_tokens of conf/config.yaml
+
+
+def paper_requests(kv_gb: float, g: int, kv_bytes_per_token: int) -> int:
+    """K as MoE-Lens section 7 chooses it: 25,000 or 20,000 with 70 GB, five times what g passes admit with 210 GB."""
+    if kv_gb == 70:
+        return 25_000 if g == 32 else 20_000
+    blocks = int(kv_gb * 1e9) // (BLOCK_TOKENS * kv_bytes_per_token)
+    return round(5 * g * prefills_per_pass(MEAN_PROMPT, g, num_blocks=blocks, block_size=BLOCK_TOKENS))
+
+
+def overrides(kv_gb: float, g: int, num_requests: int) -> list[str]:
+    """What `python -m harness.plan` or `python run.py` would be given for the same run."""
+    return [
+        *("machine=simulated", "strategy=moelens", "model=mixtral-8x7b", "dataset=mtbench", "hardware=a40"),
+        *("hardware.device_memory_gb=16", "strategy.packet_mb=100", f"kv_cache_gb={kv_gb:g}"),
+        *(f"dataset.max_new_tokens={g}", f"dataset.num_requests={num_requests}"),
+    ]
+
+
+def planned(arguments: list[str]) -> Plan:
+    return make_plan(composed(*arguments), simulate=False)
+
+
+class Recorder:
+    """Passes with each lane's busy time. Spans are folded into it pass by pass: a run has millions of them."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._machine = machine
+        self._last: PassRecord | None = None
+        self._reaching_over: list[Span] = []  # into the next pass
+
+    def on_pass(self, record: PassRecord) -> None:
+        """The pass before is settled now: transfers that reach into this one have ended and are recorded."""
+        self.settle()
+        self._last = record
+
+    def settle(self) -> None:
+        if self._last is None:
+            return
+        window = (self._last.start_s, self._last.end_s)
+        spans = [*self._reaching_over, *self._machine.spans]
+        self.rows.append({**asdict(self._last), "busy_s": pass_activity(spans, window)["busy_s"]})
+        self._reaching_over = [span for span in spans if span.end_s > window[1]]
+        self._machine.spans.clear()
+        self._last = None
+
+
+def simulate(kv_gb: float, g: int, scale: float) -> dict[str, Any]:
+    """One setting's plan, its passes as columns, and what it took."""
+    began_s = time.monotonic()
+    probe = planned(overrides(kv_gb, g, 1))
+    wanted = paper_requests(kv_gb, g, probe.engine.spec.kv_bytes_per_token)
+    num_requests = max(1, round(wanted * scale))
+    arguments = overrides(kv_gb, g, num_requests)
+    plan = planned(arguments)
+    plan.machine.drain()
+    plan.machine.spans.clear()
+    recorder = Recorder(plan.machine)
+    loop.run(plan.engine, plan.strategy, recorder.on_pass)
+    recorder.settle()
+    prediction = plan.strategy.prediction
+    assert prediction is not None
+    return {
+        "label": plan.machine.label,
+        "setting": {"kv_cache_gb": kv_gb, "g": g, "num_requests": num_requests, "paper_num_requests": wanted},
+        "command": f"python -m harness.plan {' '.join(arguments[1:])}",
+        "prompts": plan.data_source,
+        "code": code_version(),
+        "environment": environment(),
+        "gpu_tok_s": plan.strategy.gpu_tok_s,
+        "gpu_peak_tok_s": plan.settings.hardware.gemm_flop_s(plan.engine.spec.dtype, peak=True)
+        / plan.engine.spec.flops_per_token,
+        "plan": {key: value for key, value in plan.strategy.plan.items() if not isinstance(value, dict)},
+        "prediction": asdict(prediction),
+        "passes": columns(recorder.rows),
+        "host_seconds": round(time.monotonic() - began_s, 1),
+    }
+
+
+def columns(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """One list a fact, over passes; seconds to the millisecond."""
+    counts = ("num_prefill_tokens", "num_decode_tokens", "num_preemptions", "kv_blocks_used", "generated_tokens")
+    found: dict[str, list[float]] = {"end_s": [round(row["end_s"], 3) for row in rows]}
+    found |= {name: [row[name] for row in rows] for name in counts}
+    for lane in ("gpu", "cpu", "h2d", "d2h"):
+        found[f"{lane}_busy_s"] = [round(row["busy_s"][lane], 3) for row in rows]
+    return {"start_s": [round(rows[0]["start_s"], 3)] if rows else [], **found}
+
+
+def name_of(kv_gb: float, g: int) -> str:
+    return f"kv{kv_gb:g}-g{g}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kv", type=float, nargs="+", default=list(KV_CACHES_GB), help="KV cache, 10^9 bytes")
+    parser.add_argument("--g", type=int, nargs="+", default=list(GENERATION_LENGTHS), help="tokens to generate")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the paper's number of requests")
+    parser.add_argument("--out", type=Path, default=OUT)
+    args = parser.parse_args()
+    for kv_gb in args.kv:
+        for g in args.g:
+            data = simulate(kv_gb, g, args.scale)
+            write_json(args.out / f"{name_of(kv_gb, g)}.json", data)
+            print(
+                name_of(kv_gb, g), data["setting"], len(data["passes"]["end_s"]), "passes,", data["host_seconds"], "s"
+            )
+
+
+if __name__ == "__main__":
+    main()

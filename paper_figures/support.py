@@ -1,0 +1,90 @@
+"""What all papers' figures share: where results lie, and how a figure says what its numbers are."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from harness.config import parse
+from harness.hardware.profile import HardwareConfig
+from harness.model.config import ModelConfig
+from harness.model.planned import planned_model
+from harness.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parents[1]
+REFERENCE = ROOT / "results" / "reference"  # committed
+FIGURES = ROOT / "results" / "figures"  # made again by one command; ignored by git
+
+
+DPI = 110
+_FOOT_CHARACTERS_AN_INCH = 16
+
+
+def composed(*overrides: str) -> dict[str, Any]:
+    """The configuration as run.py gets it."""
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = compose("config", overrides=["machine=simulated", *overrides])
+    values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def hardware_profile(name: str) -> HardwareConfig:
+    return parse(HardwareConfig, composed(f"hardware={name}")["hardware"], "hardware")
+
+
+def model_spec(name: str) -> ModelSpec:
+    return planned_model(parse(ModelConfig, composed(f"model={name}")["model"], "model")).spec
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Off screen; matplotlib is an optional dependency: pip install -e ".[figures]"."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    style: Any = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.25, "axes.spines.top": False, "legend.fontsize": 8}
+    pyplot.rcParams.update({**style, "axes.spines.right": False, "axes.titlesize": 10, "legend.frameon": False})
+    return pyplot.figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: Figure, path: Path, *, label: str, note: str) -> None:
+    """Every figure says at its foot what its numbers are, and where they come from."""
+    from matplotlib import pyplot
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    foot = textwrap.fill(f"{label} · {note}", int(figure.get_figwidth() * _FOOT_CHARACTERS_AN_INCH))
+    figure.supxlabel(foot, fontsize=7, color="0.35", x=0.01, ha="left")
+    figure.savefig(path, dpi=DPI)
+    pyplot.close(figure)
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Lists of plain numbers stay on one line each."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_text(data) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    data = json.loads(path.read_text(encoding="utf-8"))
+    assert isinstance(data, dict)
+    return data
+
+
+def _text(value: Any, indent: str = "") -> str:
+    inner = indent + " "
+    if isinstance(value, dict) and value:
+        items = (f"{inner}{json.dumps(str(key))}: {_text(item, inner)}" for key, item in value.items())
+        return "{\n" + ",\n".join(items) + f"\n{indent}}}"
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        return "[\n" + ",\n".join(inner + _text(item, inner) for item in value) + f"\n{indent}]"
+    return json.dumps(value, separators=(",", ":") if isinstance(value, list) else None)

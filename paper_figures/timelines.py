@@ -1,0 +1,134 @@
+"""Timelines of recorded runs, one below the other on one scale: `python -m paper_figures.timelines RUN_FOLDER ...`.
+
+Shows a few neighbouring layers of one decode pass in the middle of each run, every lane a row, every slice a packet as
+it was recorded. `--layers` says how many, `--out` where the picture goes. Numbers go to a JSON file beside it first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.machine.base import Span
+from harness.record.spans import lane_order
+from harness.record.trace import TraceError, read_trace
+from paper_figures.support import FIGURES, new_figure, read_json, save, write_json
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_COLOURS = {
+    "weights": "#c9c2e6", "weights to pinned": "#e3dff3", "load kv": "#7fc97f", "load attention": "#33a02c",
+    "offload qkv": "#b2df8a", "decode attention": "#f28e2b", "append kv": "#ffd29b", "attention in": "#86bcec",
+    "attention out": "#3d7fbf", "experts": "#1f4e8c", "combine": "#9fb6d0", "prefill attention": "#e15759",
+}  # fmt: skip
+_OTHER = "#bab0ac"
+_ROW_INCHES, _FRAME_INCHES = 0.24, 0.62
+
+
+def window(folder: Path, num_layers: int) -> dict[str, Any]:
+    """Spans of `num_layers` layers in the middle of a decode pass of the run in `folder`; times in ms.
+
+    The window lasts from the gpu lane's first op of the first layer until its first op of the layer behind the last
+    one; what other lanes do meanwhile may belong to other layers.
+    """
+    spans = read_trace(folder / "trace.json")
+    first_s, last_s, layers = _middle(_decode_pass(folder), spans, num_layers)
+    rows: dict[str, list[list[Any]]] = {}
+    for span in sorted(spans, key=lambda s: (lane_order(s.lane), s.start_s)):
+        if span.end_s > first_s and span.start_s < last_s:
+            start_s, end_s = max(span.start_s, first_s) - first_s, min(span.end_s, last_s) - first_s
+            entry = [span.kind, span.layer, span.micro_batch, round(start_s * 1e3, 4), round(end_s * 1e3, 4)]
+            rows.setdefault(str(span.lane), []).append(entry)
+    summary = read_json(folder / "summary.json")
+    return {
+        "label": summary["label"],
+        "strategy": summary["strategy"],
+        "run": folder.name,
+        "layers": layers,
+        "length_ms": round((last_s - first_s) * 1e3, 4),
+        "lanes": rows,  # kind, layer, micro-batch, start, end in ms
+    }
+
+
+def _decode_pass(folder: Path) -> Mapping[str, Any]:
+    passes = [json.loads(line) for line in (folder / "passes.jsonl").read_text(encoding="utf-8").splitlines()]
+    decoding = [p for p in passes if p["num_decode_tokens"] and not p["num_prefill_tokens"]] or passes[1:]
+    if not decoding:
+        raise ValueError(f"{folder}: a run of one pass has no pass that decodes")
+    return dict(decoding[len(decoding) // 2])
+
+
+def _middle(record: Mapping[str, Any], spans: Sequence[Span], num_layers: int) -> tuple[float, float, list[int]]:
+    """Where the window begins and ends, and the layers in it."""
+    first_start_s: dict[int, float] = {}
+    for span in spans:
+        inside = record["start_s"] <= span.start_s < record["end_s"]
+        if inside and span.lane.kind == "gpu" and span.layer is not None and span.kind != "attention in":
+            first_start_s[span.layer] = min(span.start_s, first_start_s.get(span.layer, span.start_s))
+    layers = sorted(first_start_s)
+    num_layers = min(num_layers, len(layers) - 1)
+    if num_layers < 1:
+        raise ValueError("a timeline needs a model of two layers or more")
+    begin = (len(layers) - num_layers) // 2
+    chosen = layers[begin : begin + num_layers + 1]
+    return first_start_s[chosen[0]], first_start_s[chosen[-1]], chosen[:-1]
+
+
+def draw(windows: Sequence[Mapping[str, Any]]) -> Figure:
+    """One block a run; all on one time scale."""
+    from matplotlib.patches import Patch
+
+    heights = [len(w["lanes"]) for w in windows]
+    figure = new_figure(9.0, _FRAME_INCHES * (len(windows) + 1) + _ROW_INCHES * sum(heights))
+    blocks = figure.subplots(len(windows), 1, sharex=True, height_ratios=[h + 1 for h in heights], squeeze=False)[:, 0]
+    kinds: dict[str, None] = {}
+    for axes, data in zip(blocks, windows, strict=True):
+        for row, entries in enumerate(data["lanes"].values()):
+            for kind, _, batch, start_ms, end_ms in entries:
+                axes.broken_barh(
+                    [(start_ms, end_ms - start_ms)], (row - 0.42, 0.84), color=_COLOURS.get(kind, _OTHER),
+                    edgecolor="white", linewidth=0.3, hatch="///" if (batch or 0) % 2 else None,
+                )  # fmt: skip
+                kinds[kind] = None
+        busy = [sum(e[4] - e[3] for e in entries) / data["length_ms"] for entries in data["lanes"].values()]
+        names = [f"{lane} {share:.0%}" for lane, share in zip(data["lanes"], busy, strict=True)]
+        axes.set_yticks(range(len(names)), names)
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.grid(visible=False)
+        layers = data["layers"]
+        shown = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
+        axes.set_title(f"{data['strategy']}: {shown} in {data['length_ms']:.3g} ms [{data['label']}]", loc="left")
+    blocks[-1].set_xlabel("ms; hatched: odd micro-batches; percent: of the window")
+    blocks[-1].set_xlim(0, max(w["length_ms"] for w in windows))
+    named = [kind for kind in _COLOURS if kind in kinds] + ([""] if kinds.keys() - _COLOURS.keys() else [])
+    patches = [Patch(color=_COLOURS.get(kind, _OTHER), label=kind or "other") for kind in named]
+    figure.legend(handles=patches, loc="outside upper center", ncols=6)
+    return figure
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m paper_figures.timelines", description=__doc__.split("\n")[0])
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_FOLDER")
+    parser.add_argument("--layers", type=int, default=2, help="how many layers of a pass are shown (default 2)")
+    parser.add_argument("--out", type=Path, default=FIGURES / "timelines.png", metavar="FILE.png")
+    given = parser.parse_args(arguments)
+    try:
+        windows = [window(folder, given.layers) for folder in given.runs]
+    except (ValueError, OSError, TraceError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    path = given.out.with_suffix(".json")
+    write_json(path, {"windows": windows})
+    labels = sorted({w["label"] for w in windows})
+    save(draw(read_json(path)["windows"]), given.out, label=", ".join(labels), note="packets as recorded in trace.json")
+    print(given.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,21 @@
+"""Schedule S4 of MoE-Lightning's Figure 6, FlexGen's: attention on the GPU, the next micro-batch's KV on its way."""
+
+from __future__ import annotations
+
+from strategies.common.steps import Steps
+
+
+def gpu_attention(steps: Steps) -> None:
+    """One decode step. The link brings keys and values one micro-batch ahead, then the next layer's weights, as one
+    block with the layer's last micro-batch where they are not paged; new keys and values go back to the cache."""
+    steps.load_kv(0, 0)
+    for i in range(steps.num_layers):
+        for j in range(steps.num_micro_batches):
+            if (ahead := steps.ahead(i, j, 1)) is not None:
+                steps.load_kv(*ahead)
+            steps.w_pintog(i + 1, j)
+            steps.w_ctopin(i + 2, j)
+            steps.pre_attn(i, j)
+            steps.offload_kv(i, j)
+            steps.gpu_attn(i, j)
+            steps.post_attn(i, j)

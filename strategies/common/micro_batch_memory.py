@@ -1,0 +1,18 @@
+"""Sizes of a micro-batched pipeline's buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.engine.activation_pool import PoolSizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchMemory:
+    """`prompt_tokens` and `cached_tokens` limit a micro-batch's prompts and its KV cache; the prompts of a whole batch
+    go through the device in one pass."""
+
+    pool: PoolSizes
+    prompt_tokens: int
+    cached_tokens: int
+    kv_staging_bytes: int  # of each of two buffers; 0 where the CPU attends

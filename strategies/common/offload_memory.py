@@ -1,0 +1,285 @@
+"""What an offloading policy holds in each memory tier, by name (the constraints of MoE-Lightning §4.2). Torch-free.
+
+Written once, in terms of the policy's unknowns: `demands` gives rows to the policy search, `held_bytes` bytes to
+planners, figures and whoever reserves them. Buffers are taken once for a whole run: one that serves both phases is as
+large as the larger of the two needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING
+
+from harness.engine.activation_pool import PoolSizes
+from harness.engine.activations import attention_bytes, expert_bytes, host_attention_bytes, state_bytes
+from harness.memory.tiers import PAGEABLE, PINNED, RAM
+from harness.model.spec import ModelSpec
+from strategies.common.linear_terms import BATCH, DEVICE_SEQUENCES, RESIDENT_WEIGHTS, Linear
+from strategies.common.policy import Policy
+
+if TYPE_CHECKING:
+    from harness.engine.sequences import Sequence
+    from harness.memory.weights import WeightStore
+
+KV_CACHE = "kv cache"  # stands for a tier where the size of the host cache is given
+_SLACK_BYTES = 1 << 16  # a tier's: alignment of buffers, and of the pages that a layer is cut into
+_LAYERS_BUFFERED = 2  # on the device, and where weights are staged in pinned memory too (§A.1)
+_IN_RAM = (PINNED, PAGEABLE)
+_IN_ATTENTION = 4  # decode micro-batches between QKV and output projection: one each side, two ahead on the CPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSizes:
+    """Bytes of the weights as stored."""
+
+    layer_bytes: int  # of the largest layer
+    experts_bytes: int  # of its experts
+    layers_bytes: int  # of all layers
+    all_experts_bytes: int  # of all layers' experts
+    ends_bytes: int  # embedding and head, which stay on the device
+
+    @classmethod
+    def of_spec(cls, spec: ModelSpec) -> WeightSizes:
+        expert = spec.parts["expert"]
+        ends_bytes = sum(spec.parts[name].total_bytes for name in ("embedding", "head", "final_norm"))
+        return cls(
+            layer_bytes=spec.layer_bytes,
+            experts_bytes=spec.num_experts * expert.nbytes,
+            layers_bytes=spec.model_bytes - ends_bytes,
+            all_experts_bytes=expert.total_bytes,
+            ends_bytes=ends_bytes,
+        )
+
+    @classmethod
+    def of_store(cls, store: WeightStore) -> WeightSizes:
+        """As laid out in the host's memory, alignment included."""
+
+        def experts_in(sizes: Mapping[str, int]) -> int:
+            return sum(size for name, size in sizes.items() if name.startswith("expert."))
+
+        layers = [{name: part.layout.nbytes for name, part in parts.items()} for parts in store.layers]
+        return cls(
+            layer_bytes=store.layer_bytes,
+            experts_bytes=experts_in(store.slot_bytes),
+            layers_bytes=sum(sum(sizes.values()) for sizes in layers),
+            all_experts_bytes=sum(map(experts_in, layers)),
+            ends_bytes=store.embedding.layout.nbytes + store.head.layout.nbytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadShape:
+    """What a workload looks like to planning; tokens are means over its requests unless said otherwise."""
+
+    num_requests: int
+    prompt_tokens: float  # s; where prompts are padded, the longest
+    longest_prompt: int
+    new_tokens: float  # n
+    kv_tokens: float  # that a sequence's whole blocks hold at its end
+    longest_kv_tokens: int  # of the longest sequence
+
+    @classmethod
+    def of_lengths(
+        cls, prompt_tokens: float, new_tokens: float, *, longest_prompt: int, num_requests: int, block_tokens: int = 16
+    ) -> WorkloadShape:
+        """From averages. The last generated token is never fed back, and blocks are whole: half of one is lost."""
+        kept = prompt_tokens + new_tokens - 1
+        longest = ceil(longest_prompt + new_tokens - 1)
+        return cls(
+            num_requests=num_requests,
+            prompt_tokens=prompt_tokens,
+            longest_prompt=longest_prompt,
+            new_tokens=new_tokens,
+            kv_tokens=kept + (block_tokens - 1) / 2,
+            longest_kv_tokens=-(-longest // block_tokens) * block_tokens,
+        )
+
+    @classmethod
+    def of_sequences(cls, sequences: Iterable[Sequence], *, block_tokens: int, padded: bool = False) -> WorkloadShape:
+        """Of real requests; `padded`: planned for as if every prompt were as long as the longest."""
+        chosen = list(sequences)
+        assert chosen, "an empty workload has no shape"
+        longest = max(s.prompt_len for s in chosen)
+        prompts = [longest if padded else s.prompt_len for s in chosen]
+        new = [s.request.max_new_tokens for s in chosen]
+        kept = [-(-(p + n - 1) // block_tokens) * block_tokens for p, n in zip(prompts, new, strict=True)]
+        return cls(
+            num_requests=len(chosen),
+            prompt_tokens=sum(prompts) / len(chosen),
+            longest_prompt=longest,
+            new_tokens=sum(new) / len(chosen),
+            kv_tokens=sum(kept) / len(chosen),
+            longest_kv_tokens=max(kept),
+        )
+
+    def prompts_of(self, micro_batch_size: int) -> float:
+        """Tokens: mu prompts of mean length, and at least the longest prompt."""
+        return max(micro_batch_size * self.prompt_tokens, self.longest_prompt)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """How a pipeline keeps things; part of the system, not of the policy."""
+
+    weights_tier: str = PAGEABLE  # staged through pinned memory (§A.1), or pinned: read by the link directly
+    prefill_hidden_tier: str = "device"  # where hidden states of all micro-batches wait between two layers, or pinned
+    prefill_buffers: int = 2  # micro-batches that are around attention at the same time in prefill
+    kv_cache_bytes: int | None = None  # size of the host cache, where it is given; null: as large as the policy needs
+    resident_step: float | None = None  # r_w comes in multiples of this share (of an expert); null: any
+    prefill_limit_tokens: int | None = None  # of a micro-batch; where its prompts are more, it is prefilled in parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switches:
+    """The part of a policy that is not linear: for each value, memory and time are linear in the rest."""
+
+    micro_batch_size: int  # mu
+    gpu_attention: bool  # A_g
+    gpu_ffn: bool  # F_g
+
+    @classmethod
+    def of(cls, policy: Policy) -> Switches:
+        return cls(micro_batch_size=policy.micro_batch_size, gpu_attention=policy.gpu_attention, gpu_ffn=policy.gpu_ffn)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """A model and a workload on a machine: everything about memory but the policy."""
+
+    spec: ModelSpec
+    sizes: WeightSizes
+    shape: WorkloadShape
+    capacities_bytes: Mapping[str, int]  # by tier; those that are missing hold anything
+    storage: Storage = Storage()
+
+    @property
+    def limits_bytes(self) -> dict[str, int]:
+        """Capacities, and that of the host's KV cache where it is given."""
+        given = self.storage.kv_cache_bytes
+        return {**self.capacities_bytes, **({} if given is None else {KV_CACHE: given})}
+
+    def prefill_tokens(self, micro_batch_size: int) -> float:
+        """That go through a layer together in prefill."""
+        limit = self.storage.prefill_limit_tokens
+        wanted = self.shape.prompts_of(micro_batch_size)
+        return wanted if limit is None else max(min(wanted, limit), self.shape.longest_prompt)
+
+
+def demands(deployment: Deployment, switches: Switches) -> dict[str, dict[str, Linear]]:
+    """Bytes by tier and name. Where the host cache's size is given, the tier "kv cache" has what is kept in it.
+
+    Prefill runs on the device whatever F_g says, so the layer buffers hold whole layers; with F_g = 0 the experts
+    never stay there, and r_w is the share of everything else.
+    """
+    sizes, storage = deployment.sizes, deployment.storage
+    kv_bytes = (BATCH - DEVICE_SEQUENCES) * kv_bytes_per_sequence(deployment)
+    given = storage.kv_cache_bytes
+    tiers: dict[str, dict[str, Linear]] = {
+        "device": _on_device(deployment, switches),
+        PINNED: _in_pinned(deployment, switches) | {KV_CACHE: kv_bytes if given is None else Linear(given)},
+        PAGEABLE: {},
+    }
+    tiers[storage.weights_tier]["weights"] = Linear(sizes.layers_bytes + sizes.ends_bytes)
+    tiers[RAM] = {name: nbytes for tier in _IN_RAM for name, nbytes in tiers[tier].items()}
+    if given is not None:
+        tiers[KV_CACHE] = {KV_CACHE: kv_bytes}
+    return tiers
+
+
+def streamed_bytes(sizes: WeightSizes, *, gpu_ffn: bool, prefill: bool = False) -> Linear:
+    """Of a layer, what is not on the device and has to be brought there for a pass: all of it in prefill, and in decode
+    not the experts where those are computed on the CPU."""
+    others = (sizes.layer_bytes - sizes.experts_bytes) * (1 - RESIDENT_WEIGHTS)
+    if gpu_ffn:
+        return others + sizes.experts_bytes * (1 - RESIDENT_WEIGHTS)
+    return others + (sizes.experts_bytes if prefill else 0)
+
+
+def kv_bytes_per_sequence(deployment: Deployment) -> float:
+    """At the sequence's end, over all layers."""
+    return deployment.shape.kv_tokens * deployment.spec.kv_bytes_per_token
+
+
+def pool_tokens(deployment: Deployment, switches: Switches) -> dict[str, Linear]:
+    """The fields of `PoolSizes`. A pass of prompts may have one micro-batch's tokens more than N mean prompts, since
+    requests do not divide evenly."""
+    shape, storage, mu = deployment.shape, deployment.storage, switches.micro_batch_size
+    largest = max(ceil(deployment.prefill_tokens(mu)), mu)
+    in_pass = BATCH * max(shape.prompt_tokens, 1.0) + largest
+    is_kept = storage.prefill_hidden_tier == PINNED
+    return {
+        "in_pass": in_pass,
+        "largest": Linear(largest),
+        "in_attention": Linear(max(storage.prefill_buffers * largest, _IN_ATTENTION * mu)),
+        "hidden": BATCH + storage.prefill_buffers * largest if is_kept else in_pass,
+        "kept": in_pass if is_kept else Linear(),
+    }
+
+
+def pool_sizes(deployment: Deployment, policy: Policy) -> PoolSizes:
+    """Activations to reserve for a policy."""
+    tokens = pool_tokens(deployment, Switches.of(policy))
+    return PoolSizes(**{name: ceil(term.at(policy)) for name, term in tokens.items()})
+
+
+def _on_device(deployment: Deployment, switches: Switches) -> dict[str, Linear]:
+    spec, sizes = deployment.spec, deployment.sizes
+    tokens, state = pool_tokens(deployment, switches), dict(state_bytes(spec))
+    resident = sizes.layers_bytes - (0 if switches.gpu_ffn else sizes.all_experts_bytes)
+    held = {
+        "embedding and head": Linear(sizes.ends_bytes),
+        "resident weights": resident * RESIDENT_WEIGHTS,
+        "weight buffer": _LAYERS_BUFFERED * streamed_bytes(sizes, gpu_ffn=switches.gpu_ffn, prefill=True),
+        "hidden states": tokens["hidden"] * state.pop("hidden"),
+        "token ids": tokens["in_pass"] * sum(state.values()),
+        "around attention": tokens["in_attention"] * sum(attention_bytes(spec).values()),
+        "experts' input and output": tokens["largest"] * sum(expert_bytes(spec).values()),
+        KV_CACHE: DEVICE_SEQUENCES * kv_bytes_per_sequence(deployment),
+        "slack": Linear(_SLACK_BYTES),
+    }
+    if switches.gpu_attention:  # the next micro-batch's KV of a layer comes while this one's is read
+        held["kv staging"] = Linear(2 * kv_staging_bytes(deployment, switches.micro_batch_size))
+    return held
+
+
+def kv_staging_bytes(deployment: Deployment, micro_batch_size: int) -> int:
+    """One layer's keys and values of a micro-batch."""
+    return ceil(micro_batch_kv_tokens(deployment.shape, micro_batch_size) * deployment.spec.kv_bytes_per_token_layer)
+
+
+def micro_batch_kv_tokens(shape: WorkloadShape, micro_batch_size: int) -> float:
+    """Algorithm 2's cache_size: mu sequences of mean length at their end, and at least the longest."""
+    return max(micro_batch_size * shape.kv_tokens, shape.longest_kv_tokens)
+
+
+def _in_pinned(deployment: Deployment, switches: Switches) -> dict[str, Linear]:
+    spec, tokens = deployment.spec, pool_tokens(deployment, switches)
+    held = {
+        "host rows": tokens["in_attention"] * sum(host_attention_bytes(spec).values()),
+        "kept hidden states": tokens["kept"] * state_bytes(spec)["hidden"],
+        "pinned slack": Linear(_SLACK_BYTES),
+    }
+    if deployment.storage.weights_tier == PAGEABLE:
+        staged = streamed_bytes(deployment.sizes, gpu_ffn=switches.gpu_ffn, prefill=True)
+        held["weight staging"] = _LAYERS_BUFFERED * staged
+    return held
+
+
+def held_bytes(deployment: Deployment, policy: Policy) -> dict[str, dict[str, int]]:
+    """What a policy holds, by tier and name."""
+    tiers = demands(deployment, Switches.of(policy))
+    return {tier: {name: ceil(term.at(policy)) for name, term in pools.items()} for tier, pools in tiers.items()}
+
+
+def shortfalls(deployment: Deployment, policy: Policy) -> dict[str, int]:
+    """Bytes that each tier lacks; empty where everything fits."""
+    limits = deployment.limits_bytes
+    held = {tier: sum(pools.values()) for tier, pools in held_bytes(deployment, policy).items()}
+    return {tier: nbytes - limits[tier] for tier, nbytes in held.items() if tier in limits and nbytes > limits[tier]}
+
+
+def fits(deployment: Deployment, policy: Policy) -> bool:
+    """Whether every tier holds what the policy keeps there."""
+    return not shortfalls(deployment, policy)

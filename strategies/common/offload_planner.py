@@ -1,0 +1,149 @@
+"""From an engine to a policy: the workload's shape, the machine's rates, the search, and what it should reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from math import ceil
+from typing import Any
+
+from harness.config import ConfigError
+from harness.engine.engine import Engine
+from harness.engine.sequences import Sequence
+from harness.engine.strategy import Prediction
+from harness.memory.tiers import PAGEABLE, PINNED
+from strategies.common.micro_batch_memory import MicroBatchMemory
+from strategies.common.offload_memory import (
+    Deployment,
+    Storage,
+    Switches,
+    WeightSizes,
+    WorkloadShape,
+    kv_staging_bytes,
+    micro_batch_kv_tokens,
+    pool_sizes,
+)
+from strategies.common.offload_prediction import predict
+from strategies.common.policy import GivenPolicy, Policy
+from strategies.common.policy_cost import CostModel, Overlap, Rates
+from strategies.common.policy_search import Search, search
+from strategies.common.rate_probe import RateProbe
+
+_MARGIN = 1e-9  # a resident expert must not be lost to the last bit of its share
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadPlan:
+    """A policy with the deployment and the rates that it was chosen for."""
+
+    policy: Policy
+    cost: CostModel
+
+    @property
+    def deployment(self) -> Deployment:
+        return self.cost.deployment
+
+    @property
+    def memory(self) -> MicroBatchMemory:
+        """What a micro-batched pipeline reserves: what the search has counted."""
+        size = self.policy.micro_batch_size
+        staged = kv_staging_bytes(self.deployment, size) if self.policy.gpu_attention else 0
+        return MicroBatchMemory(
+            pool=pool_sizes(self.deployment, self.policy),
+            prompt_tokens=ceil(self.deployment.shape.prompts_of(size)),
+            cached_tokens=ceil(micro_batch_kv_tokens(self.deployment.shape, size)),
+            kv_staging_bytes=staged,
+        )
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """None where nothing can run."""
+        return predict(self.cost, self.policy) if self.deployment.shape.num_requests else None
+
+    def as_record(self) -> dict[str, Any]:
+        """Policy, and the seconds that each resource is busy with a layer of a decode step."""
+        times = self.cost.decode(Switches.of(self.policy))
+        busy = {f"layer_{name.replace(' ', '_')}_s": s for name, s in times.by_resource(self.policy).items()}
+        return {
+            **self.policy.as_record(),
+            "num_micro_batches": self.policy.num_micro_batches,
+            **busy,
+            "bottleneck": times.bottleneck(self.policy),
+            "rates": asdict(self.cost.rates),
+        }
+
+
+def plan_policy(
+    engine: Engine,
+    given: GivenPolicy,
+    *,
+    packet_bytes: int,
+    min_micro_batches: int = 1,
+    max_micro_batches: int | None = None,
+    overlap: Overlap = "all",
+    rates: Rates | None = None,
+) -> OffloadPlan:
+    """The best policy for the engine's model, requests, machine and KV cache; null `rates`: measured now.
+
+    Hidden states of a prefill wait on the device or in pinned memory, whichever allows the better policy. Where a given
+    micro-batch's prompts fit neither way, it is prefilled in parts. Raises ConfigError naming the memory that is too
+    small.
+    """
+    rates = rates or RateProbe(engine, packet_bytes=packet_bytes).measure()
+    deployment = deployment_of(engine)
+
+    def task(storage: Storage) -> Search:
+        cost = CostModel(deployment=replace(deployment, storage=storage), rates=rates, overlap=overlap)
+        return Search(cost=cost, given=given, min_micro_batches=min_micro_batches, max_micro_batches=max_micro_batches)
+
+    refused: ConfigError | None = None
+    for limit in _prefill_limits(deployment, given):
+        found = []
+        for tier in ("device", PINNED):
+            one = task(replace(deployment.storage, prefill_hidden_tier=tier, prefill_limit_tokens=limit))
+            try:
+                policy = search(one)
+            except ConfigError as error:
+                refused = error
+            else:
+                found.append((one.rate(policy), OffloadPlan(policy=policy, cost=one.cost)))
+        if found:
+            return max(found, key=lambda pair: pair[0])[1]  # the first where it is a tie
+    assert refused is not None, "nothing was tried"
+    raise refused
+
+
+def deployment_of(engine: Engine) -> Deployment:
+    """What the engine has loaded. Requests that fit no KV cache are left out: they will be rejected."""
+    blocks, tiers = engine.kv.allocator, engine.machine.tiers
+    sizes = WeightSizes.of_store(engine.store)
+    step = sizes.experts_bytes / max(engine.spec.num_experts, 1) / sizes.layer_bytes
+    storage = Storage(
+        weights_tier=PAGEABLE if engine.store.is_pageable else PINNED,
+        kv_cache_bytes=blocks.num_blocks * blocks.block_size * engine.spec.kv_bytes_per_token,
+        resident_step=step * (1 + _MARGIN),
+    )
+    return Deployment(
+        spec=engine.spec,
+        sizes=sizes,
+        shape=_shape(engine.sequences, blocks.num_blocks, blocks.block_size),
+        capacities_bytes={name: tier.capacity_bytes for name, tier in tiers.items()},
+        storage=storage,
+    )
+
+
+def _shape(sequences: list[Sequence], num_blocks: int, block_size: int) -> WorkloadShape:
+    fitting = [s for s in sequences if -(-s.max_tokens // block_size) <= num_blocks]
+    if fitting:
+        return WorkloadShape.of_sequences(fitting, block_tokens=block_size)
+    return WorkloadShape.of_lengths(1, 1, longest_prompt=1, num_requests=0, block_tokens=block_size)
+
+
+def _prefill_limits(deployment: Deployment, given: GivenPolicy) -> Iterator[int | None]:
+    """None first. A free micro-batch size adapts by itself."""
+    yield None
+    if given.micro_batch_size is not None:
+        limit, longest = ceil(deployment.shape.prompts_of(given.micro_batch_size)), deployment.shape.longest_prompt
+        while limit > longest:
+            limit = max(limit // 2, longest)
+            yield limit

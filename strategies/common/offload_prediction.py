@@ -1,0 +1,49 @@
+"""What MoE-Lightning's performance model predicts for a workload under a policy. Torch-free."""
+
+from __future__ import annotations
+
+from harness.engine.strategy import Prediction
+from strategies.common.offload_memory import Switches
+from strategies.common.policy import Policy
+from strategies.common.policy_cost import CostModel
+
+
+def predict(cost: CostModel, policy: Policy) -> Prediction:
+    """Generated tokens per second of prefill and decode together, as §5.1 counts them.
+
+    All layers take the same time; the first token of a sequence comes from the prefill, the other n - 1 from a decode
+    step each. The last batch is smaller than the others: its layers are timed for what is left of the workload.
+    """
+    shape, num_layers = cost.deployment.shape, cost.deployment.spec.num_layers
+    whole, left = divmod(shape.num_requests, policy.batch_size)
+    batches = [(whole, policy)] if whole else []
+    if left:
+        batches.append((1, smaller(policy, left)))
+    prefill_s = decode_s = 0.0
+    for count, each in batches:
+        switches = Switches.of(each)
+        prefill_s += count * num_layers * cost.prefill(switches).seconds(each)
+        decode_s += count * num_layers * (shape.new_tokens - 1) * cost.decode(switches).seconds(each)
+    switches = Switches.of(policy)
+    decode, prefill = cost.decode(switches), cost.prefill(switches)
+    terms = {"N": policy.batch_size, "mu": policy.micro_batch_size, "r_w": policy.resident_weights}
+    terms |= {"r_c": policy.resident_kv, "prefill_s": prefill_s, "decode_s": decode_s}
+    terms |= {f"decode layer, {name}, s": seconds for name, seconds in decode.by_resource(policy).items()}
+    terms |= {f"prefill layer, {name}, s": seconds for name, seconds in prefill.by_resource(policy).items()}
+    return Prediction(
+        throughput_tok_s=shape.num_requests * shape.new_tokens / (prefill_s + decode_s),
+        model=f"MoE-Lightning's HRM (Eq. 12-14), decode bound by {decode.bottleneck(policy)}",
+        terms=terms,
+    )
+
+
+def smaller(policy: Policy, batch_size: int) -> Policy:
+    """The same for fewer sequences, in micro-batches as full as they go."""
+    return Policy(
+        batch_size=batch_size,
+        micro_batch_size=min(policy.micro_batch_size, batch_size),
+        gpu_attention=policy.gpu_attention,
+        gpu_ffn=policy.gpu_ffn,
+        resident_weights=policy.resident_weights,
+        resident_kv=policy.resident_kv,
+    )

@@ -1,0 +1,99 @@
+"""From what is given of a policy to a strategy: MoE-Lightning and the systems it compares with, which differ in their
+schedules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from harness.config import require
+from harness.engine.engine import Engine
+from harness.engine.strategy import Strategy
+from strategies.common.micro_batch_pipeline import MicroBatchPipeline
+from strategies.common.offload_planner import OffloadPlan, plan_policy
+from strategies.common.policy import GivenPolicy
+from strategies.common.policy_cost import Overlap
+from strategies.common.request_batching import BatchScheduler
+from strategies.common.steps import Schedule
+
+
+def complete_policy(
+    given: GivenPolicy,
+    engine: Engine,
+    *,
+    packet_mb: float,
+    gpu_attention: bool | None = None,
+    min_micro_batches: int = 1,
+    overlap: Overlap = "all",
+) -> OffloadPlan:
+    """What is given, and for the rest the best that the search finds. `gpu_attention` is where the schedule attends,
+    null where there is one for either. Raises ConfigError naming what these pipelines cannot run, or what does not
+    fit."""
+    require_supported(given, min_micro_batches=min_micro_batches)
+    chosen = gpu_attention if given.gpu_attention is None else given.gpu_attention
+    return plan_policy(
+        engine,
+        replace(given, gpu_attention=chosen, gpu_ffn=True, resident_kv=0.0),
+        packet_bytes=int(packet_mb * 1e6),
+        min_micro_batches=min_micro_batches,
+        overlap=overlap,
+    )
+
+
+def require_supported(given: GivenPolicy, *, min_micro_batches: int = 1) -> None:
+    """What these pipelines cannot run yet, by the field below `strategy`."""
+    field = "strategy.policy"
+    require(given.gpu_ffn is not False, f"{field}.gpu_ffn", "must be true: experts on the CPU are not built")
+    require(
+        not given.resident_kv,
+        f"{field}.resident_kv",
+        f"must be 0: the KV cache lies in host memory, got {given.resident_kv}",
+    )
+    if given.batch_size is not None and given.micro_batch_size is not None:
+        require(
+            -(-given.batch_size // given.micro_batch_size) >= min(min_micro_batches, given.batch_size),
+            f"{field}.micro_batch_size",
+            f"must give at least {min_micro_batches} micro-batches of {given.batch_size} sequences, "
+            f"got {given.micro_batch_size}",
+        )
+
+
+def build_offloading(
+    engine: Engine,
+    planned: OffloadPlan,
+    schedule: Schedule,
+    *,
+    paging: bool,
+    packet_mb: float,
+    min_micro_batches: int = 1,
+) -> Strategy:
+    """With `paging` a layer's weights come in as many pages as there are micro-batches, otherwise as one block."""
+    policy, memory = planned.policy, planned.memory
+    num_pages = policy.num_micro_batches if paging else 1
+    pipeline = MicroBatchPipeline(
+        engine,
+        schedule,
+        memory,
+        num_pages=num_pages,
+        resident_share=policy.resident_weights,
+        packet_bytes=int(packet_mb * 1e6),
+    )
+    scheduler = BatchScheduler(
+        engine.sequences,
+        engine.kv.allocator,
+        num_micro_batches=policy.num_micro_batches,
+        micro_batch_size=policy.micro_batch_size,
+        micro_batch_prompt_tokens=memory.prompt_tokens,
+        prompt_tokens=memory.pool.in_pass,
+        micro_batch_cache_tokens=memory.cached_tokens,
+        min_micro_batches=min_micro_batches,
+    )
+    plan = {
+        **planned.as_record(),
+        "pages_per_layer": num_pages,
+        "page_mb": pipeline.weights.page_bytes / 1e6,
+        "resident_weights_gb": pipeline.weights.resident_bytes / 1e9,
+        "prefill_micro_batch_tokens": memory.pool.largest,
+        "prefill_pass_tokens": memory.pool.in_pass,
+        "hidden_states_wait_in": "pinned memory" if memory.pool.kept else "device memory",
+    }
+    return Strategy(scheduler=scheduler, pipeline=pipeline, prediction=planned.prediction, plan=plan)

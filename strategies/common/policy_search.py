@@ -1,0 +1,312 @@
+"""MoE-Lightning's policy search (§4.2, §B.2): the policy with the most sequences per second of a layer that fits.
+
+The paper minimises the per-layer latency T, which alone leads to a tiny batch; what is sought is the largest N / T.
+With mu, A_g and F_g fixed, T and all memory are linear in N, the number of micro-batches, r_w and r_c N
+(`linear_terms`). So each of these is a mixed-integer program, its quotient maximised by Dinkelbach's method: the
+largest N - rate T is 0 exactly where the rate is the best one. Micro-batch sizes are searched by branch and bound: a
+range of them is relaxed to its smallest size for memory and time and its largest for the number of micro-batches.
+Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from harness.config import ConfigError
+from strategies.common.linear_terms import Linear
+from strategies.common.offload_memory import KV_CACHE, Deployment, Switches, demands, fits, held_bytes, shortfalls
+from strategies.common.policy import GivenPolicy, Policy
+from strategies.common.policy_cost import CostModel, LayerTime
+
+_NUM_UNKNOWNS = 4  # those of `Linear.coefficients`
+_MARGIN = 1e-6  # of a tier's capacity: larger than the solver's tolerance
+_WORTH_A_THOUGHT = 1e-4  # the search is exact to this share of the rate
+_SAME_RATE = 1e-3  # policies this close in rate count as equal; the one with the fewest sequences is taken
+_SOLVER = {"mip_rel_gap": 0.0, "presolve": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What is searched. `given` fixes parts of the policy; the pipeline limits the number of micro-batches."""
+
+    cost: CostModel
+    given: GivenPolicy = field(default_factory=GivenPolicy)
+    min_micro_batches: int = 1  # CGOPipe takes turns between two or more; fewer where there are fewer requests
+    max_micro_batches: int | None = None
+
+    @property
+    def deployment(self) -> Deployment:
+        return self.cost.deployment
+
+    @cached_property
+    def most_sequences(self) -> int:
+        """No batch is larger than the workload, unless it is given, or a micro-batch is."""
+        return self.given.batch_size or max(self.deployment.shape.num_requests, self.given.micro_batch_size or 1)
+
+    @property
+    def fewest_micro_batches(self) -> int:
+        return min(self.min_micro_batches, self.most_sequences)
+
+    def layer_time(self, switches: Switches) -> LayerTime:
+        """What is minimised: a layer of a decode step, or of the prefill where nothing else is generated."""
+        return self.cost.decode(switches) if self.deployment.shape.new_tokens > 1 else self.cost.prefill(switches)
+
+    def rate(self, policy: Policy) -> float:
+        """N / T, sequences per second of a layer."""
+        return policy.batch_size / self.layer_time(Switches.of(policy)).seconds(policy)
+
+    def switches(self) -> Iterator[tuple[bool, bool]]:
+        """(A_g, F_g) that are open. r_c is a matter of attention on the GPU only."""
+        attention = _open(self.given.gpu_attention)
+        if self.given.resident_kv:
+            attention = [on_gpu for on_gpu in attention if on_gpu]
+        return product(attention, _open(self.given.gpu_ffn))
+
+    def allows(self, policy: Policy) -> bool:
+        """Whether the policy is what is given, fits the pipeline and the memory."""
+        given = {name: value for name, value in vars(self.given).items() if value is not None}
+        most = self.max_micro_batches or policy.num_micro_batches
+        return (
+            all(abs(getattr(policy, name) - value) <= 1e-9 for name, value in given.items())
+            and self.fewest_micro_batches <= policy.num_micro_batches <= most
+            and policy.batch_size <= self.most_sequences
+            and (policy.gpu_attention or policy.resident_kv == 0)
+            and fits(self.deployment, policy)
+        )
+
+
+def _open(given: bool | None) -> list[bool]:
+    return [False, True] if given is None else [given]
+
+
+def search(task: Search) -> Policy:
+    """The best policy; of those within 0.1 % of it that differ in N and r_w only and take no more batches for the
+    workload, the one with the smallest batch.
+
+    Raises ConfigError naming what is too small where no policy fits.
+    """
+    best, rate = _best_range(task)
+    if best is None:
+        raise _nothing_fits(task)
+    fastest = best.policy_at(rate)
+    assert fastest is not None, "the best rate has a policy"
+    num_requests = max(task.deployment.shape.num_requests, 1)
+    num_batches = -(-num_requests // fastest.batch_size)
+    policy = best.smallest_at(rate * (1 - _SAME_RATE), fewest=min(-(-num_requests // num_batches), fastest.batch_size))
+    assert policy is not None and task.allows(policy), f"the search left its constraints: {policy}"
+    return policy
+
+
+def _best_range(task: Search) -> tuple[_Program | None, float]:
+    """Depth first over ranges of micro-batch sizes, larger sizes first; a range whose relaxation does not beat the best
+    rate so far, by more than is worth a thought, is dropped."""
+    most, fewest = task.most_sequences, task.fewest_micro_batches
+    largest = most if fewest == 1 else (most - 1) // (fewest - 1)
+    given = task.given.micro_batch_size
+    sizes = (1, largest) if given is None else (given, given)
+    todo = [_Program(task, on_gpu, ffn, *sizes) for on_gpu, ffn in task.switches()]
+    best, rate = None, 0.0
+    while todo:
+        program = todo.pop()
+        if not program.beats(rate * (1 + _WORTH_A_THOUGHT)):
+            continue
+        if not program.is_leaf:
+            todo.extend(program.halves())
+            continue
+        while (policy := program.policy_at(rate)) is not None:  # Dinkelbach
+            reached = task.rate(policy)
+            if reached <= rate * (1 + 1e-9):
+                break
+            best, rate = program, reached
+    return best, rate
+
+
+@dataclass(frozen=True)
+class _Program:
+    """The mixed-integer program of one A_g, F_g and a range of mu; unknowns N, micro-batches, r_w, r_c N, T, and the
+    seconds of each task."""
+
+    task: Search
+    gpu_attention: bool
+    gpu_ffn: bool
+    smallest: int
+    largest: int
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.smallest == self.largest
+
+    def halves(self) -> tuple[_Program, _Program]:
+        middle = (self.smallest + self.largest) // 2
+        return replace(self, largest=middle), replace(self, smallest=middle + 1)
+
+    def beats(self, rate: float) -> bool:
+        """Whether the relaxed program reaches a higher rate."""
+        solution = self._solve(self._gain(rate), integer=False)
+        return solution is not None and float(solution @ self._gain(rate)) < 0
+
+    def policy_at(self, rate: float) -> Policy | None:
+        """Maximises N - rate T; None where nothing fits."""
+        solution = self._solve(self._gain(rate), integer=True)
+        return None if solution is None else self._policy(solution)
+
+    def smallest_at(self, rate: float, *, fewest: int) -> Policy | None:
+        """The least number of sequences from `fewest` on that still reaches `rate`; as a tie, the most weights on the
+        device."""
+        enough = LinearConstraint(self._row(Linear(batch=1.0)), lb=fewest)
+        objective = self._row(Linear(batch=1.0, resident_weights=-0.5))
+        solution = self._solve(objective, integer=True, more=[LinearConstraint(-self._gain(rate), lb=0.0), enough])
+        return None if solution is None else self._policy(solution)
+
+    @cached_property
+    def switches(self) -> Switches:
+        return Switches(micro_batch_size=self.smallest, gpu_attention=self.gpu_attention, gpu_ffn=self.gpu_ffn)
+
+    @cached_property
+    def _layer(self) -> LayerTime:
+        return self.task.layer_time(self.switches)
+
+    @cached_property
+    def _unit_s(self) -> float:
+        """Seconds are scaled to what one sequence in one micro-batch takes, near which the solver's tolerances hold."""
+        one = Policy(
+            batch_size=1,
+            micro_batch_size=1,
+            gpu_attention=self.gpu_attention,
+            gpu_ffn=self.gpu_ffn,
+            resident_weights=0.0,
+            resident_kv=0.0,
+        )
+        return self._layer.seconds(one)
+
+    def _gain(self, rate: float) -> Any:
+        """rate T - N, to be minimised."""
+        row = self._row(Linear(batch=-1.0))
+        row[_NUM_UNKNOWNS] = rate * self._unit_s
+        return row
+
+    @cached_property
+    def _num_columns(self) -> int:
+        return _NUM_UNKNOWNS + 1 + sum(len(tasks) for tasks in self._layer.resources.values())
+
+    def _row(self, term: Linear) -> Any:
+        row = np.zeros(self._num_columns)
+        row[:_NUM_UNKNOWNS] = term.coefficients
+        row[2] *= self._step
+        return row
+
+    @property
+    def _step(self) -> float:
+        """The unknown for r_w counts these: the pipeline's smallest share, or the whole where any share will do."""
+        given = self.task.given.resident_weights is not None
+        return 1.0 if given else self.task.deployment.storage.resident_step or 1.0
+
+    def _policy(self, solution: Any) -> Policy:
+        batch, _, steps, on_device = solution[:_NUM_UNKNOWNS]
+        given = self.task.given
+        resident = (steps if self._step == 1.0 else round(steps)) * self._step
+        size = round(batch)
+        kv = given.resident_kv if given.resident_kv is not None else min(max(round(on_device) / size, 0.0), 1.0)
+        weights = given.resident_weights if given.resident_weights is not None else min(max(float(resident), 0.0), 1.0)
+        return Policy(
+            batch_size=size,
+            micro_batch_size=self.smallest,
+            gpu_attention=self.gpu_attention,
+            gpu_ffn=self.gpu_ffn,
+            resident_weights=weights,
+            resident_kv=kv,
+        )
+
+    def _solve(self, objective: Any, *, integer: bool, more: Sequence[LinearConstraint] = ()) -> Any | None:
+        """The unknowns that minimise `objective`; None where nothing fits."""
+        whole = np.zeros(self._num_columns)
+        if integer:
+            whole[:2] = 1
+            whole[2] = self._step != 1.0
+            whole[3] = self.task.given.resident_kv is None
+        constraints = [*self._constraints, *more]
+        result = milp(objective, constraints=constraints, bounds=self._bounds, integrality=whole, options=_SOLVER)
+        if result.status == 2:  # infeasible
+            return None
+        assert result.success, f"the solver gave up: {result.message}"
+        return result.x
+
+    @cached_property
+    def _bounds(self) -> Bounds:
+        task, given = self.task, self.task.given
+        low, high = np.zeros(self._num_columns), np.full(self._num_columns, np.inf)
+        low[0], high[0] = given.batch_size or self.smallest, task.most_sequences
+        low[1], high[1] = task.fewest_micro_batches, task.max_micro_batches or task.most_sequences
+        share, most = given.resident_weights, int(1 / self._step + 1e-9)
+        low[2], high[2] = (0.0, most) if share is None else (share, share)
+        high[3] = task.most_sequences if self.gpu_attention else 0.0
+        return Bounds(low, high)
+
+    @cached_property
+    def _constraints(self) -> list[LinearConstraint]:
+        rows = [*self._shape_rows(), *self._memory_rows(), *self._time_rows()]
+        matrix, low, high = zip(*rows, strict=True)
+        return [LinearConstraint(np.array(matrix), np.array(low), np.array(high))]
+
+    def _shape_rows(self) -> Iterator[tuple[Any, float, float]]:
+        """Micro-batches are full but for the last one; r_c N sequences at most all."""
+        yield self._row(Linear(batch=1.0, micro_batches=-self.largest)), -np.inf, 0.0
+        yield self._row(Linear(batch=1.0, micro_batches=-self.smallest)), 1.0 - self.smallest, np.inf
+        yield self._row(Linear(batch=-1.0, device_sequences=1.0)), -np.inf, 0.0
+        share = self.task.given.resident_kv
+        if share is not None:
+            yield self._row(Linear(batch=-share, device_sequences=1.0)), 0.0, 0.0
+
+    def _memory_rows(self) -> Iterator[tuple[Any, float, float]]:
+        limits = self.task.deployment.limits_bytes
+        for tier, pools in demands(self.task.deployment, self.switches).items():
+            if tier in limits:
+                term, scale = sum(pools.values(), Linear()), max(limits[tier], 1)
+                yield self._row(term) / scale, -np.inf, (limits[tier] * (1 - _MARGIN) - term.constant) / scale
+
+    def _time_rows(self) -> Iterator[tuple[Any, float, float]]:
+        column = _NUM_UNKNOWNS
+        for tasks in self._layer.resources.values():
+            total = self._row(Linear())
+            total[_NUM_UNKNOWNS] = 1.0
+            for task in tasks:
+                column += 1
+                total[column] = -1.0
+                for roof in task.roofs.values():  # Eq. 14
+                    row = self._row(-roof) / self._unit_s
+                    row[column] = 1.0
+                    yield row, roof.constant / self._unit_s, np.inf
+            yield total, 0.0, np.inf  # Eq. 12 and 13
+
+
+def _nothing_fits(task: Search) -> ConfigError:
+    """Names the tier that even the smallest policy passes."""
+    given = task.given
+    batch = given.batch_size or (given.micro_batch_size or 1) * task.fewest_micro_batches
+    micro_batch = given.micro_batch_size or -(-batch // (task.max_micro_batches or batch))
+    on_gpu, ffn = next(task.switches(), (True, True))
+    policy = Policy(
+        batch_size=max(batch, micro_batch),
+        micro_batch_size=micro_batch,
+        gpu_attention=on_gpu,
+        gpu_ffn=ffn,
+        resident_weights=given.resident_weights or 0.0,
+        resident_kv=given.resident_kv or 0.0,
+    )
+    missing = shortfalls(task.deployment, policy)
+    if not missing:
+        return ConfigError("policy", f"what is given leaves no policy that the pipeline can run: {given}")
+    tier = max(missing, key=lambda name: missing[name])
+    held = held_bytes(task.deployment, policy)[tier]
+    total_gb, limit_gb = sum(held.values()) / 1e9, task.deployment.limits_bytes[tier] / 1e9
+    names = ", ".join(f"{name} {nbytes / 1e9:.3g}" for name, nbytes in sorted(held.items(), key=lambda i: -i[1])[:5])
+    field = {KV_CACHE: "kv_cache_gb", "ram": "hardware.ram_gb"}.get(tier, f"hardware.{tier}_memory_gb")
+    what = f"this policy needs {total_gb:.4g} GB" if given != GivenPolicy() else f"any policy needs {total_gb:.4g} GB"
+    return ConfigError(field, f"{limit_gb:.4g} GB is too small: {what} ({names})")

@@ -1,0 +1,165 @@
+"""The rates of an HRM, measured on the machine that the policy is for, while FLOPs and bytes are calculated
+(MoE-Lightning §4.2). Every machine is probed alike: with ops of one layer, each lane alone, in buffers that are given
+back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from harness.engine.activations import Activations
+from harness.engine.batch import MicroBatch, assemble
+from harness.engine.emitter import Emitter, InFlight
+from harness.engine.engine import Engine
+from harness.engine.limits import tokens_that_fit
+from harness.engine.ops.data import OffloadQkv
+from harness.engine.sequences import Sequence, State
+from harness.machine.base import D2H, Ticket, Work
+from harness.memory.kv_cache import BlockAllocator
+from harness.memory.paged_weights import PagedWeights
+from harness.workload.request import Request
+from strategies.common.hrm import Level
+from strategies.common.policy_cost import Rates
+
+_MANY_TOKENS = 1024  # that saturate the GPU's arithmetic, where its memory holds them
+_FEW_TOKENS_AN_EXPERT = 2  # so few that reading the weights takes longer
+_CONTEXT_TOKENS = 64  # of a sequence, for attention on the CPU
+_REPEATS = 3  # disturbances only ever add time: the shortest counts
+_LEAST_S = 1e-9  # a clock may stand still
+
+
+class RateProbe:
+    """`measure` takes a few passes of one layer."""
+
+    def __init__(self, engine: Engine, *, packet_bytes: int) -> None:
+        self._engine, self._packet_bytes = engine, packet_bytes
+        self._emit = Emitter(engine, fifo=True)
+        self._layer = engine.spec.num_layers - 1  # leading layers may be dense
+        fitting = tokens_that_fit(engine, num_layers_buffered=2, num_micro_batches=1)
+        self._max_tokens = max(1, min(_MANY_TOKENS, fitting))
+
+    def measure(self) -> Rates:
+        engine = self._engine
+        weights = PagedWeights(engine.machine, engine.store, num_pages=4, packet_bytes=self._packet_bytes)
+        acts = Activations(engine.machine, engine.spec, max_tokens=self._max_tokens, name="rate probe")
+        try:
+            pin_bytes_s, h2d_bytes_s = self._weights(weights)
+            gpu = self._gpu(weights, acts)
+            cpu = self._cpu(weights, acts)
+            d2h_bytes_s = self._offload(acts)
+        finally:
+            weights.close()
+            acts.close()
+        return Rates(
+            gpu=gpu,
+            cpu_attention=cpu,
+            cpu_ffn=cpu,
+            h2d_bytes_s=h2d_bytes_s,
+            d2h_bytes_s=d2h_bytes_s,
+            pin_bytes_s=pin_bytes_s if engine.store.is_pageable else None,
+        )
+
+    def _weights(self, weights: PagedWeights) -> tuple[float, float]:
+        """Bytes/s of the staging copy and of the link, over a whole layer; the layer stays on the device."""
+        last = weights.num_pages_of(self._layer) - 1
+        machine, nbytes = self._engine.machine, weights.slot_bytes
+
+        def timed(run: Callable[[], None]) -> float:
+            machine.drain()
+            start_s = machine.now()
+            run()
+            machine.drain()
+            return max(machine.now() - start_s, _LEAST_S)
+
+        staging_s, link_s = [], []
+        for repeat in range(_REPEATS):
+            staging_s.append(timed(lambda: weights.stage(self._layer, last)))
+            link_s.append(timed(lambda: weights.load(self._layer, last)))
+            if repeat < _REPEATS - 1:
+                weights.release(self._layer)
+        return nbytes / min(staging_s), nbytes / min(link_s)
+
+    def _gpu(self, weights: PagedWeights, acts: Activations) -> Level:
+        """FLOP/s with many tokens, bytes/s with so few that reading the weights is what takes time."""
+        spec = self._engine.spec
+        few = min(self._max_tokens, _FEW_TOKENS_AN_EXPERT * max(1, spec.num_experts // spec.experts_per_token))
+        many_s, many = self._matrices(weights, acts, self._max_tokens)
+        few_s, little = self._matrices(weights, acts, few)
+        return Level(name="gpu", flops_s=many.flops / many_s, bytes_s=little.device_bytes / few_s)
+
+    def _matrices(self, weights: PagedWeights, acts: Activations, num_tokens: int) -> tuple[float, Work]:
+        """Seconds and work of a layer's projections, router and experts."""
+        part, layer = weights.part, self._layer
+        it = InFlight(self._prompt(num_tokens), acts)
+        self._emit.embed(it)
+
+        def once() -> list[Ticket]:
+            done = [
+                self._emit.attention_in(it, layer, part(layer, "attention_in")),
+                self._emit.attention_out(it, layer, part(layer, "attention_out")),
+                self._emit.experts(it, layer, weights.experts(layer)),
+                self._emit.combine(it, layer),
+            ]
+            return [ticket for ticket in done if ticket is not None]
+
+        return self._shortest(once)
+
+    def _cpu(self, weights: PagedWeights, acts: Activations) -> Level:
+        """Attention over as many sequences as the probe's buffers and the free blocks allow; their keys and values are
+        written first, since memory that was never written is read too fast."""
+        blocks, layer = self._engine.kv.allocator, self._layer
+        context = max(1, min(_CONTEXT_TOKENS, self._max_tokens, blocks.num_free * blocks.block_size))
+        count = max(1, min(self._max_tokens // context, blocks.num_free // blocks.blocks_for(context)))
+        cached = [self._sequence(number, context) for number in range(count)]
+        for sequence in cached:
+            blocks.grow(sequence, context)
+        written = InFlight(assemble(0, cached, [], blocks), acts)
+        self._emit.embed(written)
+        self._emit.attention_in(written, layer, weights.part(layer, "attention_in"))
+        self._emit.offload_qkv(written, layer)
+        self._emit.append_kv(written, layer)
+        for sequence in cached:
+            sequence.num_cached = context - 1
+        it = InFlight(assemble(0, [], cached, blocks), acts)
+
+        def once() -> list[Ticket]:
+            self._emit.attend_on_host(it, layer)
+            return [it.batch.kv_tickets[-1]]
+
+        seconds, work = self._shortest(once)
+        for sequence in cached:
+            self._engine.kv.release(sequence)
+        return Level(name="cpu", flops_s=work.flops / seconds, bytes_s=work.host_bytes / seconds)
+
+    def _offload(self, acts: Activations) -> float:
+        """Bytes/s of keys and values on their way to the host."""
+        spec, batch = self._engine.spec, self._prompt(self._max_tokens)
+        seconds, work = self._shortest(
+            lambda: [self._emit.submit(D2H, OffloadQkv(spec, batch, acts, self._layer, queries=False))]
+        )
+        return work.link_bytes / seconds
+
+    def _shortest(self, once: Callable[[], list[Ticket]]) -> tuple[float, Work]:
+        """Of some repetitions: seconds of the ops together, and their work."""
+        times = []
+        for _ in range(_REPEATS + 1):  # the first one warms up
+            tickets = once()
+            for ticket in tickets:
+                self._engine.machine.wait(ticket)
+            self._engine.machine.now()
+            times.append(sum((t.finished_s or 0.0) - (t.started_s or 0.0) for t in tickets))
+        works = [ticket.op.work() for ticket in tickets]
+        return max(min(times[1:]), _LEAST_S), Work(*(sum(values) for values in zip(*works, strict=True)))
+
+    def _prompt(self, num_tokens: int) -> MicroBatch:
+        """Prompts of random length would say no more than one of all tokens; its blocks are nobody's."""
+        sequence = self._sequence(0, num_tokens)
+        allocator = BlockAllocator(num_tokens, 1)
+        allocator.grow(sequence, num_tokens)
+        return assemble(0, [sequence], [], allocator)
+
+    def _sequence(self, number: int, num_tokens: int) -> Sequence:
+        vocab = self._engine.spec.vocab_size
+        ids = tuple((number * 7919 + 31 * position) % vocab for position in range(num_tokens))
+        request = Request(request_id=-1 - number, prompt_ids=ids, max_new_tokens=2, text=None)
+        return Sequence(request, state=State.PREFILL)

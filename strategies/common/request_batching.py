@@ -1,0 +1,213 @@
+"""Request batching (MoE-Lightning §A.2, Algorithm 2), and the scheduler that runs such batches one after another.
+
+The algorithm as printed loses requests: partitions that never fill are not returned, and what fits no empty one would
+be put off for ever. Here partial micro-batches end the batch, and what can never fit is rejected with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from harness.engine.batch import PassPlan
+from harness.engine.sequences import Sequence, State
+from harness.memory.kv_cache import Blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLimits:
+    """Tokens of the cache are counted at a request's end, as `cached_tokens` of `batch_requests` says."""
+
+    num_micro_batches: int  # n_ub
+    micro_batch_size: int  # ubs, in requests
+    micro_batch_cache_tokens: int  # cache_size
+    cache_tokens: int | None = None  # of all micro-batches together; null: no limit of its own
+    micro_batch_prompt_tokens: int | None = None  # what the buffers of a prefill hold; null: anything
+    prompt_tokens: int | None = None  # the same of all micro-batches together
+
+    def __post_init__(self) -> None:
+        assert self.num_micro_batches >= 1, "a batch has a micro-batch"
+        assert self.micro_batch_size >= 1, "a micro-batch has a request"
+
+
+@dataclass(kw_only=True)
+class Batching:
+    """Each request of the queue is in exactly one of these."""
+
+    micro_batches: list[list[Sequence]] = field(default_factory=list)  # none is empty; in order of completion
+    aborted: list[Sequence] = field(default_factory=list)  # for the next batch
+    rejected: list[tuple[Sequence, str]] = field(default_factory=list)  # with the reason
+
+
+class _Partition:
+    """A micro-batch that is being filled."""
+
+    def __init__(self) -> None:
+        self.requests: list[Sequence] = []
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+
+
+def prompt_and_generation(sequence: Sequence) -> int:
+    """Algorithm 2's measure."""
+    return sequence.prompt_len + sequence.request.max_new_tokens
+
+
+def batch_requests(
+    queue: Iterable[Sequence],
+    limits: BatchLimits,
+    *,
+    cached_tokens: Callable[[Sequence], int] = prompt_and_generation,
+    padded: bool = False,
+) -> Batching:
+    """One batch of the longest requests. `padded`: each prompt counts as long as the longest of the batch."""
+    result = Batching()
+    partitions = [_Partition() for _ in range(limits.num_micro_batches)]
+    total, total_prompts, longest = 0, 0, 0
+    for sequence in sorted(queue, key=lambda s: s.prompt_len, reverse=True):  # line 4; of equal length in their order
+        prompt, cached = sequence.prompt_len, cached_tokens(sequence)
+        if reason := _never_fits(prompt, cached, limits):
+            result.rejected.append((sequence, reason))
+            continue
+        longest = longest or prompt  # the first that fits an empty micro-batch is taken
+        if padded:
+            prompt, cached = longest, cached + longest - prompt
+        if not partitions:  # line 6
+            result.aborted.append(sequence)
+            continue
+        lightest = min(partitions, key=lambda p: p.prompt_tokens)  # line 8
+        fits = _within(total + cached, limits.cache_tokens) and _within(total_prompts + prompt, limits.prompt_tokens)
+        if not fits or not _fits(lightest, prompt, cached, limits):  # line 9
+            result.aborted.append(sequence)
+            continue
+        lightest.requests.append(sequence)
+        lightest.prompt_tokens += prompt
+        lightest.cached_tokens += cached
+        total, total_prompts = total + cached, total_prompts + prompt
+        if len(lightest.requests) == limits.micro_batch_size:  # line 14
+            result.micro_batches.append(lightest.requests)
+            partitions.remove(lightest)
+    result.micro_batches += [p.requests for p in partitions if p.requests]
+    return result
+
+
+def _within(tokens: int, limit: int | None) -> bool:
+    return limit is None or tokens <= limit
+
+
+def _fits(partition: _Partition, prompt: int, cached: int, limits: BatchLimits) -> bool:
+    return _within(partition.cached_tokens + cached, limits.micro_batch_cache_tokens) and _within(
+        partition.prompt_tokens + prompt, limits.micro_batch_prompt_tokens
+    )
+
+
+def _never_fits(prompt: int, cached: int, limits: BatchLimits) -> str | None:
+    """Not even a batch of its own."""
+    for limit in (limits.micro_batch_cache_tokens, limits.cache_tokens):
+        if not _within(cached, limit):
+            return f"needs the KV cache of {cached} tokens, there is one of {limit}"
+    for limit in (limits.micro_batch_prompt_tokens, limits.prompt_tokens):
+        if not _within(prompt, limit):
+            return f"prompt of {prompt} tokens exceeds the {limit} that a prefill can hold"
+    return None
+
+
+class BatchScheduler:
+    """Takes a batch by Algorithm 2, prefills it, decodes it to the end of its longest request, takes the next.
+
+    Blocks for each sequence's full length are set aside when its batch begins, so nothing is ever preempted. The plans
+    carry the micro-batches, and each has a KV partition of its own. `num_micro_batches` is what a full batch has; what
+    the queue has left fills fewer of them, but not fewer than `min_micro_batches`.
+
+    `micro_batch_prompt_tokens` and `prompt_tokens` are what the buffers of a prefill hold for one micro-batch and for
+    all; `micro_batch_cache_tokens` null: the cache is shared out evenly, and any request may have what it needs.
+    """
+
+    def __init__(
+        self,
+        sequences: Iterable[Sequence],
+        allocator: Blocks,
+        *,
+        num_micro_batches: int,
+        micro_batch_size: int,
+        micro_batch_prompt_tokens: int,
+        prompt_tokens: int | None = None,
+        micro_batch_cache_tokens: int | None = None,
+        min_micro_batches: int = 1,
+        padded: bool = False,
+    ) -> None:
+        self._queue = list(sequences)
+        self._allocator = allocator
+        self._num_micro_batches = num_micro_batches
+        self._min_micro_batches = min(min_micro_batches, num_micro_batches)
+        self._micro_batch_size = micro_batch_size
+        self._micro_batch_prompt_tokens, self._prompt_tokens = micro_batch_prompt_tokens, prompt_tokens
+        self._micro_batch_cache_tokens = micro_batch_cache_tokens
+        self._padded = padded
+        self._running: list[list[Sequence]] = []
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    def next_pass(self) -> PassPlan | None:
+        if self._running:
+            together = [s for micro_batch in self._running for s in micro_batch]
+            return PassPlan(prefill=[], decode=together, mode="decode", micro_batches=self._copy())
+        self._reject_what_never_fits()
+        if not self._queue:
+            return None
+        self._take_batch()
+        together = [s for micro_batch in self._running for s in micro_batch]
+        return PassPlan(prefill=together, decode=[], mode="prefill", micro_batches=self._copy())
+
+    def retire(self, plan: PassPlan, ended: list[Sequence]) -> None:
+        gone = set(ended)
+        left = [[s for s in micro_batch if s not in gone] for micro_batch in self._running]
+        self._running = [micro_batch for micro_batch in left if micro_batch]
+
+    def _copy(self) -> list[list[Sequence]]:
+        return [list(micro_batch) for micro_batch in self._running]
+
+    def _reject_what_never_fits(self) -> None:
+        """Even alone: in the whole cache, or in the buffers of a prefill."""
+        alone, kept = self._limits(), []
+        for sequence in self._queue:
+            needed = self._allocator.blocks_for(sequence.max_tokens)
+            reason = _never_fits(sequence.prompt_len, self._cached_tokens(sequence), alone)
+            if needed > self._allocator.num_blocks:
+                reason = f"needs {needed} KV blocks, the cache has {self._allocator.num_blocks}"
+            if reason is None:
+                kept.append(sequence)
+            else:
+                sequence.state, sequence.reject_reason = State.REJECTED, reason
+        self._queue = kept
+
+    def _take_batch(self) -> None:
+        batching = batch_requests(self._queue, self._limits(), cached_tokens=self._cached_tokens, padded=self._padded)
+        assert batching.micro_batches and not batching.rejected, "what can run alone makes a batch"
+        self._queue = batching.aborted
+        self._running = batching.micro_batches
+        for number, micro_batch in enumerate(self._running):
+            for sequence in micro_batch:
+                sequence.partition = number
+                sequence.state = State.PREFILL
+                self._allocator.grow(sequence, sequence.max_tokens)
+
+    def _limits(self) -> BatchLimits:
+        wanted = -(-len(self._queue) // self._micro_batch_size)
+        number = min(self._num_micro_batches, max(wanted, self._min_micro_batches))
+        cache_tokens = self._allocator.num_free * self._allocator.block_size
+        longest = max(map(self._cached_tokens, self._queue), default=0)
+        return BatchLimits(
+            num_micro_batches=number,
+            micro_batch_size=self._micro_batch_size,
+            micro_batch_cache_tokens=self._micro_batch_cache_tokens or max(cache_tokens // number, longest),
+            cache_tokens=cache_tokens,
+            micro_batch_prompt_tokens=self._micro_batch_prompt_tokens,
+            prompt_tokens=self._prompt_tokens,
+        )
+
+    def _cached_tokens(self, sequence: Sequence) -> int:
+        """Whole blocks."""
+        return self._allocator.blocks_for(sequence.max_tokens) * self._allocator.block_size

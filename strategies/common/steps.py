@@ -1,0 +1,141 @@
+"""The steps of MoE-Lightning's Figure 6, by layer i and micro-batch j, both from 0: what schedules are written in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from harness.engine.activation_pool import PooledActivations
+from harness.engine.batch import MicroBatch
+from harness.engine.emitter import Emitter, InFlight
+from harness.machine.base import Ticket
+from harness.memory.paged_weights import PagedWeights
+from harness.memory.tiers import Buffer
+
+
+class Steps:
+    """One pass. Each method submits the ops of one step, and none waits: a schedule is an order of calls.
+
+    Micro-batches leave a layer in ascending order. `i` may be the number of layers where weights are meant: that is
+    layer 0 of the next pass, at whose start its pages have all been requested. `first_index` is the pass's layer 0 in
+    the stream of weights; `kv_staging` are two device buffers for cached keys and values, none where the CPU attends.
+    """
+
+    def __init__(
+        self,
+        emit: Emitter,
+        weights: PagedWeights,
+        micro_batches: Seq[tuple[MicroBatch, PooledActivations]],
+        *,
+        first_index: int,
+        num_layers: int,
+        kv_staging: Seq[Buffer] = (),
+    ) -> None:
+        self._emit, self._weights = emit, weights
+        self._its = [InFlight(batch, acts) for batch, acts in micro_batches]
+        self._kept = [acts.kept_hidden for _, acts in micro_batches]
+        self._first_index, self._kv_staging = first_index, kv_staging
+        self.num_layers, self.num_micro_batches = num_layers, len(micro_batches)
+        self.sampled: list[Ticket] = []  # in the order of the micro-batches, once the last layer has been submitted
+
+    def ahead(self, i: int, j: int, by: int) -> tuple[int, int] | None:
+        """(i, j + by), running into the next layer; None past the last one. Never a whole layer and more: a micro-batch
+        cannot enter a layer before it has left the one below."""
+        at = i * self.num_micro_batches + j + min(by, self.num_micro_batches)
+        return divmod(at, self.num_micro_batches) if at < self.num_layers * self.num_micro_batches else None
+
+    def begin(self) -> None:
+        """Token ids and positions to the device, and before the first pass the weights of its first layer."""
+        self._weights.load(self._first_index, self._weights.num_pages - 1)
+        for it in self._its:
+            self._emit.upload_tokens(it)
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    def w_ctopin(self, i: int, j: int) -> None:
+        """Pageable to pinned memory: micro-batch j's share of layer i, one page where there are as many as these."""
+        self._weights.stage(self._first_index + i, self._last_page(j))
+
+    def w_pintog(self, i: int, j: int) -> None:
+        """Pinned memory to the device."""
+        self._weights.load(self._first_index + i, self._last_page(j))
+
+    def _last_page(self, j: int) -> int:
+        """Of the first j + 1 shares; -1 where none is complete. A single page, all of a layer, comes with the last
+        micro-batch, or earlier where one is to enter the layer before that (`PagedWeights.part`)."""
+        return (j + 1) * self._weights.num_pages // self.num_micro_batches - 1
+
+    # -- computation ----------------------------------------------------------------------------------------------
+
+    def pre_attn(self, i: int, j: int) -> None:
+        """Norm, QKV, and in front of layer 0 the embedding."""
+        it, kept = self._its[j], self._kept[j]
+        if i == 0:
+            self._emit.look_up(it)
+        elif kept is not None:
+            self._emit.load_hidden(it, i, kept)
+        self._emit.attention_in(it, i, self._weights.part(self._first_index + i, "attention_in"))
+
+    def post_attn(self, i: int, j: int) -> None:
+        """Output projection, router and experts, and behind the last layer the head."""
+        it, kept, index = self._its[j], self._kept[j], self._first_index + i
+        self._emit.attention_out(it, i, self._weights.part(index, "attention_out"))
+        self._emit.experts(it, i, self._weights.experts(index))
+        self._emit.combine(it, i)
+        if i == self.num_layers - 1:
+            self.sampled.append(self._emit.head(it))
+        elif kept is not None:
+            self._emit.offload_hidden(it, i, kept)
+        if j == self.num_micro_batches - 1:
+            self._weights.release(index)
+
+    def prefill_attn(self, i: int, j: int) -> None:
+        self._emit.prefill_attention(self._its[j], i)
+
+    # -- attention on the CPU -------------------------------------------------------------------------------------
+
+    def offload_qkv(self, i: int, j: int) -> None:
+        self._emit.offload_qkv(self._its[j], i)
+
+    def cpu_attn(self, i: int, j: int) -> None:
+        """The new keys and values into the cache, and attention over it."""
+        self._emit.append_kv(self._its[j], i)
+        self._emit.attend_on_host(self._its[j], i)
+
+    def load_h(self, i: int, j: int) -> None:
+        """Attention's results to the device."""
+        self._emit.load_attention(self._its[j], i)
+
+    # -- attention on the GPU -------------------------------------------------------------------------------------
+
+    def load_kv(self, i: int, j: int) -> None:
+        """The cached keys and values of a micro-batch, into the buffer that the one before it does not use."""
+        self._emit.load_kv(self._its[j], i, self._rows(j), self._staging(i, j))
+
+    def gpu_attn(self, i: int, j: int) -> None:
+        self._emit.attend_on_device(self._its[j], i, self._rows(j), self._staging(i, j))
+
+    def offload_kv(self, i: int, j: int) -> None:
+        """New keys and values into the cache."""
+        self._emit.offload_qkv(self._its[j], i, queries=False)
+        self._emit.append_kv(self._its[j], i)
+
+    def _rows(self, j: int) -> range:
+        return range(len(self._its[j].batch.decode))
+
+    def _staging(self, i: int, j: int) -> Buffer:
+        return self._kv_staging[(i * self.num_micro_batches + j) % len(self._kv_staging)]
+
+
+Schedule = Callable[[Steps], None]
+
+
+def zigzag(steps: Steps) -> None:
+    """Prefill on the gpu lane: all micro-batches through a layer before any enters the next (MoE-Lightning §4)."""
+    for i in range(steps.num_layers):
+        for j in range(steps.num_micro_batches):
+            steps.pre_attn(i, j)
+            steps.w_pintog(i + 1, j)
+            steps.prefill_attn(i, j)
+            steps.offload_kv(i, j)
+            steps.post_attn(i, j)

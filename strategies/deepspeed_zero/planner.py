@@ -1,0 +1,63 @@
+"""How many sequences fit the device at once: their KV cache and the activations of their prefill, in one pass."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from harness.config import ConfigError
+from harness.engine.activations import device_bytes_per_token
+from harness.engine.engine import Engine
+from harness.engine.limits import SLACK_BYTES
+from strategies.deepspeed_zero.config import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    batch_size: int  # sequences of one batch
+    batch_size_limit: int  # what device memory would hold
+    max_pass_tokens: int  # the prefill of a whole batch
+    kv_bytes: int
+
+    def as_record(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plan_batch(config: Config, engine: Engine) -> Policy:
+    """Batches are padded in the system that is modelled: every sequence counts as much as the largest does.
+
+    Requests too large for that are left out of account; the scheduler rejects those that do not fit either. Raises
+    ConfigError where not even the smallest fits, and where a given `batch_size` is too large.
+    """
+    spec, blocks, device = engine.spec, engine.kv.allocator, engine.machine.tiers["device"]
+    num_layers = 2 if config.prefetch else 1
+    room_bytes = device.free_bytes - num_layers * engine.store.layer_bytes - SLACK_BYTES
+    token_bytes, block_bytes = device_bytes_per_token(spec), blocks.block_size * spec.kv_bytes_per_token
+
+    def needed_bytes(prompt_len: int, num_blocks: int) -> int:
+        return prompt_len * token_bytes + num_blocks * block_bytes
+
+    sizes = {(s.prompt_len, blocks.blocks_for(s.max_tokens)) for s in engine.sequences} or {(1, 1)}
+    prompt_len = num_blocks = 0
+    for size in sorted(sizes, key=lambda size: needed_bytes(*size)):
+        if needed_bytes(max(prompt_len, size[0]), max(num_blocks, size[1])) > room_bytes:
+            break
+        prompt_len, num_blocks = max(prompt_len, size[0]), max(num_blocks, size[1])
+    if not prompt_len:
+        beside_gb = (device.capacity_bytes - room_bytes) / 1e9
+        smallest_gb = min(needed_bytes(*size) for size in sizes) / 1e9
+        raise ConfigError(
+            "hardware.device_memory_gb",
+            f"{device.capacity_bytes / 1e9:.4g} GB is too small: embedding, head and {num_layers} layers take "
+            f"{beside_gb:.4g} GB, the smallest request {smallest_gb:.4g} GB",
+        )
+    limit = room_bytes // needed_bytes(prompt_len, num_blocks)
+    if config.batch_size is not None and config.batch_size > limit:
+        raise ConfigError("strategy.batch_size", f"must be at most {limit}, which fill the device, or null")
+    batch_size = min(config.batch_size or limit, max(1, len(engine.sequences)))
+    return Policy(
+        batch_size=batch_size,
+        batch_size_limit=limit,
+        max_pass_tokens=batch_size * prompt_len,
+        kv_bytes=batch_size * num_blocks * block_bytes,
+    )

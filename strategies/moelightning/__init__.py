@@ -1,0 +1,31 @@
+"""MoE-Lightning: CGOPipe with paged weights, under a policy of six numbers (paper sections 4 and A)."""
+
+from __future__ import annotations
+
+from harness.engine.engine import Engine
+from harness.engine.strategy import Strategy
+from strategies.common.gpu_attention import gpu_attention
+from strategies.common.offloading import build_offloading, complete_policy
+from strategies.moelightning.cgopipe import cgopipe
+from strategies.moelightning.config import Config
+
+__all__ = ["Config", "build"]
+
+
+def build(config: Config, engine: Engine) -> Strategy:
+    """CGOPipe where the CPU attends; a policy with attention on the GPU falls back to FlexGen's schedule, in pages."""
+    planned = complete_policy(
+        config.policy,
+        engine,
+        packet_mb=config.packet_mb,
+        min_micro_batches=2,
+        overlap="all" if config.paging else "weights apart",
+    )
+    return build_offloading(
+        engine,
+        planned,
+        gpu_attention if planned.policy.gpu_attention else cgopipe,
+        paging=config.paging,
+        packet_mb=config.packet_mb,
+        min_micro_batches=2,
+    )

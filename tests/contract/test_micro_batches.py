@@ -1,0 +1,202 @@
+"""The micro-batched pipelines: orders of submission as in Figure 6, memory that is too small, and planted faults."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from harness.config import ConfigError
+from harness.engine.ops.compute import DecodeAttentionDevice
+from harness.engine.ops.data import LoadHidden, LoadKv, OffloadHidden
+from harness.machine.base import CPU, D2H, GPU, H2D, PIN, MachineError
+from harness.machine.shuffled import ShuffledMachine
+from harness.memory.ops import CopyPage, StagePage
+from tests.conftest import ROOT
+from tests.contract.running import CAPACITIES_BYTES, check_tokens, engine_on, requests, run_to_end, strategy_of
+
+NAMES = ("moelightning", "fastdecode", "flexgen_c", "flexgen")
+YAMLS = {name: yaml.safe_load((ROOT / f"conf/strategy/{name}.yaml").read_text()) for name in NAMES}
+SMALL_DEVICE = CAPACITIES_BYTES | {"device": 2_200_000}
+
+
+class Recording(ShuffledMachine):
+    """Keeps every op in the order of its submission."""
+
+    def __init__(self, seed: int = 0, capacities_bytes=CAPACITIES_BYTES) -> None:
+        super().__init__(capacities_bytes=capacities_bytes, seed=seed)
+        self.ops = []
+
+    def submit(self, lane, op, *, after=(), urgent=False):
+        assert not (urgent and op.kind != "poison kv"), f"{op} is urgent on a plain FIFO"
+        self.ops.append((lane, op))
+        return super().submit(lane, op, after=after, urgent=urgent)
+
+
+def run(tiny, name: str, change: dict, machine: ShuffledMachine, *, count: int = 12, longest: int = 40):
+    values = YAMLS[name] | change
+    work = requests(count, vocab_size=tiny.spec.vocab_size, longest=longest, max_new_tokens=6, seed=4)
+    work = [replace(request, max_new_tokens=5) for request in work]
+    engine = engine_on(machine, tiny, work, kv_blocks=400, values=values)
+    built = []
+
+    def build(on):
+        built.append(strategy_of(on, values))
+        return built[0]
+
+    run_to_end(engine, build)
+    return engine, built[0]
+
+
+def decode_steps(machine: Recording) -> list[list]:
+    """Ops by decode step: from one to the next upload of a step's first tokens."""
+    steps, current = [], []
+    for lane, op in machine.ops:
+        if op.kind == "upload tokens" and op.micro_batch == 0:
+            steps.append(current)
+            current = []
+        if op.kind not in ("poison", "poison kv"):
+            current.append((lane, op))
+    steps.append(current)
+    return [s for s in steps if any(op.kind == "upload tokens" and op.batch.decode for _, op in s)]
+
+
+def on_lane(step, lane, *kinds):
+    return [(op.kind, op.layer, op.micro_batch) for on, op in step if on == lane and (not kinds or op.kind in kinds)]
+
+
+def test_cgopipe_is_algorithm_1(tiny):
+    """A step's lanes, written down anew from the paper: 12 sequences in 4 micro-batches, 4 layers, 4 pages."""
+    machine = Recording()
+    run(tiny, "moelightning", {"policy": {"batch_size": 12, "micro_batch_size": 3}}, machine)
+    layers, m = tiny.spec.num_layers, 4
+    step = decode_steps(machine)[1]
+    order = [(i, j) for i in range(layers) for j in range(m)]
+    gpu = [("attention in", *at) for at in order[:2]]  # the prologue
+    for place, at in enumerate(order):
+        gpu += [("attention out", *at), ("experts", *at), ("combine", *at)]
+        gpu += [("head", None, at[1])] if at[0] == layers - 1 else []
+        gpu += [("attention in", *ahead) for ahead in order[place + 2 : place + 3]]
+    assert on_lane(step, GPU, "attention in", "attention out", "experts", "combine", "head") == gpu
+    assert on_lane(step, CPU, "decode attention") == [("decode attention", *at) for at in order]
+    assert on_lane(step, D2H, "offload qkv") == [("offload qkv", *at) for at in order]
+    h2d = []
+    for i, j in order:
+        h2d += [("load attention", i, j), ("weights", (i + 1) % layers, None)]
+    assert on_lane(step, H2D, "load attention", "weights") == h2d
+    staged = [("weights to pinned", (1 + place // m) % layers, None) for place in range(layers * m)]
+    assert on_lane(step, PIN) == staged, "layer 1 (counted from 0) up to layer 0 of the next step, page by page"
+    pages = [op.nbytes for lane, op in step if lane == H2D and op.kind == "weights"]
+    assert max(pages) - min(pages) < 4 * 64, "equal pages"
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("moelightning", {"paging": False}), ("fastdecode", {}), ("flexgen_c", {}), ("flexgen", {})],
+)
+def test_without_pages_a_layer_comes_in_one_block(tiny, name, change):
+    machine = Recording()
+    policy = {"batch_size": 12, "micro_batch_size": 3}
+    run(tiny, name, change | {"policy": policy}, machine)
+    for step in decode_steps(machine):
+        blocks = [layer for kind, layer, _ in on_lane(step, H2D, "weights")]
+        assert blocks == [1, 2, 3, 0]
+
+
+def test_flexgen_fetches_kv_one_micro_batch_ahead_and_never_attends_on_the_cpu(tiny):
+    machine = Recording()
+    run(tiny, "flexgen", {"policy": {"batch_size": 12, "micro_batch_size": 3}}, machine)
+    step = decode_steps(machine)[1]
+    order = [(i, j) for i in range(tiny.spec.num_layers) for j in range(4)]
+    both = [(op.kind, op.layer, op.micro_batch) for _, op in step if op.kind in ("load kv", "attention in")]
+    expected = [("load kv", 0, 0)]
+    for place, at in enumerate(order):
+        expected += [("load kv", *ahead) for ahead in order[place + 1 : place + 2]] + [("attention in", *at)]
+    assert both == expected
+    assert not on_lane(step, CPU, "decode attention")
+    assert len(on_lane(step, GPU, "decode attention (device)")) == len(order)
+
+
+def test_flexgen_c_overlaps_no_cpu_attention(tiny):
+    machine = Recording()
+    run(tiny, "flexgen_c", {"policy": {"batch_size": 12, "micro_batch_size": 3}}, machine)
+    step = decode_steps(machine)[1]
+    gpu = on_lane(step, GPU, "attention in", "attention out")
+    assert gpu == [(kind, i, j) for i in range(4) for j in range(4) for kind in ("attention in", "attention out")]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", NAMES)
+def test_hidden_states_that_do_not_fit_the_device_wait_in_pinned_memory(tiny, name, seed):
+    machine = Recording(seed, SMALL_DEVICE)
+    engine, strategy = run(
+        tiny, name, {"policy": {"batch_size": 24, "micro_batch_size": 4}}, machine, count=24, longest=100
+    )
+    assert strategy.plan["hidden_states_wait_in"] == "pinned memory"
+    kinds = {op.kind for _, op in machine.ops}
+    assert {"load hidden", "offload hidden"} <= kinds
+    report = check_tokens(tiny, engine.sequences)
+    assert report.ok and report.checked == 24, report.first_mismatch
+
+
+def test_a_device_too_small_for_the_policy_is_refused(tiny):
+    machine = ShuffledMachine(capacities_bytes=CAPACITIES_BYTES | {"device": 1_700_000}, seed=0)
+    with pytest.raises(ConfigError, match=r"^hardware.device_memory_gb: 0.0017 GB is too small: this policy needs"):
+        run(tiny, "moelightning", {"policy": {"resident_weights": 0.9}}, machine, longest=400)
+
+
+MISTAKES = [
+    ("moelightning", {"gpu_ffn": False}, "strategy.policy.gpu_ffn", "not built"),
+    ("moelightning", {"resident_kv": 0.5}, "strategy.policy.resident_kv", "host memory"),
+    ("moelightning", {"batch_size": 4, "micro_batch_size": 4}, "strategy.policy.micro_batch_size", "at least 2"),
+    ("flexgen", {"gpu_attention": False}, "strategy.policy.gpu_attention", "flexgen_c"),
+    ("flexgen_c", {"gpu_attention": True}, "strategy.policy.gpu_attention", "flexgen"),
+    ("fastdecode", {"gpu_attention": True}, "strategy.policy.gpu_attention", "CPU"),
+]
+
+
+@pytest.mark.parametrize(("name", "policy", "field", "told"), MISTAKES)
+def test_a_policy_that_cannot_run_is_refused(tiny, name, policy, field, told):
+    with pytest.raises(ConfigError) as caught:
+        run(tiny, name, {"policy": policy}, ShuffledMachine(capacities_bytes=CAPACITIES_BYTES, seed=0))
+    assert caught.value.field == field
+    assert told in caught.value.message
+
+
+# Not in it: where hidden states wait. A micro-batch returns to the buffer that it left, which orders both copies.
+FORGOTTEN = {
+    "a page is written undeclared": (CopyPage, "writes", "moelightning"),
+    "a page is read undeclared": (CopyPage, "reads", "moelightning"),
+    "a page is staged undeclared": (StagePage, "writes", "moelightning"),
+    "hidden states are loaded undeclared": (LoadHidden, "writes", "moelightning"),
+    "hidden states are offloaded unread": (OffloadHidden, "reads", "moelightning"),
+    "cached keys are loaded undeclared": (LoadKv, "writes", "flexgen"),
+    "attention on the device reads undeclared": (DecodeAttentionDevice, "reads", "flexgen"),
+    "attention on the device is undeclared": (DecodeAttentionDevice, "writes", "flexgen"),
+}
+
+
+def outcome(tiny, name: str, seed: int) -> str:
+    try:
+        machine = ShuffledMachine(capacities_bytes=SMALL_DEVICE, seed=seed)
+        engine, _ = run(
+            tiny, name, {"policy": {"batch_size": 24, "micro_batch_size": 4}}, machine, count=24, longest=100
+        )
+        return "right" if check_tokens(tiny, engine.sequences).ok else "wrong tokens"
+    except (MachineError, AssertionError):
+        return "error"
+
+
+@pytest.mark.parametrize(("cls", "which", "name"), FORGOTTEN.values(), ids=FORGOTTEN)
+def test_an_undeclared_access_is_caught(tiny, monkeypatch, cls, which, name):
+    assert outcome(tiny, name, 0) == "right"
+    original = cls.__init__
+
+    def forgetful(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        if type(self) is cls:
+            setattr(self, which, ())
+
+    monkeypatch.setattr(cls, "__init__", forgetful)
+    assert any(outcome(tiny, name, seed) != "right" for seed in range(3))

@@ -1,0 +1,89 @@
+"""Rates as the probe finds them on a machine whose rates are known, and plans made for engines."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.config import parse
+from harness.engine.engine import Engine
+from harness.engine.sequences import Sequence
+from harness.hardware.profile import HardwareConfig
+from harness.machine.simulated import Config, build
+from harness.machine.simulation import World
+from harness.memory.kv_cache import KVCache
+from harness.memory.weights import Resident, WeightStore
+from harness.model.planned import PlannedModel
+from harness.routing.kinds.uniform import UniformRouting
+from harness.workload.request import Request
+from strategies.common.offload_memory import fits
+from strategies.common.offload_planner import deployment_of, plan_policy
+from strategies.common.policy import GivenPolicy
+from strategies.common.rate_probe import RateProbe
+from tests.composing import composed
+from tests.unit.model.test_spec_sizes import spec_of
+
+SPEC = spec_of("mixtral-8x7b")
+T4 = parse(HardwareConfig, composed("hardware=t4")["hardware"], "hardware")
+
+
+def engine(prompts: list[int], *, new: int = 32, kv_gb: float = 20.0, tier: str = "host") -> Engine:
+    machine = build(Config(), T4, SPEC)
+    routing = UniformRouting(SPEC.num_experts, SPEC.experts_per_token, seed=0)
+    machine.world = World(routing, SPEC.num_experts)
+    store = WeightStore(machine, PlannedModel(SPEC), tier=tier)
+    requests = [
+        Request(request_id=i, prompt_ids=(1,) * length, max_new_tokens=new, text=None)
+        for i, length in enumerate(prompts)
+    ]
+    return Engine(
+        machine=machine,
+        spec=SPEC,
+        family=PlannedModel(SPEC).family,
+        store=store,
+        resident=Resident(machine, store),
+        kv=KVCache(machine, SPEC, capacity_bytes=int(kv_gb * 1e9)),
+        sequences=[Sequence(request) for request in requests],
+    )
+
+
+def test_the_probe_finds_the_rates_of_the_machine_and_leaves_nothing_behind():
+    on = engine([50])
+    used = {name: tier.used_bytes for name, tier in on.machine.tiers.items()}
+    rates = RateProbe(on, packet_bytes=10**8).measure()
+    assert rates.h2d_bytes_s == pytest.approx(12e9, rel=0.01)
+    assert rates.d2h_bytes_s == pytest.approx(12e9, rel=0.05), "with the latency of a single copy"
+    assert rates.pin_bytes_s == pytest.approx(36e9, rel=0.01)
+    assert rates.gpu.bytes_s == pytest.approx(239.6e9, rel=0.02)
+    assert rates.gpu.flops_s == pytest.approx(41.9e12, rel=0.15), "some of its ops are bound by memory"
+    assert rates.cpu_attention.bytes_s == pytest.approx(45e9, rel=0.02)
+    assert {name: tier.used_bytes for name, tier in on.machine.tiers.items()} == used
+    assert on.kv.allocator.num_used == 0
+
+
+def test_pinned_weights_need_no_staging():
+    assert RateProbe(engine([50], tier="pinned"), packet_bytes=10**8).measure().pin_bytes_s is None
+
+
+def test_a_plan_fits_the_engine_and_its_prediction_says_why():
+    on = engine([30, 60, 100] * 40)
+    plan = plan_policy(on, GivenPolicy(gpu_ffn=True), packet_bytes=10**8, min_micro_batches=2)
+    assert fits(plan.deployment, plan.policy)
+    assert plan.policy.batch_size == 120
+    assert plan.memory.pool.in_pass >= sum(s.prompt_len for s in on.sequences)
+    assert plan.prediction is not None and plan.prediction.throughput_tok_s > 0
+    assert "decode bound by link (weights, link)" in plan.prediction.model
+    assert plan.as_record()["layer_link_s"] == pytest.approx(plan.prediction.terms["decode layer, link, s"])
+
+
+def test_requests_that_fit_no_cache_do_not_shape_the_plan():
+    on = engine([50, 50, 9000], kv_gb=1.0)
+    assert deployment_of(on).shape.num_requests == 2
+    nothing = plan_policy(engine([9000], kv_gb=1.0), GivenPolicy(), packet_bytes=10**8)
+    assert nothing.prediction is None
+
+
+def test_a_given_micro_batch_whose_prompts_do_not_fit_is_prefilled_in_parts():
+    on = engine([400] * 120)
+    plan = plan_policy(on, GivenPolicy(batch_size=120, micro_batch_size=120), packet_bytes=10**8)
+    assert plan.deployment.storage.prefill_limit_tokens is not None
+    assert plan.memory.pool.largest < 120 * 400 == plan.memory.prompt_tokens

@@ -1,0 +1,123 @@
+"""MoE-Lightning's Eq. 12-14 by hand, and the predictions made from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from strategies.common.hrm import Level
+from strategies.common.offload_memory import Deployment, Storage, Switches, WeightSizes, WorkloadShape
+from strategies.common.offload_prediction import predict
+from strategies.common.policy import Policy
+from strategies.common.policy_cost import CostModel, Rates
+from tests.unit.model.test_spec_sizes import spec_of
+
+SPEC = spec_of("mixtral-8x7b")
+SHAPE = WorkloadShape.of_lengths(418, 128, longest_prompt=418, num_requests=504)
+DEPLOYMENT = Deployment(
+    spec=SPEC, sizes=WeightSizes.of_spec(SPEC), shape=SHAPE, capacities_bytes={}, storage=Storage(weights_tier="pinned")
+)
+RATES = Rates(
+    gpu=Level(name="gpu", flops_s=40e12, bytes_s=240e9),
+    cpu_attention=Level(name="cpu", flops_s=560e9, bytes_s=45e9),
+    cpu_ffn=Level(name="cpu", flops_s=560e9, bytes_s=73e9),
+    h2d_bytes_s=12e9,
+    d2h_bytes_s=12e9,
+    pin_bytes_s=36e9,
+)
+COST = CostModel(deployment=DEPLOYMENT, rates=RATES)
+LAYER = SPEC.layer_bytes
+EXPERTS = 8 * 3 * 4096 * 14336 * 2
+KV = 2 * 1024 * 2  # of a token and layer
+CONTEXT = 418 + 64
+
+
+def policy(**changes) -> Policy:
+    chosen = {"batch_size": 504, "micro_batch_size": 36, "gpu_attention": False, "gpu_ffn": True}
+    return Policy(**{**chosen, "resident_weights": 0.0, "resident_kv": 0.0, **changes})
+
+
+def decode(cost: CostModel = COST, **changes) -> dict[str, float]:
+    chosen = policy(**changes)
+    return cost.decode(Switches.of(chosen)).by_resource(chosen)
+
+
+def test_weights_and_attention_results_cross_the_link():
+    assert decode(resident_weights=0.25)["link"] == pytest.approx((0.75 * LAYER + 504 * 4096 * 2) / 12e9)
+
+
+def test_the_cpu_reads_the_cache():
+    """4 queries a key: 2 FLOP per byte of bfloat16, far below the CPU's 12."""
+    assert decode()["cpu"] == pytest.approx(504 * CONTEXT * KV / 45e9)
+
+
+def test_every_micro_batch_reads_the_weights_that_its_tokens_reach():
+    reached = LAYER - EXPERTS * 0.75**36
+    assert decode()["gpu"] == pytest.approx(14 * reached / 240e9)
+    few = decode(micro_batch_size=2, batch_size=28)["gpu"]
+    assert few == pytest.approx(14 * (LAYER - EXPERTS * 0.75**2) / 240e9)
+
+
+def test_with_many_tokens_the_gpu_computes():
+    flops = 2000 * 2 * (4096 * (2 * 4096 + 2 * 1024) + 4096 * 8 + 2 * 3 * 4096 * 14336)
+    assert decode(batch_size=4000, micro_batch_size=2000)["gpu"] == pytest.approx(2 * flops / 40e12)
+
+
+def test_with_attention_on_the_gpu_the_cache_crosses_the_link():
+    busy = decode(gpu_attention=True, resident_kv=0.5)
+    assert busy["link"] == pytest.approx((LAYER + 252 * CONTEXT * KV) / 12e9)
+    assert busy["gpu"] == pytest.approx(14 * (LAYER - EXPERTS * 0.75**36) / 240e9 + 504 * CONTEXT * KV / 240e9)
+    assert "cpu" not in busy
+
+
+def test_experts_on_the_cpu_stay_off_the_link():
+    busy = decode(gpu_ffn=False)
+    assert busy["link"] == pytest.approx((LAYER - EXPERTS + 2 * 504 * 4096 * 2) / 12e9)
+    attention_s, flops = 504 * CONTEXT * KV / 45e9, 504 * 2 * 2 * 3 * 4096 * 14336
+    experts_s = max(14 * EXPERTS * (1 - 0.75**36) / 73e9, flops / 560e9)
+    assert busy["cpu"] == pytest.approx(attention_s + experts_s)
+
+
+def test_pageable_weights_are_staged():
+    staged = replace(COST, deployment=replace(DEPLOYMENT, storage=Storage(weights_tier="host")))
+    assert "pin" not in decode()
+    assert decode(staged, resident_weights=0.5)["pin"] == pytest.approx(LAYER / 2 / 36e9)
+
+
+def test_resources_work_side_by_side_or_as_the_schedule_lets_them():
+    chosen = policy()
+    switches = Switches.of(chosen)
+    side_by_side = COST.decode(switches)
+    busy = side_by_side.by_resource(chosen)
+    assert side_by_side.seconds(chosen) == max(busy.values()) == busy["link"]
+    assert side_by_side.bottleneck(chosen) == "link (weights, link)"
+    weights_s = LAYER / 12e9
+    apart = replace(COST, overlap="weights apart").decode(switches).by_resource(chosen)
+    assert apart == pytest.approx(busy | {"gpu": weights_s + busy["gpu"], "cpu": weights_s + busy["cpu"]})
+    in_turn = replace(COST, overlap="nothing").decode(switches).by_resource(chosen)
+    assert in_turn["gpu and cpu in turn"] == pytest.approx(weights_s + busy["gpu"] + busy["cpu"])
+    prefill = [replace(COST, overlap=o).prefill(switches).seconds(chosen) for o in ("all", "weights apart", "nothing")]
+    assert len(set(prefill)) == 1, "nothing but weights crosses the link to the GPU"
+
+
+def test_prefill_is_bound_by_arithmetic_and_sends_the_cache_to_the_host():
+    chosen = policy()
+    busy = COST.prefill(Switches.of(chosen)).by_resource(chosen)
+    tokens = 504 * 418
+    flops = tokens * 2 * (4096 * (2 * 4096 + 2 * 1024) + 4096 * 8 + 2 * 3 * 4096 * 14336)
+    flops += 504 * 418 * (419 / 2) * 4 * 4096
+    assert busy["gpu"] == pytest.approx(flops / 40e12)
+    assert busy["offload"] == pytest.approx(tokens * KV / 12e9)
+    assert busy["link"] == pytest.approx(LAYER / 12e9)
+
+
+def test_the_prediction_adds_up_prefill_and_decode_of_all_batches():
+    chosen = policy()
+    switches = Switches.of(chosen)
+    batch_s = 32 * (COST.prefill(switches).seconds(chosen) + 127 * COST.decode(switches).seconds(chosen))
+    assert predict(COST, chosen).throughput_tok_s == pytest.approx(504 * 128 / batch_s)
+    twice = replace(COST, deployment=replace(DEPLOYMENT, shape=replace(SHAPE, num_requests=1008)))
+    assert predict(twice, chosen).throughput_tok_s == pytest.approx(504 * 128 / batch_s)
+    left = replace(COST, deployment=replace(DEPLOYMENT, shape=replace(SHAPE, num_requests=510)))
+    assert predict(left, chosen).throughput_tok_s < 0.6 * 504 * 128 / batch_s, "a batch of 6 streams all weights too"

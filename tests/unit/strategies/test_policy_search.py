@@ -1,0 +1,172 @@
+"""The policy search against brute force, and on the paper's machines."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from harness.config import ConfigError
+from strategies.common.hrm import Level
+from strategies.common.offload_memory import Deployment, Storage, WeightSizes, WorkloadShape, held_bytes
+from strategies.common.policy import GivenPolicy, Policy
+from strategies.common.policy_cost import CostModel, Rates
+from strategies.common.policy_search import Search, search
+from tests.unit.engine.fakes import SPEC
+from tests.unit.model.test_spec_sizes import spec_of
+
+SIZES = WeightSizes.of_spec(SPEC)
+SHARES = (0.0, 0.25, 0.5, 1.0)
+rate = st.sampled_from((1e6, 1e7, 1e8, 1e9))
+
+
+def level(draw) -> Level:
+    return Level(name="any", flops_s=10 * draw(rate), bytes_s=draw(rate))
+
+
+@st.composite
+def searches(draw) -> Search:
+    """Small enough for brute force; memory from too little to plenty."""
+    shape = WorkloadShape.of_lengths(
+        draw(st.integers(1, 60)), draw(st.integers(1, 30)), longest_prompt=draw(st.integers(60, 90)),
+        num_requests=draw(st.integers(1, 9)), block_tokens=4,
+    )  # fmt: skip
+    storage = Storage(
+        weights_tier=draw(st.sampled_from(("host", "pinned"))),
+        prefill_hidden_tier=draw(st.sampled_from(("device", "pinned"))),
+        kv_cache_bytes=draw(st.one_of(st.none(), st.integers(10_000, 500_000))),
+        resident_step=draw(st.sampled_from((None, None, 0.25))),
+    )
+    weights = SIZES.layers_bytes + SIZES.ends_bytes
+    capacities = {
+        "device": int(weights * draw(st.floats(0.5, 2.5))),
+        "pinned": int(weights * draw(st.floats(0.7, 3.0))),
+        "host": int(weights * draw(st.sampled_from((0.9, 1.1)))),
+    }
+    deployment = Deployment(spec=SPEC, sizes=SIZES, shape=shape, capacities_bytes=capacities, storage=storage)
+    rates = Rates(
+        gpu=level(draw), cpu_attention=level(draw), cpu_ffn=level(draw),
+        h2d_bytes_s=draw(rate), d2h_bytes_s=draw(rate), pin_bytes_s=draw(st.one_of(st.none(), rate)),
+    )  # fmt: skip
+    cost = CostModel(
+        deployment=deployment, rates=rates, overlap=draw(st.sampled_from(("all", "weights apart", "nothing")))
+    )
+    return Search(
+        cost=cost,
+        given=GivenPolicy(
+            batch_size=draw(st.sampled_from((None, None, None, 4))),
+            micro_batch_size=draw(st.sampled_from((None, None, None, 2))),
+            gpu_attention=draw(st.sampled_from((None, None, True, False))),
+            gpu_ffn=draw(st.sampled_from((None, None, True, False))),
+            resident_weights=draw(st.sampled_from((None, None, None, 0.5))),
+            resident_kv=draw(st.sampled_from((None, None, None, 0.5))),
+        ),
+        min_micro_batches=draw(st.integers(1, 3)),
+        max_micro_batches=draw(st.sampled_from((None, None, 3))),
+    )
+
+
+def every_policy(task: Search):
+    """A coarse grid over all six numbers."""
+    for batch in range(1, task.most_sequences + 1):
+        for size, on_gpu, ffn in product(range(1, batch + 1), (False, True), (False, True)):
+            kv_shares = {number / batch for number in (0, 1, batch // 2, batch)} | {0.5} if on_gpu else {0.0}
+            for weights, kv in product(SHARES, kv_shares):
+                yield Policy(
+                    batch_size=batch,
+                    micro_batch_size=size,
+                    gpu_attention=on_gpu,
+                    gpu_ffn=ffn,
+                    resident_weights=weights,
+                    resident_kv=kv,
+                )
+
+
+@settings(max_examples=80, deadline=None)
+@given(searches())
+def test_no_policy_of_a_grid_is_better_and_what_is_found_is_allowed(task):
+    """`allows` and `rate` are the memory and cost models themselves; the search has them as rows of its programs."""
+    best = max((task.rate(policy) for policy in every_policy(task) if task.allows(policy)), default=None)
+    try:
+        found = search(task)
+    except ConfigError as error:
+        assert best is None, f"{error}, although the grid has a policy"
+        return
+    assert task.allows(found)
+    step = task.deployment.storage.resident_step
+    if step is not None and task.given.resident_weights is None:
+        assert math.isclose(found.resident_weights / step, round(found.resident_weights / step), abs_tol=1e-9)
+    # 0.1 % for the smaller batch, 0.01 % for what the search does not look into, and the margin in a tier's capacity.
+    assert best is None or task.rate(found) >= best * (1 - 2e-3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(searches(), st.floats(1.0, 3.0))
+def test_more_of_everything_is_never_worse(task, factor):
+    try:
+        before = task.rate(search(task))
+    except ConfigError:
+        assume(False)
+    d, r = task.deployment, task.cost.rates
+    larger = replace(d, capacities_bytes={tier: int(size * factor) for tier, size in d.capacities_bytes.items()})
+    faster = replace(r, h2d_bytes_s=r.h2d_bytes_s * factor)
+    assert task.rate(search(replace(task, cost=replace(task.cost, deployment=larger)))) >= before * (1 - 2e-3)
+    bettered = replace(task, cost=replace(task.cost, rates=faster))
+    assert bettered.rate(search(bettered)) >= before * (1 - 2e-3)
+
+
+def s1(**changes) -> Search:
+    """MoE-Lightning's S1, a T4, with rates of conf/hardware/t4.yaml; prompts of MTBench padded."""
+    spec = spec_of("mixtral-8x7b")
+    shape = WorkloadShape.of_lengths(418, 128, longest_prompt=418, num_requests=600)
+    capacities = {"device": 16 * 10**9, "pinned": 192 * 10**9, "host": 192 * 10**9, "ram": 192 * 10**9}
+    deployment = Deployment(
+        spec=spec, sizes=WeightSizes.of_spec(spec), shape=shape, capacities_bytes=capacities | changes
+    )
+    rates = Rates(
+        gpu=Level(name="gpu", flops_s=41.9e12, bytes_s=239.6e9),
+        cpu_attention=Level(name="cpu", flops_s=560e9, bytes_s=45e9),
+        cpu_ffn=Level(name="cpu", flops_s=560e9, bytes_s=73e9),
+        h2d_bytes_s=12e9, d2h_bytes_s=12e9, pin_bytes_s=36e9,
+    )  # fmt: skip
+    return Search(cost=CostModel(deployment=deployment, rates=rates), min_micro_batches=2)
+
+
+def test_on_the_papers_machine_attention_goes_to_the_cpu_and_experts_to_the_gpu():
+    """§4.2: "for our major setting"."""
+    found = search(s1())
+    assert (found.gpu_attention, found.gpu_ffn, found.resident_kv) == (False, True, 0.0)
+    assert found.num_micro_batches >= 2
+
+
+def test_what_is_given_stays_and_the_rest_is_searched():
+    found = search(replace(s1(), given=GivenPolicy(batch_size=504, micro_batch_size=36)))
+    assert (found.batch_size, found.num_micro_batches, found.gpu_attention) == (504, 14, False)
+    held = sum(held_bytes(s1().deployment, found)["device"].values())
+    assert held == pytest.approx(16e9, rel=1e-4), "what is left of the device holds weights"
+
+
+@pytest.mark.parametrize(
+    ("given", "changes", "field", "told"),
+    [
+        ({}, {"device": 5 * 10**9}, "hardware.device_memory_gb", "5 GB is too small: any policy needs"),
+        ({}, {"ram": 90 * 10**9}, "hardware.ram_gb", "weights 93.4"),
+        ({"batch_size": 5000}, {}, "hardware.ram_gb", "kv cache"),
+        ({"micro_batch_size": 300}, {}, "hardware.device_memory_gb", "this policy needs"),
+        ({"batch_size": 4, "micro_batch_size": 4}, {}, "policy", "pipeline"),
+    ],
+)
+def test_what_does_not_fit_is_told_by_name(given, changes, field, told):
+    with pytest.raises(ConfigError) as caught:
+        search(replace(s1(**changes), given=GivenPolicy(**given)))
+    assert caught.value.field == field
+    assert told in caught.value.message
+
+
+def test_a_smaller_batch_of_the_same_speed_is_preferred_unless_it_leaves_a_rest():
+    """The link takes the same time for any batch; with one request less, a second batch would follow."""
+    assert search(s1()).batch_size == 600

@@ -1,0 +1,205 @@
+"""Algorithm 2 over random queues and limits: nothing lost, no limit passed, loads balanced; and its scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.engine.sequences import Sequence, State
+from strategies.common.request_batching import (
+    Batching,
+    BatchLimits,
+    BatchScheduler,
+    batch_requests,
+    prompt_and_generation,
+)
+from tests.unit.engine.fakes import sequences
+from tests.unit.strategies.driving import FakeKV, Workload, check_conservation, drive, workloads
+
+
+@st.composite
+def cases(draw) -> tuple[list[Sequence], BatchLimits, bool]:
+    size = st.tuples(st.integers(1, draw(st.sampled_from((4, 30)))), st.integers(1, 12))
+    queue = sequences(*draw(st.lists(size, max_size=25)))
+    limits = BatchLimits(
+        num_micro_batches=draw(st.integers(1, 6)),
+        micro_batch_size=draw(st.integers(1, 6)),
+        micro_batch_cache_tokens=draw(st.integers(1, 120)),
+        cache_tokens=draw(st.one_of(st.none(), st.integers(1, 300))),
+        micro_batch_prompt_tokens=draw(st.one_of(st.none(), st.integers(1, 80))),
+        prompt_tokens=draw(st.one_of(st.none(), st.integers(1, 200))),
+    )
+    return queue, limits, draw(st.booleans())
+
+
+def prompts_of(micro_batch: list[Sequence], longest: int | None) -> list[int]:
+    return [s.prompt_len if longest is None else longest for s in micro_batch]
+
+
+def longest_taken(batching: Batching) -> int:
+    return max((s.prompt_len for micro_batch in batching.micro_batches for s in micro_batch), default=0)
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_every_request_goes_to_exactly_one_place(case):
+    queue, limits, padded = case
+    result = batch_requests(queue, limits, padded=padded)
+    places = [*result.aborted, *(s for s, _ in result.rejected), *(s for m in result.micro_batches for s in m)]
+    assert sorted(s.request.request_id for s in places) == [s.request.request_id for s in queue]
+    assert all(result.micro_batches), "an empty micro-batch was returned"
+    assert result.micro_batches or not result.aborted, "a batch of nobody puts requests off for ever"
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_limits_hold(case):
+    queue, limits, padded = case
+    result = batch_requests(queue, limits, padded=padded)
+    longest = longest_taken(result) if padded else None
+    all_cached, all_prompts = 0, 0
+    assert len(result.micro_batches) <= limits.num_micro_batches
+    for micro_batch in result.micro_batches:
+        prompts = prompts_of(micro_batch, longest)
+        cached = sum(prompts) + sum(s.request.max_new_tokens for s in micro_batch)
+        all_cached, all_prompts = all_cached + cached, all_prompts + sum(prompts)
+        assert len(micro_batch) <= limits.micro_batch_size
+        assert cached <= limits.micro_batch_cache_tokens
+        assert limits.micro_batch_prompt_tokens is None or sum(prompts) <= limits.micro_batch_prompt_tokens
+    assert limits.cache_tokens is None or all_cached <= limits.cache_tokens
+    assert limits.prompt_tokens is None or all_prompts <= limits.prompt_tokens
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_only_what_fits_no_empty_micro_batch_is_rejected(case):
+    queue, limits, padded = case
+    result = batch_requests(queue, limits, padded=padded)
+    rejected = {s.request.request_id for s, _ in result.rejected}
+    for sequence in queue:
+        cached = prompt_and_generation(sequence)
+        longest = min(limits.micro_batch_prompt_tokens or 10**9, limits.prompt_tokens or 10**9)
+        too_long = sequence.prompt_len > longest
+        too_much = cached > min(limits.micro_batch_cache_tokens, limits.cache_tokens or 10**9)
+        assert (sequence.request.request_id in rejected) == (too_long or too_much)
+    assert all(str(s.prompt_len) in why or str(prompt_and_generation(s)) in why for s, why in result.rejected)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 6))
+def test_without_limits_loads_differ_by_at_most_one_prompt(prompts, num_micro_batches):
+    """The bound of greedy balancing: when the heaviest took its last prompt it was the lightest."""
+    limits = BatchLimits(num_micro_batches=num_micro_batches, micro_batch_size=1000, micro_batch_cache_tokens=10**9)
+    result = batch_requests(sequences(*[(p, 1) for p in prompts]), limits)
+    loads = [sum(s.prompt_len for s in m) for m in result.micro_batches]
+    loads += [0] * (num_micro_batches - len(loads))
+    assert max(loads) - min(loads) <= max(prompts)
+    assert sum(loads) == sum(prompts)
+
+
+def test_a_batch_by_hand():
+    """Longest first, each to the lightest; at two requests a micro-batch is complete. 9 8 7 6 5 4: {9} {8}, 7 joins 8,
+    6 joins 9; then both are full, and 5 and 4 wait for the next batch."""
+    limits = BatchLimits(num_micro_batches=2, micro_batch_size=2, micro_batch_cache_tokens=100)
+    result = batch_requests(sequences((4, 3), (5, 3), (6, 3), (7, 3), (8, 3), (9, 3)), limits)
+    assert [[s.prompt_len for s in m] for m in result.micro_batches] == [[8, 7], [9, 6]]
+    assert [s.prompt_len for s in result.aborted] == [5, 4]
+
+
+def test_the_last_partial_micro_batch_is_not_lost():
+    limits = BatchLimits(num_micro_batches=2, micro_batch_size=3, micro_batch_cache_tokens=100)
+    result = batch_requests(sequences((9, 3), (2, 3), (2, 3)), limits)
+    assert [[s.prompt_len for s in m] for m in result.micro_batches] == [[9], [2, 2]]
+
+
+def test_padding_counts_every_prompt_as_the_longest():
+    limits = BatchLimits(num_micro_batches=1, micro_batch_size=9, micro_batch_cache_tokens=36)
+    queue = sequences((9, 3), (2, 3), (2, 3), (2, 3))
+    assert [len(m) for m in batch_requests(queue, limits).micro_batches] == [4]
+    assert [len(m) for m in batch_requests(queue, limits, padded=True).micro_batches] == [3]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    num_micro_batches: int
+    micro_batch_size: int
+    min_micro_batches: int
+    padded: bool
+
+
+sizes = st.builds(
+    Sizes,
+    num_micro_batches=st.integers(1, 5),
+    micro_batch_size=st.integers(1, 5),
+    min_micro_batches=st.integers(1, 3),
+    padded=st.booleans(),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(workloads(), sizes)
+def test_the_scheduler_conserves_requests_and_blocks(load: Workload, limits: Sizes):
+    kv, work = FakeKV(load.num_blocks, load.block_size), load.sequences()
+    plans = []
+
+    class Watched(BatchScheduler):
+        def next_pass(self):
+            plan = super().next_pass()
+            if plan is not None:
+                plans.append(plan)
+            return plan
+
+    scheduler = Watched(work, kv.allocator, micro_batch_prompt_tokens=load.max_pass_tokens, **vars(limits))
+    record = drive(scheduler, kv, work, load)
+
+    def never_fits(sequence: Sequence) -> bool:
+        blocks = -(-sequence.max_tokens // load.block_size)
+        return blocks > load.num_blocks or sequence.prompt_len > load.max_pass_tokens
+
+    check_conservation(record, load, never_fits)
+    for plan in plans:
+        assert plan.micro_batches is not None
+        flat = [s for micro_batch in plan.micro_batches for s in micro_batch]
+        assert flat == plan.sequences
+        assert all(plan.micro_batches)
+        assert len(plan.micro_batches) <= limits.num_micro_batches
+        assert max(map(len, plan.micro_batches)) <= limits.micro_batch_size
+        partitions = [{s.partition for s in micro_batch} for micro_batch in plan.micro_batches]
+        assert all(len(numbers) == 1 for numbers in partitions), "a micro-batch has one KV partition"
+        assert len(set.union(*partitions)) == len(partitions), "two micro-batches share a KV partition"
+        assert not (plan.prefill and plan.decode), "phases are apart"
+        if plan.prefill:
+            assert all(sum(s.prompt_len for s in m) <= load.max_pass_tokens for m in plan.micro_batches)
+
+
+def test_a_batch_decodes_to_its_end_before_the_next_begins():
+    kv, work = FakeKV(100, 4), sequences((8, 3), (8, 5), (8, 2), (4, 2))
+    scheduler = BatchScheduler(
+        work, kv.allocator, num_micro_batches=3, micro_batch_size=1, micro_batch_prompt_tokens=20
+    )
+    seen = []
+    while (plan := scheduler.next_pass()) is not None:
+        assert plan.micro_batches is not None
+        seen.append((plan.mode, [[s.request.request_id for s in m] for m in plan.micro_batches]))
+        ended = [s for s in plan.sequences if s.accept(7, None)]
+        for sequence in ended:
+            sequence.state = State.FINISHED
+            kv.release(sequence)
+        scheduler.retire(plan, ended)
+    batch = [("prefill", [[0], [1], [2]]), ("decode", [[0], [1], [2]]), ("decode", [[0], [1]]), ("decode", [[1]])]
+    assert seen == [*batch, ("decode", [[1]]), ("prefill", [[3]]), ("decode", [[3]])]
+
+
+@pytest.mark.parametrize(("requests", "micro_batches"), [(9, 3), (4, 2), (2, 2), (1, 1)])
+def test_what_is_left_fills_no_more_micro_batches_than_it_needs(requests, micro_batches):
+    kv = FakeKV(100, 4)
+    scheduler = BatchScheduler(
+        sequences(*[(5, 2)] * requests), kv.allocator,
+        num_micro_batches=5, micro_batch_size=3, min_micro_batches=2, micro_batch_prompt_tokens=50,
+    )  # fmt: skip
+    plan = scheduler.next_pass()
+    assert plan is not None and plan.micro_batches is not None
+    assert len(plan.micro_batches) == micro_batches
