@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from typing import Any
@@ -12,12 +11,10 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from harness.config import ConfigError
+from harness.command_line import explained
 
 USAGE_ERROR, RUN_FAILED, INTERRUPTED = 2, 1, 130
 
@@ -50,8 +47,9 @@ def main() -> int:
         run()
     except JobFailed as failure:
         return int(failure.args[0])
-    except KeyboardInterrupt:
-        print("interrupted; what was recorded is in the run folder", file=sys.stderr)
+    except KeyboardInterrupt as interruption:
+        folder = f"; what was recorded: {interruption}" if str(interruption) else ""
+        print(f"interrupted{folder}", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
         return tell(error)
@@ -61,47 +59,19 @@ def main() -> int:
 def tell(error: Exception) -> int:
     """Print what went wrong in one line; the exit code. What nobody foresaw is raised again, with its traceback."""
     from harness.experiment import RunFailed
-    from harness.machine.base import MachineError
-    from harness.memory.tiers import MemoryCapacityError
     from harness.record.files import RecordError
 
+    if (text := explained(error, sys.argv[1:])) is not None:
+        print(f"error: {text}", file=sys.stderr)
+        return USAGE_ERROR
     match error:
-        case ConfigError() | HydraException() | OmegaConfBaseException():
-            print(f"error: {_one_line(error)}", file=sys.stderr)
-            return USAGE_ERROR
         case RunFailed():
             print(f"error: {error}\n  run folder: {error.folder}", file=sys.stderr)
-        case MachineError() | MemoryCapacityError() | MemoryError() | RecordError():
-            print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        case RecordError():
+            print(f"error: {error}", file=sys.stderr)
         case _:
             raise error
     return RUN_FAILED
-
-
-def _one_line(error: Exception) -> str:
-    """The field and what is valid. Hydra says less, over more lines, and advises to append a misspelt key."""
-    if isinstance(error, ConfigError):
-        return str(error)
-    cause = error.__cause__
-    if isinstance(error, ConfigCompositionException) and isinstance(cause, OmegaConfBaseException):
-        return _unknown_key(cause)
-    if isinstance(error, MissingConfigException) and error.options:
-        group, _, name = str(error.missing_cfg_file).rpartition("/")
-        valid = [option for option in error.options if not option.startswith("_")]
-        return f"{group}: there is no '{name}'; valid are {', '.join(valid)}"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if isinstance(error, OmegaConfBaseException):
-        return f"{error.full_key}: {lines[0]}"
-    return " ".join(line for line in lines if not line.startswith("See http"))
-
-
-def _unknown_key(error: OmegaConfBaseException) -> str:
-    parent = error.parent_node
-    valid = sorted(str(key) for key in parent if key != "hydra") if isinstance(parent, DictConfig) else []
-    close = difflib.get_close_matches(str(error.key), valid, n=1)
-    hint = f"did you mean '{close[0]}'? " if close else ""
-    known = f"valid keys are {', '.join(valid)}" if valid else "what it is under is a single value"
-    return f"{error.full_key}: unknown key; {hint}{known}"
 
 
 if __name__ == "__main__":

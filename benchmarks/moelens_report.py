@@ -11,24 +11,16 @@ summaries. Every number is `emulated`: a core plays the GPU, links and the cpu l
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
-from collections.abc import Iterable, Iterator
-from datetime import date
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from hydra import compose, initialize_config_dir  # noqa: E402
-from omegaconf import OmegaConf  # noqa: E402
+from benchmarks.support.runs import lane_times, report, run  # noqa: E402
 
-from harness.experiment import run_experiment  # noqa: E402
-from harness.record.provenance import code_version, environment  # noqa: E402
-
-QUIET = ["verify=off", "wandb.mode=disabled", "progress=false"]
 SPEEDUP = {
     "ondemand": ["strategy=ondemand"],
     "moelens": ["strategy=moelens"],
@@ -50,41 +42,17 @@ STAGE2 = [
     (8, 0.040, 520, 0.7),
     (16, 0.005, 65, 0.7),
     (16, 0.020, 265, 0.7),
+    (8, 0.010, 130, 1.0),
+    (16, 0.010, 135, 1.0),
+    (8, 0.005, 65, 1.0),
 ]
-
-
-MAX_STEAL_SHARE = 0.03  # of all cores, taken by the hypervisor while generating: above it a run says little
-ATTEMPTS = 1
-
-
-def run(overrides: Iterable[str], results_dir: Path) -> dict[str, Any]:
-    """The summary of one run that was not disturbed, or of the least disturbed of a few."""
-    tried: list[dict[str, Any]] = []
-    for attempt in range(ATTEMPTS):
-        time.sleep(10.0 * attempt)
-        tried.append(_run(overrides, results_dir))
-        if (tried[-1]["host_steal_share"] or 0.0) <= MAX_STEAL_SHARE:
-            return tried[-1]
-    return min(tried, key=lambda summary: summary["host_steal_share"])
-
-
-def _run(overrides: Iterable[str], results_dir: Path) -> dict[str, Any]:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("config", overrides=[*QUIET, f"results_dir={results_dir}", *overrides])
-    values: Any = OmegaConf.to_container(cfg, resolve=True)
-    summary, _ = run_experiment(values)
-    return summary
-
-
-def lane_times(summary: dict[str, Any]) -> dict[str, float]:
-    """Seconds each lane was busy in the steady window."""
-    return {lane: share * summary["window_s"] for lane, share in summary["utilization"].items()}
+LOW_ACCURACY = 0.8  # settings below it are listed apart, with what the equations got wrong
 
 
 def speedup(results_dir: Path) -> Iterator[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name, overrides in SPEEDUP.items():
-        summary = run(overrides, results_dir)
+        summary, _ = run(overrides, results_dir)
         times = lane_times(summary)
         rows.append(
             {
@@ -107,7 +75,7 @@ def balanced(results_dir: Path) -> Iterator[dict[str, Any]]:
     """gpu and h2d within a factor of two of each other: steady time over the busiest lane's work."""
     rows: list[dict[str, Any]] = []
     for link_gb_s in (0.55, 0.65):
-        summary = run(["experiment=balanced", f"hardware.h2d_gb_s={link_gb_s}"], results_dir)
+        summary, _ = run(["experiment=balanced", f"hardware.h2d_gb_s={link_gb_s}"], results_dir)
         times = lane_times(summary)
         # The link's work by its stated rate: a transfer that contention stretches is busy for longer than it should be.
         link_s = summary["h2d_gb_s"] / link_gb_s * summary["window_s"]
@@ -130,7 +98,7 @@ def balanced(results_dir: Path) -> Iterator[dict[str, Any]]:
 def stage2(results_dir: Path) -> Iterator[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for g, kv_gb, num_requests, link_gb_s in STAGE2:
-        summary = run(
+        summary, _ = run(
             [
                 f"dataset.max_new_tokens={g}",
                 f"dataset.num_requests={num_requests}",
@@ -153,6 +121,9 @@ def stage2(results_dir: Path) -> Iterator[dict[str, Any]]:
                 "passes": summary["num_passes"],
                 "predicted_pass_s": terms["delta_s"],
                 "pass_s": summary["generation_s"] / summary["num_passes"],
+                "pass_tokens_over_n_real": (summary["prompt_tokens"] + summary["generated_tokens"] - num_requests)
+                / summary["num_passes"]
+                / summary["plan"]["n_real"],
                 "preemptions": summary["preemptions"],
                 "predicted_tok_s": summary["predicted_throughput_tok_s"],
                 "emulated_tok_s": summary["throughput_tok_s"],
@@ -164,19 +135,25 @@ def stage2(results_dir: Path) -> Iterator[dict[str, Any]]:
         yield rows[-1]
 
 
-PARTS = {"speedup": speedup, "balanced": balanced, "stage2": stage2}
-
-
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """A table of plain values."""
-
-    def cell(value: Any) -> str:
-        return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-    header = list(rows[0])
-    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
-    lines += ["| " + " | ".join(cell(row[name]) for name in header) + " |" for row in rows]
+def accuracy_text(rows: list[dict[str, Any]]) -> str:
+    """Mean and spread of the accuracies; each low one with the two factors that make it up."""
+    accuracies = [row["accuracy"] for row in rows]
+    low = [row for row in rows if row["accuracy"] < LOW_ACCURACY]
+    lines = [
+        f"{len(rows)} settings: mean accuracy {sum(accuracies) / len(rows):.1%}, lowest {min(accuracies):.1%}; "
+        f"below {LOW_ACCURACY:.0%}: {len(low)}."
+    ]
+    lines += [
+        f"- g={row['g']}, {row['kv_cache_gb']} GB of KV cache, {row['h2d_gb_s']} GB/s: {row['accuracy']:.1%}. "
+        f"{row['passes'] / row['predicted_passes']:.2f} times the predicted passes (a pass held "
+        f"{row['pass_tokens_over_n_real']:.0%} of n_real), {row['pass_s'] / row['predicted_pass_s']:.2f} times the "
+        "predicted time each."
+        for row in low
+    ]
     return "\n".join(lines)
+
+
+PARTS = {"speedup": speedup, "balanced": balanced, "stage2": stage2}
 
 
 def main() -> None:
@@ -185,23 +162,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="folder for <part>.json and <part>.md")
     parser.add_argument("--results-dir", type=Path, default=ROOT / "results", help="where run folders go")
     args = parser.parse_args()
-    header = {
-        "date": date.today().isoformat(),
-        "code": code_version(),
-        "environment": environment(),
-        "command": "python benchmarks/moelens_report.py " + " ".join(sys.argv[1:]),
-        "label": "emulated",
-    }
     for part in args.only or PARTS:
-        rows = []
-        for row in PARTS[part](args.results_dir):
-            rows.append(row)
-            print(row, flush=True)
-            if args.out:  # after every run: what is cut off leaves what was finished
-                args.out.mkdir(parents=True, exist_ok=True)
-                (args.out / f"{part}.json").write_text(json.dumps({**header, "rows": rows}, indent=1) + "\n")
-                (args.out / f"{part}.md").write_text(f"# {part} ({header['label']})\n\n{markdown(rows)}\n")
-        print(markdown(rows))
+        report(
+            part, PARTS[part](args.results_dir), args.out, script="benchmarks/moelens_report.py",
+            arguments=sys.argv[1:], label="emulated", **({"comment": accuracy_text} if part == "stage2" else {}),
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from harness.config import ConfigError, config, parse, require
 from harness.hardware.profile import HardwareConfig
 from harness.model.config import ModelConfig
 from harness.record.wandb_sink import WandbConfig
+from harness.routing.build import parse_routing
 from harness.workload.config import DatasetConfig
 
 
@@ -24,10 +25,11 @@ class ExperimentInfo:
 
 @config
 class Settings:
-    """One run. `strategy` and `machine` are parsed by the package and module that they name."""
+    """One run. `strategy`, `machine` and `routing` are parsed by the package and modules that they name."""
 
     strategy: dict[str, Any]
     machine: dict[str, Any]
+    routing: dict[str, Any]
     model: ModelConfig
     dataset: DatasetConfig
     hardware: HardwareConfig
@@ -39,6 +41,7 @@ class Settings:
     seed: int
     verify: Literal["off", "sample", "all"]
     verify_requests: int
+    record_routing: bool
     results_dir: str
     progress: bool
 
@@ -46,6 +49,7 @@ class Settings:
         require(self.kv_cache_gb > 0, "kv_cache_gb", f"must be > 0, got {self.kv_cache_gb}")
         require(self.kv_block_tokens >= 1, "kv_block_tokens", f"must be >= 1, got {self.kv_block_tokens}")
         require(self.seed >= 0, "seed", f"must be >= 0, got {self.seed}")
+        parse_routing(self.routing)
         require(self.verify_requests >= 1, "verify_requests", f"must be >= 1, got {self.verify_requests}")
 
     @property
@@ -75,3 +79,14 @@ def load_strategy(values: Mapping[str, Any]) -> tuple[ModuleType, Any]:
         if not hasattr(module, name):
             raise ConfigError("strategy.package", f"'{package}' has no {name}")
     return module, parse(module.Config, settings, "strategy")
+
+
+def require_num_gpus(settings: Settings, strategy_config: Any) -> None:
+    """Raises ConfigError where the profile has several GPUs and the strategy cannot share a model among them."""
+    num_gpus = settings.hardware.num_gpus
+    if num_gpus > 1 and not getattr(strategy_config, "tensor_parallel", False):
+        raise ConfigError(
+            "hardware.num_gpus",
+            f"must be 1 for strategy {settings.strategy_name}, which uses one GPU; profile {settings.hardware.name!r} "
+            f"has {num_gpus}: add hardware.num_gpus=1 to plan with one of them",
+        )

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from tests.conftest import ROOT
 
 CONF = ROOT / "conf"
-GROUPS = ("strategy", "model", "dataset", "machine", "hardware", "experiment")
+GROUPS = ("strategy", "model", "dataset", "machine", "hardware", "routing", "experiment")
 
 
 def composed(*overrides: str) -> dict[str, Any]:

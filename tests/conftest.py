@@ -34,6 +34,10 @@ def mt_bench() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny():
+    return tiny_checkpoint()
+
+
+def tiny_checkpoint():
     """The float32 checkpoint of conf/model/mixtral-tiny.yaml."""
     from harness.config import parse
     from harness.model.checkpoint import Checkpoint

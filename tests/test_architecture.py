@@ -34,11 +34,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "harness": set(),
     "harness.config": set(),
     "harness.hardware.constants": {"harness.config"},
-    "harness.hardware.profile": {"harness.config", "harness.hardware.constants"},
+    "harness.hardware.profile": {"harness.config", "harness.hardware.constants", "harness.memory.tiers"},
     "harness.memory.tiers": {"harness.config"},
     "harness.workload": {"harness.config"},
     "harness.model": {"harness.config", "kernels"},
-    "harness.machine": {"harness.config", "harness.hardware.profile", "harness.memory.tiers", "kernels"},
+    "harness.machine": {
+        *("harness.config", "harness.hardware.profile", "harness.memory.tiers", "harness.model", "kernels"),
+    },
     "harness.memory": {"harness.machine", "harness.memory.tiers", "harness.model"},
     "harness.hardware": {  # what measures machines and fits their constants
         *("harness.config", "harness.hardware.constants", "harness.hardware.profile", "harness.machine"),
@@ -50,24 +52,44 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("harness.record", "harness.workload", "kernels"),
     },
     "harness.verify": {"harness.model", "harness.engine"},
+    "harness.routing": {"harness.config", "harness.record"},
     "harness.settings": {
-        *("harness.config", "harness.hardware.profile", "harness.model", "harness.record", "harness.workload"),
+        *("harness.config", "harness.hardware.profile", "harness.model", "harness.record", "harness.routing"),
+        "harness.workload",
     },
     "strategies": {
         *("harness.config", "harness.engine", "harness.machine", "harness.memory", "harness.memory.tiers"),
         *("harness.model", "harness.workload"),
     },
 }
-MAY_IMPORT["harness.experiment"] = {row for row in MAY_IMPORT if row.startswith("harness")}
+# What puts a run together, from settings to records, and what stands on it: each may import all before it.
+for _row in (
+    "command_line",
+    "preparing",
+    "calibration",
+    "simulating",
+    "report",
+    "experiment",
+    "planning",
+    "plan_tables",
+    "plan",
+    "validation_report",
+    "validate",
+):
+    MAY_IMPORT[f"harness.{_row}"] = {row for row in MAY_IMPORT if row.startswith("harness")}
+MAY_IMPORT["harness.calibration"].add("kernels")  # whose times it takes
+MAY_IMPORT["harness.hardware.calibrate"] = MAY_IMPORT["harness.experiment"]
 MAY_IMPORT["run"] = {"harness.config", "harness.experiment", *MAY_IMPORT["harness.experiment"]}
 
 # Planning and bookkeeping: importing these never imports torch.
 TORCH_FREE = (
     *("harness.config", "harness.settings", "harness.hardware.profile", "harness.record.*", "harness.workload.*"),
+    "harness.routing.*",
     *("harness.model.spec", "harness.model.layout", "harness.model.config", "harness.memory.*"),
     *("harness.machine.base", "harness.machine.hazards", "harness.machine.queues", "harness.verify.records"),
     *("harness.engine.sequences", "harness.engine.batch", "harness.engine.strategy", "harness.engine.limits"),
     *("strategies.*.config", "strategies.*.scheduler", "strategies.*.equations"),
+    *("strategies.common.policy", "strategies.common.policy_search", "strategies.common.request_batching"),
 )
 TORCH = {"torch", "transformers"}
 

@@ -15,11 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.config import ConfigError
-from harness.machine.build import load_machine
+from harness.machine.build import chosen_machine, load_machine
+from harness.machine.cuda import device_found
+from harness.model.planned import planned_model
 from harness.settings import Settings, load_strategy, parse_settings
 from tests.composing import CONF, GROUPS, composed, names_in
 
 CHOICES = [(group, name) for group in GROUPS for name in names_in(group)]
+SPEC = planned_model(parse_settings(composed("model=mixtral-8x7b")).model).spec
 # What a choice cannot do without on the command line.
 NEEDED = {("model", "mixtral"): ["model.path=some/folder"]}
 
@@ -28,9 +31,10 @@ def check(values: dict[str, Any]) -> Settings:
     """Parse all that a run parses before it does any work."""
     settings = parse_settings(values)
     load_strategy(settings.strategy)
-    build = load_machine(settings.machine)
-    if settings.hardware.gpu is None:  # profiles of real machines are for planning
-        build(settings.hardware).close()
+    loaded = load_machine(settings.machine)
+    runs_here = chosen_machine(settings.machine)["name"] != "cuda" or device_found()
+    if loaded.has_tensors and settings.hardware.gpu is None and runs_here:  # profiles of real machines are for planning
+        loaded.build(settings.hardware, SPEC).close()
     return settings
 
 
@@ -70,14 +74,28 @@ def test_every_choice_composes_and_parses(group, name):
 
 @pytest.mark.parametrize("name", names_in("machine"))
 def test_every_machine_is_built_as_the_profile_says(name):
-    values = composed(f"machine={name}")
+    loaded = load_machine(composed(f"machine={name}")["machine"])
+    values = composed(f"machine={name}", f"hardware={'laptop' if loaded.has_tensors else 'a40'}")
     settings = parse_settings(values)
-    machine = load_machine(settings.machine)(settings.hardware)
-    machine.close()
-    assert machine.name == name
-    assert {tier: t.capacity_bytes for tier, t in machine.tiers.items()} == settings.hardware.capacities_bytes
     module = importlib.import_module(f"harness.machine.{name}")
     assert set(values["machine"]) == {"name", *(f.name for f in fields(module.Config))}
+    chosen = chosen_machine(values["machine"])["name"]
+    if chosen == "cuda" and not device_found():
+        with pytest.raises(ConfigError, match="machine.name: cuda needs an NVIDIA GPU"):
+            loaded.build(settings.hardware, SPEC)
+        return
+    machine = loaded.build(settings.hardware, SPEC)
+    machine.close()
+    assert machine.name == chosen
+    assert {tier: t.capacity_bytes for tier, t in machine.tiers.items()} == settings.hardware.capacities_bytes
+
+
+def test_the_default_machine_is_that_of_this_computer():
+    """And its configuration is that of the machine itself, so that runs are named and compared as such."""
+    chosen = chosen_machine(composed()["machine"])
+    assert chosen["name"] == ("cuda" if device_found() else "emulated")
+    if not device_found():
+        assert chosen == composed("machine=emulated")["machine"]
 
 
 def test_every_group_offers_a_choice():
@@ -136,7 +154,7 @@ def test_every_key_is_explained(group):
 MISTAKES = [
     ("strategy.pakcet_mb", 1.0, "did you mean 'packet_mb'"),
     ("strategy.packet_mb", "big", "valid number"),
-    ("strategy.packet_mb", 0.0, "> 0"),
+    ("strategy.packet_mb", 0.0, "at least 0.001"),
     ("strategy.package", "strategies.nowhere", "no package"),
     ("model.pth", "x", "unknown key"),
     ("model.dtype", "float64", "float32"),

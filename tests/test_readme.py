@@ -69,6 +69,10 @@ def test_commands_are_valid(command):
         load_strategy(settings.strategy)
 
 
+def test_it_is_complete():
+    assert "@@" not in README, "a placeholder was left"
+
+
 def test_there_are_commands():
     assert len(COMMANDS) >= 8
 

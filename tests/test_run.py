@@ -18,7 +18,6 @@ from omegaconf import OmegaConf
 from harness.config import ConfigError
 from harness.engine.ops import compute, host
 from harness.experiment import RunFailed, run_experiment
-from harness.machine.base import MachineError
 from harness.record.store import read_run
 from tests.conftest import ROOT
 
@@ -117,7 +116,7 @@ def test_an_error_in_a_lane_ends_the_run_with_the_ops_name(tmp_path, monkeypatch
         run(self, ctx, packet)
 
     monkeypatch.setattr(compute.Experts, "run", fail)
-    with pytest.raises(MachineError, match="experts layer 2.*planted"):
+    with pytest.raises(RunFailed, match="experts layer 2.*planted"):
         run_experiment(settings(tmp_path))
     left = only_run(tmp_path)
     assert left.status == "failed"
@@ -132,7 +131,7 @@ def test_full_memory_in_the_middle_is_recorded_as_oom(tmp_path, monkeypatch):
         raise MemoryError("planted")
 
     monkeypatch.setattr(host.DecodeAttention, "run", fail)
-    with pytest.raises(MachineError, match="MemoryError"):
+    with pytest.raises(RunFailed, match="MemoryError"):
         run_experiment(settings(tmp_path))
     assert only_run(tmp_path).status == "oom"
 

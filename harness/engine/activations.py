@@ -2,43 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from harness.machine.base import Machine
-from harness.memory.tiers import Buffer
+from harness.memory.tiers import PINNED, Buffer, device_tier
 from harness.model.spec import ModelSpec
+
+ATTENDED_BY = ("prefill", "decode", "decode on device")
 
 
 class Activations:
     """Room for `max_tokens` tokens of one micro-batch, reserved once; reused pass after pass.
 
     Device: tokens [2, n] (ids, positions), hidden, q, k, v, attention output, normed hidden, routing. Pinned: the host
-    copies of q, k, v and of the attention output of decode tokens. `workspace` accounts for temporaries inside ops.
+    copies of q, k, v and of the attention output of decode tokens, unless `host` is false: nothing then attends there.
+    `workspace` accounts for temporaries inside ops. `spec` is that of the part of the model that GPU `rank` computes.
     """
 
-    def __init__(self, machine: Machine, spec: ModelSpec, *, max_tokens: int, name: str) -> None:
+    tokens: Buffer
+    hidden: Buffer
+    sampled: Buffer
+    q: Buffer
+    k: Buffer
+    v: Buffer
+    attention: Buffer
+    normed: Buffer
+    expert_ids: Buffer
+    expert_weights: Buffer
+    moe_out: Buffer
+    workspace: Buffer
+    host_q: Buffer
+    host_k: Buffer
+    host_v: Buffer
+    host_attention: Buffer
+
+    def __init__(
+        self, machine: Machine, spec: ModelSpec, *, max_tokens: int, name: str, host: bool = True, rank: int = 0
+    ) -> None:
         self._machine = machine
         self.max_tokens = max_tokens
-        device, pinned = machine.tiers["device"], machine.tiers["pinned"]
-        row = spec.dtype_bytes
+        device = {**state_bytes(spec), **attention_bytes(spec), **expert_bytes(spec)}
+        pinned = {what: host * nbytes for what, nbytes in host_attention_bytes(spec).items()}
+        for tier, sizes in ((device_tier(rank), device), (PINNED, pinned)):
+            for what, nbytes in sizes.items():
+                label, backed = f"{name} {what.replace('_', ' ')}", what not in UNBACKED
+                setattr(self, what, machine.tiers[tier].reserve(label, max_tokens * nbytes, backed=backed))
 
-        def on(tier, what: str, bytes_per_token: int) -> Buffer:  # type: ignore[no-untyped-def]
-            return tier.reserve(f"{name} {what}", max_tokens * bytes_per_token)
-
-        self.tokens = on(device, "tokens", 16)
-        self.hidden = on(device, "hidden", spec.hidden_dim * row)
-        self.q = on(device, "q", spec.q_dim * row)
-        self.k = on(device, "k", spec.kv_dim * row)
-        self.v = on(device, "v", spec.kv_dim * row)
-        self.attention = on(device, "attention", spec.q_dim * row)
-        self.normed = on(device, "normed", spec.hidden_dim * row)
-        self.expert_ids = on(device, "expert ids", spec.experts_per_token * 8)
-        self.expert_weights = on(device, "expert weights", spec.experts_per_token * 4)
-        self.moe_out = on(device, "moe out", spec.hidden_dim * 4)
-        self.sampled = on(device, "sampled", 8)
-        self.workspace = on(device, "workspace", workspace_bytes_per_token(spec))
-        self.host_q = on(pinned, "host q", spec.q_dim * row)
-        self.host_k = on(pinned, "host k", spec.kv_dim * row)
-        self.host_v = on(pinned, "host v", spec.kv_dim * row)
-        self.host_attention = on(pinned, "host attention", spec.q_dim * row)
+    @property
+    def attention_keys(self) -> tuple[tuple[Buffer, str], ...]:
+        """Rows of `attention` by who writes them: attention of prefilling sequences, and that of decoding ones over
+        the cache in host memory and over the one in device memory."""
+        prefill, decode, on_device = ATTENDED_BY
+        return ((self.attention, prefill), (self.attention, decode), (self.attention, on_device))
 
     def close(self) -> None:
         """Give all memory back; no op may use it any more."""
@@ -49,6 +64,44 @@ class Activations:
         return tuple(value for value in vars(self).values() if isinstance(value, Buffer))
 
 
+UNBACKED = ("workspace",)  # torch allocates temporaries while an op runs; they are gone with it
+
+# Bytes per token by buffer, in the groups in which micro-batches need them.
+
+
+def state_bytes(spec: ModelSpec) -> Mapping[str, int]:
+    """What a micro-batch keeps from layer to layer."""
+    return {"tokens": 16, "hidden": spec.hidden_dim * spec.dtype_bytes, "sampled": 8}
+
+
+def attention_bytes(spec: ModelSpec) -> Mapping[str, int]:
+    """From the QKV projection to the output projection."""
+    row = spec.dtype_bytes
+    return {"q": spec.q_dim * row, "k": spec.kv_dim * row, "v": spec.kv_dim * row, "attention": spec.o_dim * row}
+
+
+def host_attention_bytes(spec: ModelSpec) -> Mapping[str, int]:
+    """The same in pinned memory, as attention over the cache takes it."""
+    row = spec.dtype_bytes
+    return {
+        "host_q": spec.cached_q_dim * row,
+        "host_k": spec.cached_k_dim * row,
+        "host_v": spec.cached_v_dim * row,
+        "host_attention": spec.cached_o_dim * row,
+    }
+
+
+def expert_bytes(spec: ModelSpec) -> Mapping[str, int]:
+    """Behind attention, within one op's reach."""
+    return {
+        "normed": spec.hidden_dim * spec.dtype_bytes,
+        "expert_ids": spec.experts_per_token * 8,
+        "expert_weights": spec.experts_per_token * 4,
+        "moe_out": spec.hidden_dim * 4,
+        "workspace": workspace_bytes_per_token(spec),
+    }
+
+
 def workspace_bytes_per_token(spec: ModelSpec) -> int:
     """Temporaries of the widest op: one expert's gate and up projections with its input and output, in float32."""
     return 4 * (3 * spec.expert_dim + 2 * spec.hidden_dim)
@@ -56,6 +109,9 @@ def workspace_bytes_per_token(spec: ModelSpec) -> int:
 
 def device_bytes_per_token(spec: ModelSpec) -> int:
     """Device memory of `Activations` per token of capacity."""
-    row = spec.dtype_bytes
-    tensors = row * (2 * spec.hidden_dim + 2 * spec.q_dim + 2 * spec.kv_dim)
-    return 16 + tensors + 12 * spec.experts_per_token + 4 * spec.hidden_dim + 8 + workspace_bytes_per_token(spec)
+    return sum(sum(group(spec).values()) for group in (state_bytes, attention_bytes, expert_bytes))
+
+
+def host_bytes_per_token(spec: ModelSpec) -> int:
+    """Pinned memory of `Activations` per token of capacity."""
+    return sum(host_attention_bytes(spec).values())

@@ -11,17 +11,23 @@ import numpy as np
 
 from harness.engine.sequences import Sequence
 from harness.machine.base import Ticket
-from harness.memory.kv_cache import BlockAllocator
+from harness.memory.kv_cache import Blocks
+from harness.model.spec import ModelSpec
 
 
 @dataclass(eq=False, slots=True)
 class PassPlan:
-    """What the scheduler decided for one pass. KV blocks for every token of it have been taken."""
+    """What the scheduler decided for one pass. KV blocks for every token of it have been taken.
+
+    `micro_batches` cuts the pass's sequences into those that go through a layer together, in the order in which they
+    run; None where the scheduler leaves that to the pipeline.
+    """
 
     prefill: list[Sequence]
     decode: list[Sequence]
     mode: str
     num_preemptions: int = 0
+    micro_batches: list[list[Sequence]] | None = None
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -30,7 +36,8 @@ class PassPlan:
 
 @dataclass(eq=False)
 class MicroBatch:
-    """Tokens in rows: those of prefilling sequences first, one after another, then one row a decoding sequence.
+    """Tokens in rows: those of prefilling sequences first, one after another, then one row a decoding sequence. Among
+    either, sequences whose KV cache lies in host memory come before those that have it on the device.
 
     The arrays are never changed after construction, since ops that run later refer to them.
     """
@@ -46,6 +53,8 @@ class MicroBatch:
     block_tables: np.ndarray  # int32 [decode, blocks]
     last_rows: np.ndarray  # int64 [sequences], the row whose hidden state gives the next token
     partitions: tuple[int, ...]
+    num_host_prefill_tokens: int  # whose keys and values go to the host cache
+    num_host_decode: int
     kv_tickets: list[Ticket] = field(default_factory=list)  # ops that touch the KV blocks of these sequences
     routing_tickets: dict[int, Ticket] = field(default_factory=dict)  # by layer, where routing is recorded
 
@@ -61,10 +70,23 @@ class MicroBatch:
     def num_prefill_tokens(self) -> int:
         return len(self.token_ids) - len(self.decode)
 
-    @property
-    def num_context_tokens(self) -> int:
-        """KV-cache tokens that decode attention reads."""
-        return int(self.context_lens.sum())
+    @cached_property
+    def on_host(self) -> CachedRows:
+        """The rows whose keys and values lie in host memory."""
+        first, count = self.num_prefill_tokens, self.num_host_decode
+        return CachedRows(self, slice(0, self.num_host_prefill_tokens), slice(first, first + count))
+
+    @cached_property
+    def on_device(self) -> CachedRows:
+        """The rows whose keys and values lie in device memory."""
+        first, count = self.num_prefill_tokens, self.num_host_decode
+        return CachedRows(self, slice(self.num_host_prefill_tokens, first), slice(first + count, self.num_tokens))
+
+    @cached_property
+    def request_ids(self) -> np.ndarray:
+        """int64 [tokens], each row's request."""
+        lens = (*self.prefill_lens, *[1] * len(self.decode))
+        return np.repeat([s.request.request_id for s in self.sequences], lens).astype(np.int64)
 
     @cached_property
     def records_routing(self) -> bool:
@@ -79,8 +101,48 @@ class MicroBatch:
             start += length
 
 
-def assemble(index: int, prefill: Seq[Sequence], decode: Seq[Sequence], allocator: BlockAllocator) -> MicroBatch:
+class CachedRows:
+    """The rows of a micro-batch whose keys and values lie on one side: `prefill` and `decode` as slices of all rows."""
+
+    def __init__(self, batch: MicroBatch, prefill: slice, decode: slice) -> None:
+        first = batch.num_prefill_tokens
+        decoding = slice(decode.start - first, decode.stop - first)
+        self.prefill, self.decode = prefill, decode
+        self.num_decode = decode.stop - decode.start
+        self.num_tokens = prefill.stop - prefill.start + self.num_decode
+        self.context_lens = batch.context_lens[decoding]  # int32 [decode]
+        self.block_tables = batch.block_tables[decoding]  # int32 [decode, blocks]
+        self._batch = batch
+
+    @property
+    def ranges(self) -> list[slice]:
+        """All of them as few slices of all rows, none of them empty."""
+        if self.prefill.stop == self.decode.start:
+            found = [slice(self.prefill.start, self.decode.stop)]
+        else:
+            found = [self.prefill, self.decode]
+        return [rows for rows in found if rows.start < rows.stop]
+
+    @cached_property
+    def num_context_tokens(self) -> int:
+        """KV-cache tokens that decode attention reads."""
+        return int(self.context_lens.sum())
+
+    def num_seen_tokens(self, spec: ModelSpec, layer: int) -> int:
+        """Those that lie within the layer's window."""
+        window = spec.seen_tokens(layer, spec.max_positions)
+        if window >= spec.max_positions:
+            return self.num_context_tokens
+        return int(self.context_lens.clip(max=window).sum())
+
+
+def _host_first(sequences: Seq[Sequence]) -> list[Sequence]:
+    return sorted(sequences, key=lambda s: s.kv_on_device)
+
+
+def assemble(index: int, prefill: Seq[Sequence], decode: Seq[Sequence], allocator: Blocks) -> MicroBatch:
     """Lay out the pending tokens of the given sequences, whose blocks have been taken."""
+    prefill, decode = _host_first(prefill), _host_first(decode)
     ids: list[int] = []
     positions, slots, lens = [], [], []
     for sequence in (*prefill, *decode):
@@ -97,6 +159,7 @@ def assemble(index: int, prefill: Seq[Sequence], decode: Seq[Sequence], allocato
     tables = np.zeros((len(decode), width), dtype=np.int32)
     for row, sequence in enumerate(decode):
         tables[row, : len(sequence.blocks)] = sequence.blocks
+    prefill_lens = tuple(lens[: len(prefill)])
     return MicroBatch(
         index=index,
         prefill=tuple(prefill),
@@ -104,9 +167,11 @@ def assemble(index: int, prefill: Seq[Sequence], decode: Seq[Sequence], allocato
         token_ids=np.asarray(ids, dtype=np.int64),
         positions=np.concatenate(positions).astype(np.int64),
         slots=np.concatenate(slots).astype(np.int64),
-        prefill_lens=tuple(lens[: len(prefill)]),
+        prefill_lens=prefill_lens,
         context_lens=np.asarray([s.num_cached + 1 for s in decode], dtype=np.int32),
         block_tables=tables,
         last_rows=np.cumsum(lens, dtype=np.int64) - 1,
         partitions=tuple(sorted({s.partition for s in (*prefill, *decode)})),
+        num_host_prefill_tokens=sum(n for s, n in zip(prefill, prefill_lens, strict=True) if not s.kv_on_device),
+        num_host_decode=sum(not s.kv_on_device for s in decode),
     )

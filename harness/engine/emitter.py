@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from harness.engine.activations import Activations
+import numpy as np
+
+from harness.engine.activations import ATTENDED_BY, Activations
 from harness.engine.batch import MicroBatch
 from harness.engine.engine import Engine
-from harness.engine.ops import compute, data, host
-from harness.machine.base import CPU, D2H, GPU, H2D, Op, Ticket
+from harness.engine.ops import compute, data, host, paged
+from harness.machine.base import CPU, D2H, GPU, H2D, HOST_KINDS, LANES, Lane, Op, Ticket
+from harness.memory.kv_cache import KVCache
 from harness.memory.ops import Poison
 from harness.memory.tiers import Buffer
 from harness.memory.weights import PlacedPart, WeightStream
@@ -27,28 +31,41 @@ class Emitter:
     """Submits the ops of one step for one micro-batch; nothing here waits.
 
     `serial=True` makes every op follow the one before it, on whatever lane: execution without any overlap.
+    `fifo=True` lets nothing overtake: no op is urgent.
     """
 
-    def __init__(self, engine: Engine, *, serial: bool = False) -> None:
+    def __init__(self, engine: Engine, *, serial: bool = False, fifo: bool = False) -> None:
         self._engine = engine
-        self._spec, self._family, self._cache = engine.spec, engine.family, engine.kv
-        self._serial = serial
-        self._last: Ticket | None = None
+        self._spec, self._family = engine.spec, engine.family
+        self._serial, self._fifo = serial, fifo
+        self._lanes = {
+            lane: lane if lane.kind in HOST_KINDS else Lane(lane.kind, engine.rank) for lane in LANES if engine.rank
+        }
+        self.tail: tuple[Ticket, ...] = ()  # what was submitted last
 
-    def submit(self, lane, op: Op, *, urgent: bool = False) -> Ticket:  # type: ignore[no-untyped-def]
-        after = (self._last,) if self._serial and self._last is not None else ()
-        self._last = self._engine.machine.submit(lane, op, after=after, urgent=urgent)
-        return self._last
+    def submit(self, lane: Lane, op: Op, *, urgent: bool = False) -> Ticket:
+        """`lane` is one of the first GPU; the op goes to the like lane of this emitter's."""
+        lane = self._lanes[lane] if self._lanes else lane
+        after = self.tail if self._serial else ()
+        ticket = self._engine.machine.submit(lane, op, after=after, urgent=urgent and not self._fifo)
+        self.tail = (ticket,)
+        return ticket
 
     def load(self, stream: WeightStream, index: int, part_name: str) -> None:
         """Request a part of a stream in this emitter's order."""
-        after = (self._last,) if self._serial and self._last is not None else ()
-        self._last = stream.request(index, part_name, after=after)
+        self.tail = (stream.request(index, part_name, after=self.tail if self._serial else ()),)
 
     def embed(self, it: InFlight) -> None:
         """Token ids to the device, then their embeddings."""
-        self._poison(it)
+        self.poison(it.acts.all_buffers())
+        self.upload_tokens(it)
+        self.look_up(it)
+
+    def upload_tokens(self, it: InFlight) -> None:
         self.submit(H2D, data.UploadTokens(self._spec, it.batch, it.acts), urgent=True)
+
+    def look_up(self, it: InFlight) -> None:
+        """The embeddings of uploaded tokens."""
         part = self._engine.resident.embedding
         self.submit(GPU, compute.Embed(self._family, self._spec, it.batch, it.acts, part))
 
@@ -62,43 +79,100 @@ class Emitter:
             return None
         return self.submit(GPU, compute.PrefillAttention(self._family, self._spec, it.batch, it.acts, layer))
 
-    def offload_qkv(self, it: InFlight, layer: int) -> None:
-        self.submit(D2H, data.OffloadQkv(self._spec, it.batch, it.acts, layer))
+    def offload_qkv(self, it: InFlight, layer: int, *, queries: bool = True) -> None:
+        """What the host needs of tokens whose KV cache lies there."""
+        if it.batch.on_host.num_tokens:
+            self.submit(D2H, data.OffloadQkv(self._spec, it.batch, it.acts, layer, queries=queries))
+
+    def offload_hidden(self, it: InFlight, layer: int, to: Buffer) -> None:
+        self.submit(D2H, data.OffloadHidden(self._spec, it.batch, it.acts, layer, to))
+
+    def load_hidden(self, it: InFlight, layer: int, source: Buffer) -> None:
+        self.submit(H2D, data.LoadHidden(self._spec, it.batch, it.acts, layer, source))
 
     def append_kv(self, it: InFlight, layer: int) -> None:
-        ticket = self.submit(CPU, host.AppendKv(self._spec, it.batch, it.acts, layer, self._cache))
-        it.batch.kv_tickets.append(ticket)
+        """New keys and values into the cache, on the side where each sequence has it."""
+        if it.batch.on_device.num_tokens:
+            on_device = paged.AppendKvOnDevice(self._spec, it.batch, it.acts, layer, self._device_cache)
+            it.batch.kv_tickets.append(self.submit(GPU, on_device))
+        if it.batch.on_host.num_tokens:
+            on_host = host.AppendKv(self._spec, it.batch, it.acts, layer, self._host_cache)
+            it.batch.kv_tickets.append(self.submit(CPU, on_host))
 
     def decode_attention(self, it: InFlight, layer: int) -> None:
-        """Attention over the host cache, and its result back to the device."""
-        if not it.batch.decode:
-            return
-        op = host.DecodeAttention(self._spec, it.batch, it.acts, layer, self._cache)
-        it.batch.kv_tickets.append(self.submit(CPU, op))
-        self.submit(H2D, data.LoadAttention(self._spec, it.batch, it.acts, layer), urgent=True)
+        """Attention over the cache, on the side where each sequence has it; results of the host back to the device."""
+        self.attend_in_place(it, layer)
+        self.attend_on_host(it, layer)
+        self.load_attention(it, layer)
+
+    def attend_in_place(self, it: InFlight, layer: int) -> None:
+        """Attention of sequences whose cache lies in device memory."""
+        if it.batch.on_device.num_decode:
+            cache = self._device_cache
+            op = paged.DecodeAttentionPaged(self._family, self._spec, it.batch, it.acts, layer, cache)
+            it.batch.kv_tickets.append(self.submit(GPU, op))
+
+    def attend_on_host(self, it: InFlight, layer: int) -> None:
+        """Attention of sequences whose cache lies in host memory, by the CPU."""
+        if it.batch.on_host.num_decode:
+            op = host.DecodeAttention(self._spec, it.batch, it.acts, layer, self._host_cache)
+            it.batch.kv_tickets.append(self.submit(CPU, op))
+
+    def load_attention(self, it: InFlight, layer: int) -> None:
+        """What `attend_on_host` found, to the device."""
+        if it.batch.on_host.num_decode:
+            self.submit(H2D, data.LoadAttention(self._spec, it.batch, it.acts, layer), urgent=True)
+
+    @property
+    def _device_cache(self) -> KVCache:
+        cache = self._engine.kv.device
+        assert cache is not None, "blocks in device memory without a cache there"
+        return cache
+
+    @property
+    def _host_cache(self) -> KVCache:
+        cache = self._engine.kv.host
+        assert cache is not None, "blocks in host memory without a cache there"
+        return cache
 
     def decode_attention_on_device(self, it: InFlight, layer: int, staging: Seq[Buffer]) -> None:
-        """Decode attention on the gpu lane: KV comes over the link into alternating staging buffers."""
-        for turn, rows in enumerate(self._rows_that_fit(it.batch, min(b.nbytes for b in staging))):
+        """Decode attention on the gpu lane over the host cache: KV comes over the link into alternating staging
+        buffers."""
+        for turn, rows in enumerate(self._rows_that_fit(it.batch.on_host.context_lens, min(b.nbytes for b in staging))):
             buffer = staging[turn % len(staging)]
-            load = data.LoadKv(self._spec, it.batch, it.acts, layer, self._cache, rows, buffer)
-            it.batch.kv_tickets.append(self.submit(H2D, load, urgent=True))
-            attend = compute.DecodeAttentionDevice(self._family, self._spec, it.batch, it.acts, layer, rows, buffer)
-            self.submit(GPU, attend)
+            self.load_kv(it, layer, rows, buffer)
+            self.attend_on_device(it, layer, rows, buffer)
+
+    def load_kv(self, it: InFlight, layer: int, rows: range, to: Buffer) -> None:
+        """What the host cache holds of some decoding sequences (rows of `on_host`), over the link into a device
+        buffer."""
+        load = data.LoadKv(self._spec, it.batch, it.acts, layer, self._host_cache, rows, to)
+        it.batch.kv_tickets.append(self.submit(H2D, load, urgent=True))
+
+    def attend_on_device(self, it: InFlight, layer: int, rows: range, staged: Buffer) -> None:
+        """Decode attention over what `load_kv` staged and the newest tokens."""
+        op = compute.DecodeAttentionDevice(self._family, self._spec, it.batch, it.acts, layer, rows, staged)
+        self.submit(GPU, op)
 
     def attention_out(self, it: InFlight, layer: int, part: PlacedPart) -> Ticket:
         """O projection, norm and router."""
         ticket = self.submit(GPU, compute.AttentionOut(self._family, self._spec, it.batch, it.acts, part, layer))
-        if it.batch.records_routing:
+        if it.batch.records_routing and not self._spec.is_dense(layer):
             it.batch.routing_tickets[layer] = self.fetch_routing(it, layer)
         return ticket
 
     def fetch_routing(self, it: InFlight, layer: int) -> Ticket:
         return self.submit(D2H, data.FetchRouting(self._spec, it.batch, it.acts, layer), urgent=True)
 
-    def experts(self, it: InFlight, layer: int, parts: dict[int, PlacedPart]) -> Ticket:
-        """The given experts (by number) over the tokens routed to them."""
-        op = compute.Experts(self._family, self._spec, it.batch, it.acts, tuple(parts.values()), tuple(parts), layer)
+    def experts(self, it: InFlight, layer: int, parts: dict[int, PlacedPart]) -> Ticket | None:
+        """The given experts (by number) over the tokens routed to them; nothing in a layer without experts."""
+        if not parts:
+            return None
+        world = self._engine.machine.world
+        routed = None if world is None else world.expert_counts(it.batch, layer)
+        op = compute.Experts(
+            self._family, self._spec, it.batch, it.acts, tuple(parts.values()), tuple(parts), layer, routed
+        )
         return self.submit(GPU, op)
 
     def combine(self, it: InFlight, layer: int, extra: tuple[Buffer, ...] = ()) -> Ticket:
@@ -112,23 +186,21 @@ class Emitter:
         self.submit(GPU, compute.Head(self._family, self._spec, it.batch, it.acts, part))
         return self.submit(D2H, data.FetchSampled(self._spec, it.batch, it.acts), urgent=True)
 
-    def _rows_that_fit(self, batch: MicroBatch, nbytes: int) -> list[range]:
-        """Cut the decode rows into runs whose KV of one layer fits a staging buffer."""
+    def _rows_that_fit(self, context_lens: np.ndarray, nbytes: int) -> list[range]:
+        """Cut the decode rows with their KV on the host into runs whose KV of one layer fits a staging buffer."""
         limit = nbytes // self._spec.kv_bytes_per_token_layer
         runs, start, total = [], 0, 0
-        for row, length in enumerate(batch.context_lens.tolist()):
+        for row, length in enumerate(context_lens.tolist()):
             assert length <= limit, f"a context of {length} tokens does not fit the KV staging buffer of {limit}"
             if total + length > limit:
                 runs.append(range(start, row))
                 start, total = row, 0
             total += length
-        return [*runs, range(start, len(batch.decode))] if batch.decode else []
+        return [*runs, range(start, len(context_lens))] if len(context_lens) else []
 
-    def _poison(self, it: InFlight) -> None:
-        """Tests: nothing of the previous pass may be read."""
+    def poison(self, buffers: Iterable[Buffer]) -> None:
+        """Tests: nothing of what activation buffers held before may be read."""
         if self._engine.machine.poisons:
-            for buffer in it.acts.all_buffers():
-                keys = (buffer,)
-                if buffer is it.acts.attention:
-                    keys = ((buffer, "prefill"), (buffer, "decode"))  # type: ignore[assignment]
+            for buffer in filter(lambda b: b.backed, buffers):
+                keys = (buffer, *((buffer, who) for who in ATTENDED_BY))  # who: of attention results
                 self.submit(GPU, Poison(buffer, keys))

@@ -8,19 +8,31 @@ from typing import Any
 from harness.engine.sequences import Sequence
 from harness.machine.base import Machine
 from harness.memory.kv_cache import KVCache
+from harness.memory.split_kv import SplitKVCache
 from harness.memory.weights import Resident, WeightStore
 from harness.model.spec import ModelSpec
 
 
 @dataclass(eq=False, kw_only=True)
 class Engine:
-    """One loaded model on one machine, and the requests it is to serve, in the order of their arrival."""
+    """One loaded model on one machine, and the requests it is to serve, in the order of their arrival.
+
+    Where several GPUs share the model (tensor parallelism), this is GPU 0 and `peers` are the others, each an engine of
+    its own over its part of every layer. `spec` is then that part: what each GPU stores and computes of the model.
+    """
 
     machine: Machine
     spec: ModelSpec
     family: Any  # module of layer math under harness/model/families
     store: WeightStore
     resident: Resident
-    kv: KVCache
+    kv: KVCache | SplitKVCache
     sequences: list[Sequence] = field(default_factory=list)
     eos_token_id: int | None = None  # None: generate max_new_tokens whatever is sampled
+    rank: int = 0
+    peers: tuple[Engine, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[Engine, ...]:
+        """All GPUs, this one first."""
+        return (self, *self.peers)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from harness.config import ConfigError
-from harness.engine.activations import device_bytes_per_token
+from harness.engine.activations import device_bytes_per_token, host_bytes_per_token
 from harness.engine.engine import Engine
+from harness.memory.tiers import PINNED
+from harness.memory.weights import PartSource, stored_bytes
 
-_SLACK_BYTES = 1 << 16  # alignment of many small buffers
+SLACK_BYTES = 1 << 16  # alignment of many small buffers
 
 
 def longest_sequence(engine: Engine) -> int:
@@ -14,16 +16,39 @@ def longest_sequence(engine: Engine) -> int:
     return max((s.max_tokens for s in engine.sequences), default=1)
 
 
+def least_bytes(
+    source: PartSource, *, kv_cache_bytes: int, longest_tokens: int, weights_tier: str = PINNED
+) -> dict[str, dict[str, int]]:
+    """By tier and name, what every strategy needs at the least: the model in `weights_tier` and the KV cache in pinned
+    memory; on the device the ends of the model, two layers, and one micro-batch that holds the longest sequence."""
+    spec, family = source.spec, source.family
+    layers = [sum(part.nbytes for part in family.layer_parts(spec, layer)) for layer in range(spec.num_layers)]
+    tokens = f"one micro-batch of {longest_tokens} tokens"
+    needed: dict[str, dict[str, int]] = {
+        "device": {
+            "two layers of weights": 2 * max(layers),
+            "embedding and head": family.embedding_part(spec).nbytes + family.head_part(spec).nbytes,
+            tokens: longest_tokens * device_bytes_per_token(spec),
+        },
+        weights_tier: {"weights": stored_bytes(source)},
+    }
+    pinned = {"kv cache": kv_cache_bytes, tokens: longest_tokens * host_bytes_per_token(spec)}
+    needed[PINNED] = needed.get(PINNED, {}) | pinned
+    return needed
+
+
 def tokens_that_fit(
     engine: Engine, *, num_layers_buffered: int, num_micro_batches: int, reserved_bytes: int = 0
 ) -> int:
-    """Tokens of activations per micro-batch that fit device memory beside the weight buffer.
+    """Tokens of activations per micro-batch that fit device memory beside the weight buffer; of several GPUs the first
+    has the least room.
 
     Raises ConfigError("hardware.device_memory_gb", ...) where not even one token fits.
     """
     device = engine.machine.tiers["device"]
-    weights_bytes = num_layers_buffered * engine.store.layer_bytes + reserved_bytes + _SLACK_BYTES
+    weights_bytes = num_layers_buffered * engine.store.layer_bytes + reserved_bytes + SLACK_BYTES
     per_token_bytes = device_bytes_per_token(engine.spec) * num_micro_batches
+    pinned = engine.machine.tiers["pinned"]
     fitting = (device.free_bytes - weights_bytes) // per_token_bytes
     if fitting < 1:
         needed_gb = (device.used_bytes + weights_bytes + per_token_bytes * longest_sequence(engine)) / 1e9
@@ -32,4 +57,8 @@ def tokens_that_fit(
             f"{device.capacity_bytes / 1e9:.4g} GB is too small: embedding and head, {num_layers_buffered} layer "
             f"buffers and the longest sequence need {needed_gb:.4g} GB",
         )
-    return fitting
+    host_fitting = pinned.free_bytes // (host_bytes_per_token(engine.spec) * num_micro_batches * len(engine.ranks))
+    if host_fitting < 1:
+        message = f"{pinned.capacity_bytes / 1e9:.4g} GB hold weights and KV cache, and not one token beside them"
+        raise ConfigError("hardware.pinned_memory_gb", message)
+    return min(fitting, host_fitting)

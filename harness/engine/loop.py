@@ -23,6 +23,7 @@ def run(engine: Engine, strategy: Strategy, on_pass: Callable[[PassRecord], None
             break
         for sequence in plan.prefill:
             sequence.lives.append(Life(first_generated=len(sequence.generated)))
+        engine.machine.spend_host_time(len(plan.sequences))
         result = strategy.pipeline.run(plan)
         used = engine.kv.allocator.num_used
         ended = _retire(engine, result, index)
@@ -55,8 +56,8 @@ def _retire(engine: Engine, result: PassResult, index: int) -> list[Sequence]:
 def _collect_routing(engine: Engine, batch: MicroBatch) -> None:
     if not batch.records_routing:
         return
-    layers = [engine.machine.wait(batch.routing_tickets[layer]) for layer in range(engine.spec.num_layers)]
-    routing = np.stack(layers, axis=1).astype(np.int16)  # [tokens, layers, experts_per_token]
+    layers = [engine.machine.wait(batch.routing_tickets[layer]) for layer in sorted(batch.routing_tickets)]
+    routing = np.stack(layers, axis=1).astype(np.int16)  # [tokens, layers with a router, experts_per_token]
     for sequence, rows in batch.rows_of():
         if sequence.records_routing:
             sequence.lives[-1].routing.append(routing[rows])

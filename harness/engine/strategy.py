@@ -9,6 +9,13 @@ import numpy as np
 
 from harness.engine.batch import MicroBatch, PassPlan
 from harness.engine.sequences import Sequence
+from harness.memory.tiers import PINNED
+
+
+def weights_tier(config: Any) -> str:
+    """The tier of host memory in which a strategy wants the model: what its Config has as `weights_tier`, or pinned."""
+    tier: str = getattr(config, "weights_tier", PINNED)
+    return tier
 
 
 class Scheduler(Protocol):

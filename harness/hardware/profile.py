@@ -6,6 +6,7 @@ from dataclasses import field, fields
 
 from harness.config import ConfigError, config, require
 from harness.hardware.constants import Constant, Kind, Number, NumberByDtype, OptionalNumber
+from harness.memory.tiers import RAM, device_tier
 
 _SIZES = ("device_memory_gb", "pinned_memory_gb", "host_memory_gb", "ram_gb", "cpu_cores")
 
@@ -22,6 +23,7 @@ class HardwareConfig:
     gpu: str | None = None
     host: str | None = None
     num_gpus: int = 1
+    calibrated: bool = False  # on the simulated machine: this computer's own measured costs instead of the rates below
 
     device_memory_gb: Number  # of each GPU
     pinned_memory_gb: Number  # host memory that the links can read
@@ -54,6 +56,7 @@ class HardwareConfig:
 
     def __post_init__(self) -> None:
         require(self.num_gpus >= 1, "num_gpus", f"must be >= 1, got {self.num_gpus}")
+        require(not self.calibrated or self.gpu is None, "calibrated", "must be false for a real machine's profile")
         for name, constant in self.constants().items():
             expected = _kind_of(name)
             valid = constant.kind in (expected, "chosen")
@@ -87,11 +90,10 @@ class HardwareConfig:
 
     @property
     def capacities_bytes(self) -> dict[str, int]:
-        return {
-            "device": int(self.device_memory_gb * 1e9),
-            "pinned": int(self.pinned_memory_gb * 1e9),
-            "host": int(self.host_memory_gb * 1e9),
-        }
+        sizes = {device_tier(rank): self.device_memory_gb for rank in range(self.num_gpus)}
+        sizes |= {"pinned": self.pinned_memory_gb, "host": self.host_memory_gb}
+        sizes |= {} if self.ram_gb is None else {RAM: self.ram_gb}
+        return {tier: int(size * 1e9) for tier, size in sizes.items()}
 
     @property
     def link_ceilings_gb_s(self) -> dict[str, float]:

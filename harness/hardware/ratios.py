@@ -17,15 +17,18 @@ REFERENCES: dict[str, dict[str, float]] = {
 }
 
 
-def ratios(hardware: HardwareConfig, spans: Sequence[Span]) -> dict[str, Any] | None:
-    """The run's own ratios (GPU rate as achieved over all gpu spans) beside the references; None without link rate."""
+def ratios(hardware: HardwareConfig, spans: Sequence[Span], h2d_gb_s: float | None) -> dict[str, Any] | None:
+    """The run's own ratios (GPU rate as achieved over all gpu spans) beside the references; None without link rate.
+    Where the link is not the profile's, only its real host memory counts, not what is chosen for the cpu lane.
+    """
     gpu = [s for s in spans if s.lane.kind is LaneKind.GPU and s.work.flops]
     busy_s = sum(s.end_s - s.start_s for s in gpu)
-    if not hardware.h2d_gb_s or busy_s <= 0:
+    if not h2d_gb_s or busy_s <= 0:
         return None
-    link_bytes_s = hardware.h2d_gb_s * 1e9
+    link_bytes_s = h2d_gb_s * 1e9
     gpu_flop_s = sum(s.work.flops for s in gpu) / busy_s
-    host = hardware.host_gb_s or hardware.cpu_gb_s
+    chosen = hardware.cpu_gb_s if h2d_gb_s == hardware.h2d_gb_s else None
+    host = hardware.host_gb_s or chosen
     return {
         "gpu_gflop_s_achieved": gpu_flop_s / 1e9,
         "gpu_flop_per_link_byte": gpu_flop_s / link_bytes_s,

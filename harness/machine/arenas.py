@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from harness.memory.tiers import Buffer, Tier
+from harness.memory.tiers import Buffer, Tier, make_tiers
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -28,19 +28,26 @@ class Arenas:
     def __init__(self, poison: bool) -> None:
         self._roots: dict[Buffer, torch.Tensor] = {}
         self._memos: dict[Buffer, dict[Hashable, Any]] = {}  # what ops keep about a root, for as long as it is backed
-        self._poison = poison
+        self.poisons = poison
 
     def tiers(self, capacities_bytes: dict[str, int]) -> dict[str, Tier]:
-        return {name: Tier(name, size, self.back, self.unback) for name, size in capacities_bytes.items()}
+        return make_tiers(capacities_bytes, self.back, self.unback)
 
     def back(self, buffer: Buffer) -> None:
-        raw = torch.empty(buffer.nbytes + _ALIGNMENT_BYTES, dtype=torch.uint8)
-        skip = -raw.data_ptr() % _ALIGNMENT_BYTES
-        self._roots[buffer], self._memos[buffer] = raw[skip : skip + buffer.nbytes], {}
-        if self._poison:
+        if not buffer.backed:
+            return
+        self._roots[buffer], self._memos[buffer] = self._allocate(buffer), {}
+        if self.poisons:
             self._roots[buffer].fill_(_POISON_BYTE)
 
+    def _allocate(self, buffer: Buffer) -> torch.Tensor:
+        raw = torch.empty(buffer.nbytes + _ALIGNMENT_BYTES, dtype=torch.uint8)
+        skip = -raw.data_ptr() % _ALIGNMENT_BYTES
+        return raw[skip : skip + buffer.nbytes]
+
     def unback(self, buffer: Buffer) -> None:
+        if not buffer.backed:
+            return
         del self._roots[buffer], self._memos[buffer]
 
     def memo(self, buffer: Buffer) -> dict[Hashable, Any]:

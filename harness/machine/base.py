@@ -1,17 +1,17 @@
 """The contract between a strategy and a machine: typed ops submitted to lanes, tickets, and nothing else.
 
 A strategy never touches a stream, a thread, a clock's source or a tensor's device. Every machine (`emulated`,
-`shuffled`, later `simulated` and `cuda`) implements `Machine`; the derivation of data dependencies and the two FIFO
+`shuffled`, `simulated`, `cuda`) implements `Machine`; the derivation of data dependencies and the two FIFO
 classes of a lane are shared (`hazards.py`, `queues.py`), so that an op means the same thing everywhere.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from harness.memory.tiers import Buffer, Tier
@@ -23,6 +23,8 @@ class LaneKind(StrEnum):
     H2D = "h2d"
     D2H = "d2h"
     PIN = "pin"  # pageable -> pinned staging copies
+
+    __hash__ = str.__hash__  # an enum's own is several times slower, and lanes are looked up with every op
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -36,21 +38,28 @@ class Lane:
         return f"{self.kind}{self.rank}" if self.rank else str(self.kind)
 
 
-GPU, CPU, H2D, D2H, PIN = (Lane(kind) for kind in LaneKind)
+LANES = GPU, CPU, H2D, D2H, PIN = tuple(Lane(kind) for kind in LaneKind)  # of one GPU and its host
+HOST_KINDS = (LaneKind.CPU, LaneKind.PIN)  # the host is one, however many GPUs there are: its lanes are rank 0's
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What an op costs the hardware: FLOPs, and bytes moved by tier. Feeds cost tables and the pacing of a lane."""
+class Work(NamedTuple):
+    """What an op costs the hardware: FLOPs, and bytes moved by tier. Feeds cost tables and the pacing of a lane.
+
+    A named tuple because it is made with every op, and a frozen dataclass takes twice as long to make.
+    """
 
     flops: float = 0.0
     device_bytes: float = 0.0  # device memory traffic
     host_bytes: float = 0.0  # host memory traffic
-    link_bytes: float = 0.0  # bytes over the host-device link
+    link_bytes: float = 0.0  # over the host-device link; copied into pinned memory; on a gpu lane, between GPUs
 
 
 class Context(Protocol):
-    """What a running op may use: tensors over planned buffers, and the lane's copy engine."""
+    """What a running op may use: tensors over planned buffers, and the lane's copy engine.
+
+    An op of a copy lane reaches memory of the device only through `copy`, `move` and `host_value`: they may return
+    before their bytes have moved.
+    """
 
     lane: Lane
 
@@ -67,7 +76,8 @@ class Context(Protocol):
         """Copy tensor (or numpy array) `src` into tensor `dst`, any strides, at the speed of this lane."""
 
     def host_value(self, source: Any) -> Any:
-        """A numpy copy of a tensor, moved at the speed of this lane: how values reach the strategy."""
+        """A numpy copy of a tensor, moved at the speed of this lane: how values reach the strategy. An op returns it,
+        or what holds it, and does not look at it: it may be filled only when the op is over."""
 
     def num_threads(self) -> int:
         """Host threads that kernels of this lane may use."""
@@ -92,6 +102,15 @@ class Op:
         """Cost of the whole op (all packets)."""
         return Work()
 
+    @property
+    def cost_key(self) -> str:
+        """What calibration tables know this op by: ops of one key cost a function of their `cost_features`."""
+        return self.kind
+
+    def cost_features(self) -> tuple[float, ...]:
+        """What the op's duration depends on, for tables of measured costs; empty where only `work` is known."""
+        return ()
+
     def run(self, ctx: Context, packet: int) -> Any:
         """Execute packet number `packet` on a real machine."""
         raise TypeError(f"op {self.kind} has no real execution")
@@ -109,36 +128,57 @@ class Op:
 class TicketState(StrEnum):
     PENDING = "pending"
     RUNNING = "running"
+    ISSUED = "issued"  # all of it stands in a device's stream, where others can wait for it
     DONE = "done"
     CANCELLED = "cancelled"
 
 
-@dataclass(eq=False, slots=True)
-class Ticket:
-    """A submitted op. `done`, `started_s` and `finished_s` are as of the last `wait`, `wait_any` or `now`."""
+_PENDING, _DONE, _CANCELLED = TicketState.PENDING, TicketState.DONE, TicketState.CANCELLED
 
-    op: Op
-    lane: Lane
-    number: int
-    urgent: bool
-    done: bool = False
-    started_s: float | None = None
-    finished_s: float | None = None
-    # What follows belongs to the machine.
-    state: TicketState = TicketState.PENDING
-    value: Any = None
-    packets_run: int = 0
-    unmet: set[Ticket] = field(default_factory=set)  # dependencies not finished yet
-    dependents: list[Ticket] = field(default_factory=list)
-    inherited: tuple[Ticket, ...] = ()  # a cancelled ticket's own dependencies, passed on to whoever comes after it
+
+class Ticket:
+    """A submitted op. `done`, `started_s` and `finished_s` are as of the last `wait`, `wait_any` or `now`.
+
+    Written out, with containers only where there is something in them: a simulated run makes millions. A settled ticket
+    refers to no other, so that whatever the strategy has let go of is gone.
+    """
+
+    __slots__ = (
+        "dependents", "done", "finished_s", "inherited", "lane", "num_unmet", "number", "op", "packets_run", "place",
+        "stamp", "started_s", "state", "urgent", "value", "waits_for",
+    )  # fmt: skip
+
+    def __init__(self, op: Op, lane: Lane, number: int, urgent: bool) -> None:
+        self.op = op
+        self.lane = lane
+        self.number = number
+        self.urgent = urgent
+        self.done = False
+        self.started_s: float | None = None
+        self.finished_s: float | None = None
+        # What follows belongs to the machine.
+        self.state = _PENDING
+        self.value: Any = None
+        self.packets_run = 0
+        self.num_unmet = 0  # dependencies not finished yet
+        self.waits_for: Sequence[Ticket] = ()  # those that were unfinished at submission; empty once none is left
+        self.dependents: list[Ticket] | None = None
+        self.inherited: tuple[Ticket, ...] = ()  # a cancelled ticket's own dependencies, passed on to its followers
+        self.stamp = -1  # number of the submission that looked at this ticket last
+        self.place: Any = None  # where the machine keeps what else it knows
+
+    @property
+    def unmet(self) -> set[Ticket]:
+        """Dependencies not finished yet."""
+        return {dependency for dependency in self.waits_for if not dependency.settled}
 
     @property
     def ready(self) -> bool:
-        return not self.unmet
+        return not self.num_unmet
 
     @property
     def settled(self) -> bool:
-        return self.state in (TicketState.DONE, TicketState.CANCELLED)
+        return self.state is _DONE or self.state is _CANCELLED
 
     def __str__(self) -> str:
         return f"#{self.number} {self.op} on {self.lane}{' urgent' if self.urgent else ''}"
@@ -171,9 +211,12 @@ class Machine(ABC):
 
     label: ClassVar[str]
     name: ClassVar[str]
+    clock: ClassVar[Literal["host", "virtual"]] = "host"  # whose seconds `now` and spans are
     tiers: dict[str, Tier]
     poisons: bool = False  # buffers are filled with NaN when acquired and when released
-    spans: list[Span]
+    spans: MutableSequence[Span]
+    link_ceilings_gb_s: Mapping[str, float] | None = None  # measured by the machine; None: the profile's hold
+    world: Any = None  # where no tensors exist: what `Op.imagine` asks for values
 
     @abstractmethod
     def submit(self, lane: Lane, op: Op, *, after: Iterable[Ticket] = (), urgent: bool = False) -> Ticket:
@@ -195,6 +238,11 @@ class Machine(ABC):
     def now(self) -> float:
         """Seconds on the machine's clock."""
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """What else a reader of this machine's numbers must know; goes into the summary."""
+        return {}
+
     @abstractmethod
     def back(self, buffer: Buffer) -> None:
         """Provide memory for a newly reserved root buffer (no-op where no tensors exist)."""
@@ -202,6 +250,10 @@ class Machine(ABC):
     @abstractmethod
     def unback(self, buffer: Buffer) -> None:
         """Give the memory of a released root buffer back."""
+
+    def spend_host_time(self, num_sequences: int) -> None:
+        """The strategy's thread schedules, lays out and retires a pass of so many sequences. Where time is real it
+        passes by itself; a virtual clock is told here."""
 
     def drain(self) -> None:
         """Wait until every submitted op has finished."""

@@ -1,31 +1,63 @@
-"""A machine by the name in its YAML: each is a module of this package with `Config` and `build(config, hardware)`."""
+"""A machine by the name in its YAML: each is a module here with `Config` and `build(config, hardware, spec)`.
+
+`Config.has_tensors` says whether models really run on the machine. A module with `choose(config)` in the place of
+`build` stands for another one, whose configuration it gives.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from harness.config import ConfigError, parse
 from harness.hardware.profile import HardwareConfig
 from harness.machine.base import Machine
+from harness.model.spec import ModelSpec
 
 
-def load_machine(values: Mapping[str, Any]) -> Callable[[HardwareConfig], Machine]:
-    """What builds the machine that the `machine` group of the configuration asks for; the group is checked at once."""
+@dataclass(frozen=True)
+class LoadedMachine:
+    """What builds the machine that the configuration asks for. `has_tensors`: it runs models, it does not only time
+    them."""
+
+    has_tensors: bool
+    build: Callable[[HardwareConfig, ModelSpec], Machine]
+
+
+def load_machine(values: Mapping[str, Any]) -> LoadedMachine:
+    """From the `machine` group of the configuration, which is checked at once."""
+    module, config = _parsed(chosen_machine(values))
+    return LoadedMachine(module.Config.has_tensors, partial(module.build, config))
+
+
+def chosen_machine(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The `machine` group with the machine that will run, where it leaves the choice to this computer."""
+    module, config = _parsed(values)
+    chosen: dict[str, Any] = module.choose(config) if hasattr(module, "choose") else dict(values)
+    return chosen
+
+
+def _parsed(values: Mapping[str, Any]) -> tuple[ModuleType, Any]:
     settings = dict(values)
     name = str(settings.pop("name", ""))
     module_name = f"harness.machine.{name}"
-    if not name.isidentifier() or find_spec(module_name) is None or not hasattr(import_module(module_name), "build"):
+    if not name.isidentifier() or find_spec(module_name) is None or not _is_machine(import_module(module_name)):
         raise ConfigError("machine.name", f"'{name}' is not a machine; valid are {', '.join(available())}")
     module = import_module(module_name)
-    return partial(module.build, parse(module.Config, settings, "machine"))
+    return module, parse(module.Config, settings, "machine")
 
 
 def available() -> list[str]:
     """Machines that exist."""
     names = [path.stem for path in Path(__file__).parent.glob("*.py")]
-    return sorted(n for n in names if n != "build" and hasattr(import_module(f"harness.machine.{n}"), "build"))
+    return sorted(n for n in names if n != "build" and _is_machine(import_module(f"harness.machine.{n}")))
+
+
+def _is_machine(module: ModuleType) -> bool:
+    return hasattr(module, "build") or hasattr(module, "choose")

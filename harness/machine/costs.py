@@ -1,11 +1,17 @@
-"""Cost models of the simulated machine: rooflines from constants."""
+"""Cost models of the simulated machine: measured tables or cited constants, never a strategy's own model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from harness.machine.base import Lane, LaneKind, Op, Work
+
+
+class Costs(Protocol):
+    def seconds(self, lane: Lane, op: Op, work: Work) -> float:
+        """The whole op alone on its lane, overheads included. Asked once an op, when it begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,20 +24,9 @@ class LaneCost:
     host_bytes_s: float = float("inf")
     link_bytes_s: float = float("inf")
 
-    def seconds(self, work: Work) -> float:
-        return self.overhead_s + max(
-            work.flops / self.flops_s,
-            work.device_bytes / self.device_bytes_s,
-            work.host_bytes / self.host_bytes_s,
-            work.link_bytes / self.link_bytes_s,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """One `LaneCost` a kind of lane."""
+    """One `LaneCost` a kind of lane. The simulated machine knows how to reckon with it and asks nobody."""
 
     lanes: Mapping[LaneKind, LaneCost]
-
-    def seconds(self, lane: Lane, op: Op, work: Work) -> float:
-        return self.lanes[lane.kind].seconds(work)

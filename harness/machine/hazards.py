@@ -2,53 +2,107 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
 
 from harness.machine.base import Ticket, TicketState
 
 _SIFT_READERS_FROM = 16
+_SWEEP_KEYS_FROM = 1024
+_DONE, _CANCELLED = TicketState.DONE, TicketState.CANCELLED
+
+
+class _Touched:
+    """Who touched a key: its last writer, if that may still matter, and the readers since."""
+
+    __slots__ = ("readers", "sift_at", "writer")
+
+    def __init__(self, writer: Ticket | None, readers: list[Ticket]) -> None:
+        self.writer = writer
+        self.readers = readers
+        self.sift_at = _SIFT_READERS_FROM  # length at which the readers are searched for settled ones next
 
 
 class Hazards:
-    """Last writer and readers since, by key. Program order is submission order."""
+    """Last writer and readers since, by key. Program order is submission order.
+
+    A ticket carries the number of the submission that looked at it last (`stamp`): how one that is met under several
+    keys counts once, without a set for every op.
+    """
 
     def __init__(self) -> None:
-        self._writer: dict[Hashable, Ticket] = {}
-        self._readers: dict[Hashable, deque[Ticket]] = {}
-        self._sift_at: dict[Hashable, int] = {}  # length at which a key's readers are searched for settled ones next
+        self._keys: dict[Hashable, _Touched] = {}
+        self._sweep_at = _SWEEP_KEYS_FROM
 
     def register(self, ticket: Ticket, after: Iterable[Ticket] = ()) -> None:
-        """Fill `ticket.unmet` with everything unfinished that must come first, and record what it touches."""
-        op, first = ticket.op, set(after)
+        """Tie `ticket` to everything unfinished that must come first, and record what it touches."""
+        keys, op, number = self._keys, ticket.op, ticket.number
+        ticket.stamp = number  # it does not wait for itself
+        found: list[Ticket] = []
+        for dependency in after:
+            if dependency.stamp != number and dependency.state is not _DONE:
+                dependency.stamp = number
+                found.append(dependency)
         for key in op.reads:
-            if (writer := self._writer.get(key)) is not None:
-                first.add(writer)
+            touched = keys.get(key)
+            if touched is None:
+                self._add_key(key, _Touched(None, [ticket]))
+                continue
+            writer = touched.writer
+            if writer is not None and writer.stamp != number:
+                writer.stamp = number
+                if writer.state is _DONE:
+                    touched.writer = None
+                else:
+                    found.append(writer)
+            if len(touched.readers) >= touched.sift_at:
+                self._sift(touched)
+            touched.readers.append(ticket)
         for key in op.writes:
-            if (writer := self._writer.get(key)) is not None:
-                first.add(writer)
-            first.update(self._readers.get(key, ()))
-        for dependency in self._effective(first):
-            if dependency is not ticket and not dependency.settled:
-                ticket.unmet.add(dependency)
-                dependency.dependents.append(ticket)
-        for key in op.writes:
-            self._writer[key] = ticket
-            self._readers.pop(key, None)
-            self._sift_at.pop(key, None)
-        for key in op.reads:
-            if key not in op.writes:
-                self._add_reader(key, ticket)
+            touched = keys.get(key)
+            if touched is None:
+                self._add_key(key, _Touched(ticket, []))
+                continue
+            # Who read the key since its last write ran after that write.
+            for earlier in touched.readers or (touched.writer,):
+                if earlier is not None and earlier.stamp != number:
+                    earlier.stamp = number
+                    if earlier.state is not _DONE:
+                        found.append(earlier)
+            touched.writer = ticket
+            touched.readers.clear()
+            touched.sift_at = _SIFT_READERS_FROM
+        if found:
+            self._link(ticket, found)
 
-    def _add_reader(self, key: Hashable, ticket: Ticket) -> None:
+    def _link(self, ticket: Ticket, found: list[Ticket]) -> None:
+        for dependency in found:
+            if dependency.state is _CANCELLED:
+                found = [d for d in self._effective(found) if d.state is not _DONE]
+                break
+        for dependency in found:
+            if dependency.dependents is None:
+                dependency.dependents = [ticket]
+            else:
+                dependency.dependents.append(ticket)
+        if found:
+            ticket.num_unmet, ticket.waits_for = len(found), found
+
+    def _sift(self, touched: _Touched) -> None:
         """Keys that are never written, such as resident weights, must not keep all their readers alive."""
-        readers = self._readers.setdefault(key, deque())
-        while readers and readers[0].state is TicketState.DONE:
-            readers.popleft()
-        if len(readers) >= self._sift_at.get(key, _SIFT_READERS_FROM):
-            readers = deque(r for r in self._effective(readers) if not r.settled)
-            self._readers[key], self._sift_at[key] = readers, max(_SIFT_READERS_FROM, 2 * len(readers))
-        readers.append(ticket)
+        touched.readers = [r for r in self._effective(touched.readers) if r.state is not _DONE]
+        touched.sift_at = max(_SIFT_READERS_FROM, 2 * len(touched.readers))
+
+    def _add_key(self, key: Hashable, touched: _Touched) -> None:
+        """Keys that nobody will name again must not stay for ever."""
+        if len(self._keys) >= self._sweep_at:
+            for old in [k for k, t in self._keys.items() if not self._matters(t)]:
+                del self._keys[old]
+            self._sweep_at = max(_SWEEP_KEYS_FROM, 2 * len(self._keys))
+        self._keys[key] = touched
+
+    def _matters(self, touched: _Touched) -> bool:
+        writers = () if touched.writer is None else (touched.writer,)
+        return any(t.state is not _DONE for t in self._effective((*writers, *touched.readers)))
 
     @staticmethod
     def _effective(tickets: Iterable[Ticket]) -> Iterator[Ticket]:
@@ -59,7 +113,7 @@ class Hazards:
             if ticket in found:
                 continue
             found.add(ticket)
-            if ticket.state is TicketState.CANCELLED:
+            if ticket.state is _CANCELLED:
                 open_.extend(ticket.inherited)
             else:
                 yield ticket

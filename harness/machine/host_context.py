@@ -24,12 +24,14 @@ class LaneRate:
 
     flops_s: float | None = None
     bytes_s: float | None = None
+    link_bytes_s: float | None = None  # of a gpu lane: between GPUs
 
-    def seconds(self, flops: float, nbytes: float) -> float:
+    def seconds(self, flops: float, nbytes: float, link_bytes: float = 0.0) -> float:
         """The least time that the caps allow."""
         flop_s = flops / self.flops_s if self.flops_s else 0.0
         byte_s = nbytes / self.bytes_s if self.bytes_s else 0.0
-        return max(flop_s, byte_s)
+        link_s = link_bytes / self.link_bytes_s if self.link_bytes_s else 0.0
+        return max(flop_s, byte_s, link_s)
 
 
 class HostContext:
@@ -80,7 +82,7 @@ class HostContext:
     def pace_compute(self, work: Work, started_s: float) -> None:
         """Sleep until the caps allow work that started then to be over."""
         nbytes = work.host_bytes if self.lane.kind == "cpu" else work.device_bytes
-        least_s = self._rate.seconds(work.flops, nbytes)
+        least_s = self._rate.seconds(work.flops, nbytes, work.link_bytes)
         if least_s > 0:
             self._hold(started_s + least_s)
 

@@ -19,6 +19,7 @@ from harness.machine.base import Lane, Machine, MachineError, Op, Span, Ticket, 
 from harness.machine.host_context import HostContext
 from harness.machine.queues import Board
 from harness.memory.tiers import Buffer
+from harness.model.spec import ModelSpec
 
 
 class ShuffledMachine(Machine):
@@ -127,10 +128,12 @@ class ShuffledMachine(Machine):
 class Config:
     """Settings under `machine` in the configuration."""
 
+    has_tensors: ClassVar[bool] = True
+
     seed: int = 0
     poison: bool = True
 
 
-def build(config: Config, hardware: HardwareConfig) -> ShuffledMachine:
+def build(config: Config, hardware: HardwareConfig, spec: ModelSpec) -> ShuffledMachine:
     """The shuffled machine with the profile's capacities."""
     return ShuffledMachine(capacities_bytes=hardware.capacities_bytes, seed=config.seed, poison=config.poison)

@@ -1,121 +1,187 @@
 """The simulated machine: a virtual clock, lanes that cost what a cost model says, and one shared host memory.
 
 No tensors: ops are never run, only asked for their work and for the value they would bring to the host. While several
-lanes are active together they share host-memory bandwidth max-min fairly, so that a transfer slows down beside decode
-attention by itself (MoE-Lens §8.2). Same configuration and seed, same schedule, bit for bit.
+lanes are active together they share host-memory bandwidth (`contention.py`). Same configuration and seed, same
+schedule, bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple
+from typing import Any, ClassVar, Literal, Protocol
 
-from harness.machine.base import Lane, Machine, MachineError, Op, Span, Ticket, TicketState, Work
-from harness.machine.queues import Board, LaneQueue
-from harness.memory.tiers import Buffer, Tier
+from harness.config import config, require
+from harness.hardware.profile import HardwareConfig
+from harness.machine.base import Lane, LaneKind, Machine, MachineError, Op, Ticket, TicketState
+from harness.machine.contention import Contention, MeasuredTogether, MemorySharing, SharedMemory
+from harness.machine.costs import Costs, LaneCost, Roofline
+from harness.machine.hazards import Hazards
+from harness.machine.queues import dump, withdraw
+from harness.machine.simulation import host_bytes_s, profile_costs
+from harness.machine.span_log import SpanLog, Totals, TotalsByKind
+from harness.memory.tiers import Buffer, make_tiers
+from harness.model.spec import ModelSpec
+from kernels.simulation import virtual_lanes
 
 _MAX_IDLE_POLLS = 10_000
-_EPSILON_S = 1e-12
+_MAX_ALIASES = 256  # equal lanes that are different objects, remembered by identity
 
 
-class Costs(Protocol):
-    """Where durations come from: measured tables or cited constants, never a strategy's own model."""
+class HostTimes(Protocol):
+    """Seconds of the strategy's thread: a submission, a wake-up, a pass, and each sequence in it; and until a lane that
+    had nothing to do begins with an op that has become ready."""
 
-    def seconds(self, lane: Lane, op: Op, work: Work) -> float:
-        """The whole op alone on its lane, overheads included."""
+    @property
+    def handover_s(self) -> float: ...
 
-
-@dataclass(eq=False, slots=True)
-class _Running:
-    """An op on a lane. `left_s` is what remains of its lone duration, consumed at `speed` <= 1."""
-
-    ticket: Ticket
-    work: Work
-    alone_s: float
-    left_s: float
-    demand: float  # host bytes per second at full speed
-    speed: float
-    since_s: float  # start of the current span
-    done_packets: int  # when the current span began
+    @property
+    def submit_s(self) -> float: ...
+    @property
+    def wake_s(self) -> float: ...
+    @property
+    def pass_s(self) -> float: ...
+    @property
+    def sequence_s(self) -> float: ...
 
 
 class SimulatedMachine(Machine):
-    """`submit_s` and `wake_s` are host time: an op cannot start before it was submitted, and a wait that ends costs the
-    strategy a wake-up. Virtual time moves only inside `wait`, `wait_any`, `now` and `drain`.
+    """`submit_s` and `wake_s` are host time: an op cannot start before it was submitted, and a wait that has to wait
+    costs the strategy a wake-up. Virtual time moves only inside `wait`, `wait_any`, `now`, `cancel` and `drain`.
+
+    Of `contention` and `host_bytes_s` (short for plain max-min fairness) exactly one is given. With `keep_spans` at
+    "totals" only sums by lane and kind of op are kept (`totals`), for runs whose spans would fill the memory.
+
+    The event loop, the two FIFO classes of its lanes and both clocks, the strategy's and that of the lanes (which is
+    never ahead while the strategy runs), are `_lanes`. It reads and writes the fields of tickets itself.
     """
 
     label: ClassVar[str] = "simulated"
     name: ClassVar[str] = "simulated"
+    clock = "virtual"
 
     def __init__(
         self,
         *,
         capacities_bytes: dict[str, int],
-        costs: Costs,
-        host_bytes_s: float,
-        world: Any,
+        costs: Costs | Roofline,
+        host_bytes_s: float | None = None,
+        contention: Contention | None = None,
+        world: Any = None,
         submit_s: float = 0.0,
         wake_s: float = 0.0,
+        keep_spans: Literal["all", "totals"] = "all",
     ) -> None:
-        assert host_bytes_s > 0, "host memory needs a bandwidth"
-        self.tiers = {name: Tier(name, size) for name, size in capacities_bytes.items()}
-        self.spans: list[Span] = []
-        self._costs, self._host_bytes_s, self._world = costs, host_bytes_s, world
-        self._submit_s, self._wake_s = submit_s, wake_s
-        self._board = Board()
-        self._submitted_s: dict[Ticket, float] = {}
-        self._lanes: list[tuple[Lane, LaneQueue]] = []
-        self._running: dict[Lane, _Running] = {}
-        self._paused: dict[Lane, _Running] = {}  # interrupted at a packet boundary by an urgent op
-        self._clock_s = 0.0  # of the lanes
-        self._host_s = 0.0  # of the strategy; never behind what it has seen of the lanes
+        assert (host_bytes_s is None) != (contention is None), "lanes share memory in one way"
+        self.tiers = make_tiers(capacities_bytes)
+        self.spans = log = SpanLog(keeps_rows=keep_spans == "all")
+        self._lanes = virtual_lanes(
+            log.native,
+            ticket_type=Ticket,
+            running=TicketState.RUNNING,
+            done=TicketState.DONE,
+            cancelled=TicketState.CANCELLED,
+            imagine=Op.imagine,
+            machine_error=MachineError,
+        )
+        self._submit = self._lanes.submit
+        self._hazards = Hazards()
+        self._lane_names: list[Lane] = []  # by id
+        self._id_of: dict[Lane, int] = {}
+        self._id_by_identity: dict[int, int] = {}
+        self._aliases: list[Lane] = []  # keeps what is known by its identity alive
+        self._num_submitted = 0
         self._num_idle_polls = 0
+        self._pass_s = self._sequence_s = 0.0
+        log.name(self._lane_names, self._lanes.kinds())
+        self._take(costs, contention or SharedMemory(host_bytes_s or 0.0))
+        self._lanes.host_times(submit_s, wake_s, 0.0)
+        self.world = world
 
-    # -- the strategy's side ------------------------------------------------------------------------------------
+    def calibrate(self, costs: Costs, together: Mapping[str, Mapping[str, float]], host: HostTimes) -> None:
+        """Take measured costs, slow-downs of lanes together ("cpu+gpu": {"gpu": 1.1}) and host times instead of the
+        profile's; before the first op."""
+        assert not self._num_submitted, "ops have run already"
+        self._take(costs, MeasuredTogether.of_slowdowns(together))
+        self._lanes.host_times(host.submit_s, host.wake_s, host.handover_s)
+        self._pass_s, self._sequence_s = host.pass_s, host.sequence_s
+
+    def _take(self, costs: Costs | Roofline, contention: Contention) -> None:
+        if isinstance(costs, Roofline):
+            self._lanes.cost_rates({kind: astuple(cost) for kind, cost in costs.lanes.items()})
+        else:
+            self._lanes.cost_function(costs.seconds)
+        self._lanes.share(contention.native)
+        self.contention = contention
+
+    @property
+    def facts(self) -> dict[str, str]:
+        return {"memory_sharing": self.contention.name}
+
+    def is_busy(self, kind: LaneKind) -> bool:
+        """Whether a lane of this kind has an op to run at this moment of the virtual clock."""
+        return bool(self._lanes.is_busy(kind))
+
+    def spend_host_time(self, num_sequences: int) -> None:
+        self._lanes.spend(self._pass_s + self._sequence_s * num_sequences)
+
+    @property
+    def world(self) -> Any:
+        """What `Op.imagine` asks for values."""
+        return self._lanes.world
+
+    @world.setter
+    def world(self, world: Any) -> None:
+        self._lanes.world = world
 
     def submit(self, lane: Lane, op: Op, *, after: Iterable[Ticket] = (), urgent: bool = False) -> Ticket:
-        self._host_s += self._submit_s
-        if lane not in self._board.lanes:
-            self._lanes = sorted([*self._lanes, (lane, self._board.lane(lane))])
-        ticket = self._board.submit(lane, op, after, urgent)
-        self._submitted_s[ticket] = self._host_s
+        lane_id = self._id_by_identity.get(id(lane))
+        if lane_id is None:
+            lane_id = self._find(lane)
+        ticket = Ticket(op, lane, self._num_submitted, urgent)
+        self._num_submitted += 1
         self._num_idle_polls = 0
+        self._hazards.register(ticket, after)
+        self._submit(lane_id, ticket)
         return ticket
 
     def wait(self, ticket: Ticket) -> Any:
-        while not ticket.settled:
-            self._step(until_s=None)
-        self._wake()
+        self._run(self._lanes.wait_any([ticket]))
         if ticket.state is TicketState.CANCELLED:
             raise MachineError(f"waited for {ticket}, which was cancelled")
         return ticket.value
 
     def wait_any(self, tickets: Sequence[Ticket]) -> list[Ticket]:
         assert tickets, "wait_any of nothing would never end"
-        while not any(t.settled for t in tickets):
-            self._step(until_s=None)
-        self._wake()
+        self._run(self._lanes.wait_any(list(tickets)))
         return sorted((t for t in tickets if t.settled), key=lambda t: (t.finished_s or 0.0, t.number))
 
     def cancel(self, ticket: Ticket) -> bool:
-        self._catch_up()
-        cancelled = self._board.cancel(ticket)
-        if cancelled:
-            del self._submitted_s[ticket]
-        return cancelled
+        self._lanes.catch_up()
+        withdrawn = withdraw(ticket)
+        if withdrawn:
+            self._lanes.withdraw(ticket)
+        return withdrawn
 
     def now(self) -> float:
         self._num_idle_polls += 1
         if self._num_idle_polls > _MAX_IDLE_POLLS:
             raise MachineError("polling: the clock stands still until something is awaited; use wait or wait_any")
-        self._catch_up()
-        return self._host_s
+        self._lanes.catch_up()
+        return float(self._lanes.host_s)
 
     def drain(self) -> None:
-        while self._board.num_settled < self._board.num_submitted:
-            self._step(until_s=None)
-        self._wake()
+        self._run(self._lanes.drain())
+
+    def totals(self) -> TotalsByKind:
+        """Busy time and work by lane and kind of op since the spans were cleared, up to now.
+
+        The difference of two calls is what happened between them. Work counts by the part of an op that is done, which
+        differs from its part of the span's time while contention changes the op's speed.
+        """
+        self._lanes.catch_up()
+        sums = self._lanes.totals()
+        return {(self._lane_names[lane], kind): Totals(*values) for (lane, kind), values in sums.items()}
 
     def close(self) -> None:
         """Nothing runs between calls."""
@@ -126,158 +192,48 @@ class SimulatedMachine(Machine):
     def unback(self, buffer: Buffer) -> None:
         """There are no tensors."""
 
-    # -- the clock ----------------------------------------------------------------------------------------------
-
-    def _wake(self) -> None:
+    def _run(self, went_on: bool) -> None:
         self._num_idle_polls = 0
-        self._host_s = max(self._host_s, self._clock_s) + self._wake_s
-        self._board.show_events()
+        if not went_on:
+            lanes = ((self._lane_names[lane], waiting, running) for lane, waiting, running in self._lanes.pending())
+            raise MachineError(f"deadlock: nothing runs and no op is ready.\n{dump(lanes)}")
 
-    def _catch_up(self) -> None:
-        """Let the lanes do what they have done by the strategy's time."""
-        while self._clock_s < self._host_s:
-            self._step(until_s=self._host_s)
-        self._board.show_events()
+    def _find(self, lane: Lane) -> int:
+        """Lanes are found by identity where possible: hashing a lane costs a tenth of a submission."""
+        found = self._id_of.get(lane)
+        if found is None:
+            found = self._id_of[lane] = self._lanes.add_lane(lane.kind, lane.rank)
+            self._lane_names.append(lane)
+        if len(self._aliases) < _MAX_ALIASES:
+            self._aliases.append(lane)
+            self._id_by_identity[id(lane)] = found
+        return found
 
-    def _step(self, until_s: float | None) -> None:
-        """Start what can start, then go to the next event, or to `until_s` if that comes first."""
-        if self._start_ready():
-            self._share_host_memory()
-        next_s = self._next_event_s()
-        if next_s is None and until_s is None:
-            raise MachineError(f"deadlock: nothing runs and no op is ready.\n{self._board.dump()}")
-        if next_s is None or (until_s is not None and until_s < next_s):
-            assert until_s is not None
-            self._advance(until_s)
-            return
-        self._advance(next_s)
-        changed = False
-        for lane, _ in self._lanes:
-            running = self._running.get(lane)
-            if running is not None and running.left_s <= _EPSILON_S:
-                self._finish(lane, running)
-                changed = True
-            elif running is not None and self._at_boundary(lane, running):
-                self._record(running, self._packets_done(running))
-                self._paused[lane] = self._running.pop(lane)
-                changed = True
-        if changed and self._running:
-            self._share_host_memory()
 
-    def _start_ready(self) -> bool:
-        started = False
-        for lane, queue in self._lanes:
-            if lane in self._running:
-                continue
-            ticket = queue.ready_urgent()
-            if ticket is None or self._submitted_s[ticket] > self._clock_s:
-                paused = self._paused.pop(lane, None)
-                if paused is not None:
-                    paused.since_s, paused.done_packets = self._clock_s, self._packets_done(paused)
-                    self._running[lane] = paused
-                    started = True
-                    continue
-                ticket = queue.ready_normal()
-            if ticket is not None and self._submitted_s[ticket] <= self._clock_s:
-                queue.pop(ticket)
-                self._begin(lane, ticket)
-                started = True
-        return started
+@config
+class Config:
+    """Settings under `machine` in the configuration. Host times of the strategy's own thread, in microseconds."""
 
-    def _begin(self, lane: Lane, ticket: Ticket) -> None:
-        work = ticket.op.work()
-        alone_s = max(self._costs.seconds(lane, ticket.op, work), _EPSILON_S)
-        self._board.start(ticket, self._clock_s)
-        del self._submitted_s[ticket]
-        demand = work.host_bytes / alone_s
-        self._running[lane] = _Running(ticket, work, alone_s, alone_s, demand, 1.0, self._clock_s, 0)
+    has_tensors: ClassVar[bool] = False
 
-    def _finish(self, lane: Lane, running: _Running) -> None:
-        ticket = running.ticket
-        del self._running[lane]
-        self._record(running, ticket.op.packets)
-        ticket.value = ticket.op.imagine(self._world)
-        self._board.finish(ticket, self._clock_s)
+    submit_us: float = 0.0
+    wake_us: float = 0.0
+    memory_sharing: MemorySharing = MemorySharing.MAX_MIN
 
-    def _record(self, running: _Running, packets_done: int) -> None:
-        """One span for each uninterrupted run of packets."""
-        ticket, count = running.ticket, packets_done - running.done_packets
-        if count == 0:
-            return  # an urgent op took the lane before the first packet
-        share = running.work
-        if count < ticket.op.packets:
-            part = count / ticket.op.packets
-            share = Work(
-                share.flops * part, share.device_bytes * part, share.host_bytes * part, share.link_bytes * part
-            )
-        op, busy_s = ticket.op, self._clock_s - running.since_s
-        self.spans.append(
-            Span(
-                ticket.lane, op.kind, op.layer, op.micro_batch, ticket.number, running.done_packets, op.packets,
-                ticket.urgent, running.since_s, self._clock_s, busy_s, share,
-            )
-        )  # fmt: skip
+    def __post_init__(self) -> None:
+        for name in ("submit_us", "wake_us"):
+            require(getattr(self, name) >= 0, name, f"must be >= 0, got {getattr(self, name)}")
 
-    # -- events -------------------------------------------------------------------------------------------------
 
-    def _next_event_s(self) -> float | None:
-        """The earliest completion, packet boundary at which an urgent op takes over, or submission of a ready head."""
-        best: float | None = None
-        for lane, queue in self._lanes:
-            running = self._running.get(lane)
-            if running is None:
-                heads = (queue.ready_urgent(), queue.ready_normal())
-                event_s = min((self._submitted_s[t] for t in heads if t is not None), default=None)
-            else:
-                event_s = self._clock_s + self._until_s(lane, queue, running) / running.speed
-            if event_s is not None and (best is None or event_s < best):
-                best = event_s
-        return best
-
-    def _until_s(self, lane: Lane, queue: LaneQueue, running: _Running) -> float:
-        """Lone seconds to the end, or to the packet boundary at which a ready urgent op takes the lane."""
-        ticket = running.ticket
-        if ticket.op.packets == 1 or ticket.urgent:
-            return running.left_s
-        urgent = queue.ready_urgent()
-        if urgent is None:
-            return running.left_s
-        packet_s = running.alone_s / ticket.op.packets
-        to_submission_s = max(0.0, self._submitted_s[urgent] - self._clock_s) * running.speed
-        done_s = running.alone_s - running.left_s + to_submission_s
-        boundary_s = -(-(done_s - _EPSILON_S) // packet_s) * packet_s
-        return min(running.left_s, max(boundary_s - (running.alone_s - running.left_s), 0.0))
-
-    def _at_boundary(self, lane: Lane, running: _Running) -> bool:
-        ticket = running.ticket
-        if ticket.op.packets == 1 or ticket.urgent:
-            return False
-        urgent = self._board.lanes[lane].ready_urgent()
-        if urgent is None or self._submitted_s[urgent] > self._clock_s:
-            return False
-        packet_s = running.alone_s / ticket.op.packets
-        done_s = running.alone_s - running.left_s
-        return abs(done_s - round(done_s / packet_s) * packet_s) <= 1e-9 * running.alone_s + _EPSILON_S
-
-    def _packets_done(self, running: _Running) -> int:
-        return round((running.alone_s - running.left_s) / running.alone_s * running.ticket.op.packets)
-
-    def _advance(self, to_s: float) -> None:
-        passed_s = to_s - self._clock_s
-        if passed_s > 0:
-            for running in self._running.values():
-                running.left_s -= passed_s * running.speed
-            self._clock_s = to_s
-
-    def _share_host_memory(self) -> None:
-        """Max-min fair shares: whoever asks for less than an equal share gets it; the others split the rest evenly."""
-        users = [r for r in self._running.values() if r.demand > 0]
-        for running in self._running.values():
-            running.speed = 1.0
-        if sum(r.demand for r in users) <= self._host_bytes_s:
-            return
-        left, waiting = self._host_bytes_s, sorted(users, key=lambda r: r.demand)
-        for number, running in enumerate(waiting):
-            share = min(running.demand, left / (len(waiting) - number))
-            running.speed = share / running.demand
-            left -= share
+def build(config: Config, hardware: HardwareConfig, spec: ModelSpec) -> SimulatedMachine:
+    """The profile's machine on a virtual clock, for a model of these dimensions. A calibrated profile has neither rates
+    nor a memory that lanes share: `calibrate` brings both, as measured."""
+    free = Roofline(lanes={kind: LaneCost() for kind in LaneKind})
+    memory_bytes_s = float("inf") if hardware.calibrated else host_bytes_s(hardware)
+    return SimulatedMachine(
+        capacities_bytes=hardware.capacities_bytes,
+        costs=free if hardware.calibrated else profile_costs(hardware, spec),
+        contention=SharedMemory(memory_bytes_s, config.memory_sharing),
+        submit_s=config.submit_us * 1e-6,
+        wake_s=config.wake_us * 1e-6,
+    )

@@ -1,4 +1,4 @@
-"""Paged KV cache in host memory: block bookkeeping (torch-free) and the buffers behind it.
+"""Paged KV cache in host or device memory: block bookkeeping (torch-free) and the buffers behind it.
 
 The layout of one layer is [block, kv_head, block_size, head_dim] for keys and the same for values: a block holds
 `block_size` tokens of every KV head, and a block number means the same place in every layer.
@@ -7,24 +7,52 @@ The layout of one layer is [block, kv_head, block_size, head_dim] for keys and t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from harness.machine.base import CPU, Machine
+from harness.machine.base import CPU, Lane, LaneKind, Machine
 from harness.memory.ops import PoisonBlocks
-from harness.memory.tiers import Buffer
+from harness.memory.tiers import DEVICE, Buffer, device_tier
 
 if TYPE_CHECKING:
     from harness.engine.sequences import Sequence
     from harness.model.spec import ModelSpec
 
 
-class BlockAllocator:
-    """A free list of `num_blocks` blocks, and who holds the others."""
+class Blocks(Protocol):
+    """What schedulers ask of blocks, wherever they lie. See `BlockAllocator` for the contracts."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    block_size: int
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def num_free(self) -> int: ...
+    @property
+    def num_used(self) -> int: ...
+    @property
+    def max_sequence_blocks(self) -> int: ...
+
+    def free_for(self, sequence: Sequence) -> int: ...
+    def blocks_for(self, num_tokens: int) -> int: ...
+    def missing_blocks(self, sequence: Sequence, num_tokens: int) -> int: ...
+    def grow(self, sequence: Sequence, num_tokens: int) -> None: ...
+    def release(self, sequence: Sequence) -> list[int]: ...
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None: ...
+
+
+class BlockAllocator:
+    """A free list of `num_blocks` blocks, handed out in `order` (default: ascending), and who holds the others.
+
+    `on_device` is where the blocks lie; a sequence that takes some carries it on (`Sequence.kv_on_device`).
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, order: Iterable[int] | None = None, on_device: bool = False
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self.on_device = on_device
+        self._free = list(range(num_blocks) if order is None else order)[::-1]
         self._holders: dict[int, Sequence] = {}
 
     @property
@@ -34,6 +62,15 @@ class BlockAllocator:
     @property
     def num_used(self) -> int:
         return self.num_blocks - len(self._free)
+
+    @property
+    def max_sequence_blocks(self) -> int:
+        """What one sequence could hold if it were alone."""
+        return self.num_blocks
+
+    def free_for(self, sequence: Sequence) -> int:
+        """How many blocks the sequence could take now."""
+        return self.num_free
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -46,6 +83,9 @@ class BlockAllocator:
         """Give the sequence the blocks it lacks for `num_tokens`; the caller has checked that they are free."""
         missing = self.missing_blocks(sequence, num_tokens)
         assert missing <= self.num_free, f"{missing} blocks asked, {self.num_free} free"
+        if not sequence.blocks:
+            sequence.kv_on_device = self.on_device
+        assert sequence.kv_on_device is self.on_device, "a sequence's blocks lie on one side"
         for _ in range(missing):
             block = self._free.pop()
             self._holders[block] = sequence
@@ -76,32 +116,78 @@ class BlockAllocator:
 
 
 class KVCache:
-    """Blocks with memory behind them: one key and one value buffer a layer, in tier `tier`."""
+    """Blocks with memory behind them: one key and one value buffer a layer, in `tier`: "pinned" or "device", the
+    latter being that of GPU `rank`.
+
+    A cache made `like` another one has blocks of the same numbers, which the other's allocator hands out: that is how
+    several GPUs each keep their heads of the same tokens. Its memory is then as large as the other's blocks are many,
+    and `capacity_bytes` is not asked for.
+    """
 
     def __init__(
-        self, machine: Machine, spec: ModelSpec, *, capacity_bytes: int, block_size: int = 16, tier: str = "pinned"
+        self,
+        machine: Machine,
+        spec: ModelSpec,
+        *,
+        capacity_bytes: int | None = None,
+        block_size: int = 16,
+        tier: str = "pinned",
+        rank: int = 0,
+        like: KVCache | None = None,
     ) -> None:
-        block_bytes = block_size * spec.kv_bytes_per_token
-        self.allocator = BlockAllocator(capacity_bytes // block_bytes, block_size)
-        self.shape = (self.allocator.num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
+        self.on_device = tier == DEVICE
+        if like is None:
+            assert capacity_bytes is not None, "a cache of its own needs a size"
+            num_blocks = capacity_bytes // (block_size * spec.kv_bytes_per_token)
+            self.allocator = BlockAllocator(num_blocks, block_size, on_device=self.on_device)
+        else:
+            assert like.on_device is self.on_device, "blocks of the same numbers lie on the same side"
+            self.allocator = like.allocator
+            like._alike.append(self)
+        num_blocks, block_size = self.allocator.num_blocks, self.allocator.block_size
+        self.shape = (num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
         self.dtype = spec.dtype
         self._machine = machine
-        layer_bytes = self.allocator.num_blocks * block_bytes // spec.num_layers // 2
-        root = machine.tiers[tier].reserve("kv cache", 2 * layer_bytes * spec.num_layers)
+        self._alike: list[KVCache] = []
+        self._lane = Lane(LaneKind.GPU, rank) if self.on_device else CPU
+        layer_bytes = num_blocks * block_size * spec.kv_bytes_per_token // spec.num_layers // 2
+        tiers = machine.tiers[device_tier(rank) if self.on_device else tier]
+        self._root = root = tiers.reserve("kv cache", 2 * layer_bytes * spec.num_layers)
         self.keys: list[Buffer] = []
         self.values: list[Buffer] = []
         for layer in range(spec.num_layers):
             self.keys.append(root.sub(f"keys {layer}", 2 * layer * layer_bytes, layer_bytes))
             self.values.append(root.sub(f"values {layer}", (2 * layer + 1) * layer_bytes, layer_bytes))
 
-    def region(self, layer: int, partition: int) -> tuple[str, int, int]:
+    @property
+    def host(self) -> KVCache | None:
+        """The part of the cache that lies in host memory, if any."""
+        return None if self.on_device else self
+
+    @property
+    def device(self) -> KVCache | None:
+        """The part of the cache that lies in device memory, if any."""
+        return self if self.on_device else None
+
+    def region(self, layer: int, partition: int) -> tuple[Buffer, int, int]:
         """The dependency key of one layer's cache of the sequences in `partition`."""
-        return ("kv", layer, partition)
+        return (self._root, layer, partition)
 
     def release(self, sequence: Sequence) -> None:
         """Free a sequence's blocks. Retirement has waited for every op that touched them."""
         blocks = self.allocator.release(sequence)
         if self._machine.poisons and blocks:
-            for layer in range(len(self.keys)):
-                poison = PoisonBlocks(self, layer, sequence.partition, tuple(blocks))
-                self._machine.wait(self._machine.submit(CPU, poison))  # before another partition takes the blocks
+            for cache in (self, *self._alike):
+                cache._poison(sequence.partition, tuple(blocks))  # before another partition takes the blocks
+
+    def _poison(self, partition: int, blocks: tuple[int, ...]) -> None:
+        for layer in range(len(self.keys)):
+            poison = PoisonBlocks(self, layer, partition, blocks)
+            self._machine.wait(self._machine.submit(self._lane, poison))
+
+    def close(self) -> None:
+        """Give the memory back; no block may be held, and no op may use it any more."""
+        assert self.allocator.num_used == 0, "sequences hold blocks"
+        for cache in (self, *self._alike):
+            self._machine.tiers[cache._root.tier].release(cache._root)
+        self._alike.clear()

@@ -44,10 +44,44 @@ class CopyWeights(Op):
         nbytes = self.source.layout.nbytes
         return Work(device_bytes=nbytes, host_bytes=nbytes, link_bytes=nbytes)
 
+    def cost_features(self) -> tuple[float, ...]:
+        return (float(self.packets),)
+
     def run(self, ctx: Context, packet: int) -> None:
         start = packet * self.packet_bytes
         nbytes = min(self.packet_bytes, self.source.layout.nbytes - start)
         ctx.copy(self.target, self.source.buffer, start, nbytes)
+
+
+class CopyPage(Op):
+    """The first `nbytes` of a page of weights, pinned memory -> device, in packets. The buffers are the keys."""
+
+    kind: ClassVar[str] = "weights"
+
+    def __init__(self, source: Buffer, target: Buffer, *, nbytes: int, layer: int, packet_bytes: int) -> None:
+        self.source, self.target, self.nbytes, self.layer = source, target, nbytes, layer
+        self.packet_bytes = packet_bytes
+        self.packets = max(1, -(-nbytes // packet_bytes))
+        self.reads, self.writes = (source,), (target,)
+
+    def work(self) -> Work:
+        return Work(device_bytes=self.nbytes, host_bytes=self.nbytes, link_bytes=self.nbytes)
+
+    def cost_features(self) -> tuple[float, ...]:
+        return (float(self.packets),)
+
+    def run(self, ctx: Context, packet: int) -> None:
+        start = packet * self.packet_bytes
+        ctx.copy(self.target, self.source, start, min(self.packet_bytes, self.nbytes - start))
+
+
+class StagePage(CopyPage):
+    """The same, pageable -> pinned memory: host memory is read and written."""
+
+    kind: ClassVar[str] = "weights to pinned"
+
+    def work(self) -> Work:
+        return Work(host_bytes=2 * self.nbytes, link_bytes=self.nbytes)
 
 
 class Poison(Op):

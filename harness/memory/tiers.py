@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 
 class MemoryCapacityError(RuntimeError):
@@ -12,12 +12,23 @@ class MemoryCapacityError(RuntimeError):
 class Buffer:
     """A named range of a tier's memory. Identity is the key by which ops declare reads and writes.
 
-    Sub-buffers share their root's memory; ops must name disjoint leaves, never a parent and its child.
+    Sub-buffers share their root's memory; ops must name disjoint leaves, never a parent and its child. One that is not
+    `backed` is accounted for and has no memory of its own: room for what is allocated elsewhere.
     """
 
-    __slots__ = ("__weakref__", "name", "nbytes", "offset_bytes", "root", "tier")
+    __slots__ = ("__weakref__", "backed", "name", "nbytes", "offset_bytes", "root", "tier")
 
-    def __init__(self, tier: str, name: str, nbytes: int, root: Buffer | None = None, offset_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        tier: str,
+        name: str,
+        nbytes: int,
+        root: Buffer | None = None,
+        offset_bytes: int = 0,
+        *,
+        backed: bool = True,
+    ) -> None:
+        self.backed = backed
         self.tier = tier
         self.name = name
         self.nbytes = nbytes
@@ -26,14 +37,41 @@ class Buffer:
 
     def sub(self, name: str, offset_bytes: int, nbytes: int) -> Buffer:
         assert offset_bytes >= 0 and offset_bytes + nbytes <= self.nbytes, f"{name} lies outside {self.name}"
-        return Buffer(self.tier, f"{self.name}/{name}", nbytes, self.root, self.offset_bytes + offset_bytes)
+        start_bytes = self.offset_bytes + offset_bytes
+        return Buffer(self.tier, f"{self.name}/{name}", nbytes, self.root, start_bytes, backed=self.backed)
 
     def __repr__(self) -> str:
         return f"Buffer({self.tier}:{self.name}, {self.nbytes} B)"
 
 
+PINNED, PAGEABLE = "pinned", "host"  # host memory that the links can read, and host memory that they cannot
+DEVICE = "device"  # the memory of GPU 0; that of GPU r is `device_tier(r)`
+RAM = "ram"  # the memory modules that the tiers in `_IN_RAM` share, where their size is known
+_IN_RAM = (PINNED, PAGEABLE)
+
+
+def device_tier(rank: int) -> str:
+    """The name of the memory of GPU `rank`."""
+    return f"{DEVICE}{rank}" if rank else DEVICE
+
+
+def make_tiers(
+    capacities_bytes: Mapping[str, int],
+    back: Callable[[Buffer], None] | None = None,
+    unback: Callable[[Buffer], None] | None = None,
+) -> dict[str, Tier]:
+    """Tiers by name. With a capacity for "ram", pinned and host memory together stay within it."""
+    ram = Tier(RAM, capacities_bytes[RAM]) if RAM in capacities_bytes else None
+    tiers = {
+        name: Tier(name, size, back, unback, within=ram if name in _IN_RAM else None)
+        for name, size in capacities_bytes.items()
+        if name != RAM
+    }
+    return tiers if ram is None else {**tiers, RAM: ram}
+
+
 class Tier:
-    """One kind of memory (device, pinned, host) of one rank."""
+    """One kind of memory (device, pinned, host) of one rank. The tier that it lies `within` holds what it holds."""
 
     def __init__(
         self,
@@ -41,6 +79,8 @@ class Tier:
         capacity_bytes: int,
         back: Callable[[Buffer], None] | None = None,
         unback: Callable[[Buffer], None] | None = None,
+        *,
+        within: Tier | None = None,
     ) -> None:
         self.name = name
         self.capacity_bytes = capacity_bytes
@@ -49,32 +89,47 @@ class Tier:
         self._held: dict[Buffer, int] = {}
         self._back = back
         self._unback = unback
+        self._within = within
 
     @property
     def free_bytes(self) -> int:
         return self.capacity_bytes - self.used_bytes
 
-    def reserve(self, name: str, nbytes: int) -> Buffer:
+    def reserve(self, name: str, nbytes: int, *, backed: bool = True) -> Buffer:
         """Take `nbytes` under `name` for the life of the plan. Raises MemoryCapacityError with the holders."""
         assert nbytes >= 0, f"negative reservation {name}"
-        if nbytes > self.free_bytes:
-            raise MemoryCapacityError(
-                f"{self.name} memory: '{name}' needs {_human(nbytes)}, {_human(self.free_bytes)} of "
-                f"{_human(self.capacity_bytes)} are free. Held: {self._holders()}"
-            )
-        buffer = Buffer(self.name, name, nbytes)
+        self._require_room(name, nbytes)
+        buffer = Buffer(self.name, name, nbytes, backed=backed)
         if self._back is not None:
             self._back(buffer)
+        for tier in (self, self._within):
+            if tier is not None:
+                tier._hold(buffer, nbytes)
+        return buffer
+
+    def _require_room(self, name: str, nbytes: int) -> None:
+        for tier in (self, self._within):
+            if tier is not None and nbytes > tier.free_bytes:
+                raise MemoryCapacityError(
+                    f"{tier.name} memory: '{name}' needs {_human(nbytes)}, {_human(tier.free_bytes)} of "
+                    f"{_human(tier.capacity_bytes)} are free. Held: {tier._holders()}"
+                )
+
+    def _hold(self, buffer: Buffer, nbytes: int) -> None:
         self._held[buffer] = nbytes
         self.used_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        return buffer
 
     def release(self, buffer: Buffer) -> None:
         """Give a reserved root buffer back; the caller has made sure that no op uses it any more."""
-        self.used_bytes -= self._held.pop(buffer)
+        self._drop(buffer)
+        if self._within is not None:
+            self._within._drop(buffer)
         if self._unback is not None:
             self._unback(buffer)
+
+    def _drop(self, buffer: Buffer) -> None:
+        self.used_bytes -= self._held.pop(buffer)
 
     def holders(self) -> dict[str, int]:
         """Bytes by name, largest first."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from harness.machine.base import GPU, H2D, Machine, Ticket
+from harness.machine.base import H2D, Lane, LaneKind, Machine, Ticket
 from harness.memory.ops import CopyWeights, Poison, ReadPart
-from harness.memory.tiers import Buffer
+from harness.memory.tiers import PAGEABLE, PINNED, Buffer, device_tier
 
 if TYPE_CHECKING:
     from harness.model.layout import PartLayout
@@ -31,20 +32,59 @@ class PlacedPart:
 class PartSource(Protocol):
     """What the store reads from: a checkpoint."""
 
-    spec: ModelSpec
-    family: Any
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def family(self) -> Any: ...
 
     def read_part(self, layer: int | None, part: PartLayout, out: Any) -> None: ...
 
 
-class WeightStore:
-    """The whole model in one host region: `layers[i][part name]`, `embedding`, `head`."""
+class ShardedSource(PartSource, Protocol):
+    """A source of which several GPUs can have a share each."""
 
-    def __init__(self, machine: Machine, source: PartSource, *, tier: str = "pinned") -> None:
+    def shard(self, rank: int, num_ranks: int) -> PartSource: ...
+
+
+def stored_bytes(source: PartSource, *, layers: bool = True, ends: bool = True) -> int:
+    """Of all that a `WeightStore` holds, or of its layers, or its ends (embedding and head), alone."""
+    spec, family = source.spec, source.family
+    inner = [family.layer_parts(spec, layer) for layer in range(spec.num_layers)] if layers else []
+    outer = (family.embedding_part(spec), family.head_part(spec)) if ends else ()
+    return sum(part.nbytes for parts in (*inner, outer) for part in parts)
+
+
+def slot_sizes(layers: Iterable[Iterable[PartLayout]]) -> dict[str, int]:
+    """By part name, the largest of any layer: what a device slot needs so that every layer fits."""
+    sizes: dict[str, int] = {}
+    for parts in layers:
+        for part in parts:
+            sizes[part.name] = max(sizes.get(part.name, 0), part.nbytes)
+    return sizes
+
+
+def slot_bytes(source: PartSource) -> int:
+    """Device memory of one layer's slot."""
+    spec, family = source.spec, source.family
+    return sum(slot_sizes(family.layer_parts(spec, layer) for layer in range(spec.num_layers)).values())
+
+
+class WeightStore:
+    """The whole model in one host region: `layers[i][part name]`, `embedding`, `head`. The links read pinned memory;
+    what lies in the pageable tier goes through pinned memory first (but for what is loaded once, at the start).
+
+    A store of a further GPU's share of the layers takes the last two, which are not divided, from the `first` store.
+    """
+
+    def __init__(
+        self, machine: Machine, source: PartSource, *, tier: str = PINNED, first: WeightStore | None = None
+    ) -> None:
         spec, family = source.spec, source.family
         layouts = [family.layer_parts(spec, layer) for layer in range(spec.num_layers)]
-        ends = (family.embedding_part(spec), family.head_part(spec))
+        ends = () if first else (family.embedding_part(spec), family.head_part(spec))
         total_bytes = sum(part.nbytes for parts in (*layouts, ends) for part in parts)
+        self.is_pageable = tier == PAGEABLE
         root = machine.tiers[tier].reserve("weights", total_bytes)
         offset_bytes = 0
 
@@ -57,31 +97,45 @@ class WeightStore:
             return PlacedPart(layout, buffer, (buffer,))
 
         self.layers = [{p.name: place(layer, p) for p in parts} for layer, parts in enumerate(layouts)]
-        self.embedding, self.head = place(None, ends[0]), place(None, ends[1])
+        if first is None:
+            self.embedding, self.head = (place(None, end) for end in ends)
+        else:
+            self.embedding, self.head = first.embedding, first.head
         machine.drain()
 
-    @property
-    def part_names(self) -> tuple[str, ...]:
-        """Parts of a layer in transfer order."""
-        return tuple(self.layers[0])
+    def part_names(self, layer: int) -> tuple[str, ...]:
+        """Parts of a layer in transfer order; a layer without experts has fewer."""
+        return tuple(self.layers[layer])
+
+    @cached_property
+    def slot_bytes(self) -> dict[str, int]:
+        """By part name: see `slot_sizes`."""
+        return slot_sizes([part.layout for part in parts.values()] for parts in self.layers)
 
     @property
     def layer_bytes(self) -> int:
-        return max(sum(p.layout.nbytes for p in parts.values()) for parts in self.layers)
+        """Device memory of one layer's slot."""
+        return sum(self.slot_bytes.values())
 
 
 class Resident:
-    """Parts that stay in device memory for the whole run."""
+    """Parts that stay in the memory of GPU `rank` for the whole run: the embedding, and on the first GPU the head."""
 
-    def __init__(self, machine: Machine, store: WeightStore) -> None:
-        self.embedding = self._load(machine, store.embedding)
-        self.head = self._load(machine, store.head)
+    def __init__(self, machine: Machine, store: WeightStore, *, rank: int = 0) -> None:
+        self.embedding = self._load(machine, store.embedding, rank)
+        self._head = None if rank else self._load(machine, store.head, rank)
         machine.drain()
 
+    @property
+    def head(self) -> PlacedPart:
+        assert self._head is not None, "the head is on the first GPU"
+        return self._head
+
     @staticmethod
-    def _load(machine: Machine, source: PlacedPart) -> PlacedPart:
-        buffer = machine.tiers["device"].reserve(source.layout.name, source.layout.nbytes)
-        machine.submit(H2D, CopyWeights(source, buffer, layer=None, packet_bytes=1 << 22))
+    def _load(machine: Machine, source: PlacedPart, rank: int) -> PlacedPart:
+        buffer = machine.tiers[device_tier(rank)].reserve(source.layout.name, source.layout.nbytes)
+        copy = CopyWeights(source, buffer, layer=None, packet_bytes=1 << 22)
+        machine.submit(Lane(LaneKind.H2D, rank), copy)
         return PlacedPart(source.layout, buffer, (buffer,))
 
 
@@ -93,9 +147,18 @@ class WeightStream:
     """
 
     def __init__(
-        self, machine: Machine, store: WeightStore, *, depth: int, packet_bytes: int, name: str = "weight buffer"
+        self,
+        machine: Machine,
+        store: WeightStore,
+        *,
+        depth: int,
+        packet_bytes: int,
+        name: str = "weight buffer",
+        rank: int = 0,
     ) -> None:
         assert depth >= 1, "a stream needs a slot"
+        self._tier = machine.tiers[device_tier(rank)]
+        self._h2d, self._gpu = Lane(LaneKind.H2D, rank), Lane(LaneKind.GPU, rank)
         self._machine = machine
         self._store = store
         self.depth = depth
@@ -104,11 +167,8 @@ class WeightStream:
         self._slots = [self._reserve_slot(f"{name} {slot}") for slot in range(depth)]
 
     def _reserve_slot(self, name: str) -> dict[str, Buffer]:
-        sizes: dict[str, int] = {}
-        for parts in self._store.layers:
-            for part_name, part in parts.items():
-                sizes[part_name] = max(sizes.get(part_name, 0), part.layout.nbytes)
-        root = self._machine.tiers["device"].reserve(name, sum(sizes.values()))
+        sizes = self._store.slot_bytes
+        root = self._tier.reserve(name, sum(sizes.values()))
         slot, offset_bytes = {}, 0
         for part_name, nbytes in sizes.items():
             slot[part_name] = root.sub(part_name, offset_bytes, nbytes)
@@ -118,6 +178,14 @@ class WeightStream:
     def layer(self, index: int) -> int:
         return index % len(self._store.layers)
 
+    def part_names(self, index: int) -> tuple[str, ...]:
+        """Parts of the layer at `index`, in transfer order."""
+        return self._store.part_names(self.layer(index))
+
+    def request_layer(self, index: int) -> list[Ticket]:
+        """All its parts, in transfer order."""
+        return [self.request(index, name) for name in self.part_names(index)]
+
     def request(self, index: int, part_name: str, *, urgent: bool = False, after: Iterable[Ticket] = ()) -> Ticket:
         """Submit the transfer of one part."""
         place = (index % self.depth, part_name)
@@ -125,13 +193,13 @@ class WeightStream:
         layer = self.layer(index)
         target = self._slots[place[0]][part_name]
         op = CopyWeights(self._store.layers[layer][part_name], target, layer=layer, packet_bytes=self.packet_bytes)
-        ticket = self._machine.submit(H2D, op, urgent=urgent, after=after)
+        ticket = self._machine.submit(self._h2d, op, urgent=urgent, after=after)
         self._occupant[place] = (index, ticket)
         return ticket
 
     def experts(self, index: int) -> dict[int, PlacedPart]:
-        """All experts of a requested layer, by number."""
-        names = [name for name in self._store.part_names if name.startswith("expert.")]
+        """All experts of a requested layer, by number; none for a dense layer."""
+        names = [name for name in self.part_names(index) if name.startswith("expert.")]
         return {int(name.split(".")[1]): self.part(index, name) for name in names}
 
     def part(self, index: int, part_name: str) -> PlacedPart:
@@ -144,7 +212,7 @@ class WeightStream:
         place = self._place(index, part_name)
         del self._occupant[place]
         if self._machine.poisons:
-            self._machine.submit(GPU, Poison(self._slots[place[0]][part_name]))
+            self._machine.submit(self._gpu, Poison(self._slots[place[0]][part_name]))
 
     def _place(self, index: int, part_name: str) -> tuple[int, str]:
         """Where a requested part lies: (slot, part)."""
@@ -153,10 +221,16 @@ class WeightStream:
         assert occupant is not None and occupant[0] == index, f"{part_name} of {index} is not in the stream"
         return place
 
-    def advance(self, index: int, part_name: str) -> Ticket:
-        """Release a part and request its successor into the same place."""
+    def advance(self, index: int, part_name: str) -> None:
+        """Release a part and request its successor into the same place; with a layer's last part, also what the
+        successor has besides (a dense layer is followed by one with experts)."""
         self.release(index, part_name)
-        return self.request(index + self.depth, part_name)
+        successor, names = index + self.depth, self.part_names(index + self.depth)
+        wanted = [part_name] if part_name in names else []
+        if part_name == self.part_names(index)[-1]:
+            wanted += [name for name in names if name not in self.part_names(index)]
+        for name in wanted:
+            self.request(successor, name)
 
     def cancel_all(self) -> None:
         """Withdraw transfers that have not started and forget the rest: the stream is empty again."""
@@ -169,5 +243,5 @@ class WeightStream:
         self.cancel_all()
         self._machine.drain()
         for slot in self._slots:
-            self._machine.tiers["device"].release(next(iter(slot.values())).root)
+            self._tier.release(next(iter(slot.values())).root)
         self._slots.clear()

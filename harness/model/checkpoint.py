@@ -16,6 +16,7 @@ from harness.model import families
 from harness.model.hub import resolve_model
 from harness.model.layout import PartLayout, TensorLayout
 from harness.model.quiet import quiet_transformers
+from harness.model.sharding import shard_spec, share_start
 from harness.model.shards import FLOAT_DTYPES, Shards, checkpoint_error, read_json
 
 if TYPE_CHECKING:
@@ -94,18 +95,27 @@ class Checkpoint:
             names, rows = ", ".join(tensor.checkpoint_names), [shape[0] for shape in shapes]
             raise checkpoint_error(names, f"must have {tensor.shape[0]} rows together by config.json, got {rows}")
 
-    def read_part(self, layer: int | None, part: PartLayout, out: torch.Tensor) -> None:
+    def shard(self, rank: int, num_ranks: int) -> CheckpointShard:
+        """What GPU `rank` of `num_ranks` reads of this checkpoint. Raises ConfigError where it cannot be divided."""
+        return CheckpointShard(self, rank, num_ranks)
+
+    def read_part(
+        self, layer: int | None, part: PartLayout, out: torch.Tensor, *, rank: int = 0, num_ranks: int = 1
+    ) -> None:
         """Copy the part's tensors to their offsets in `out`, uint8 [part.nbytes] on the CPU, converting the dtype.
 
-        The only copy made. Raises `ConfigError` naming a tensor that holds NaN or infinity.
+        Of a part that is laid out for one of `num_ranks` GPUs, the share of `rank`. The only copy made. Raises
+        `ConfigError` naming a tensor that holds NaN or infinity.
         """
         assert out.dtype == torch.uint8 and out.shape == (part.nbytes,), f"{part.name} of layer {layer}: {out.shape}"
         views = part_views(part, out)
         for tensor in part.tensors:
             pieces = [self._shards.tensor(name) for name in tensor.checkpoint_names]
-            slots = views[tensor.name].split([piece.shape[0] for piece in pieces])
+            num_rows = sum(piece.shape[0] for piece in pieces)
+            in_proportion = [piece.shape[0] * tensor.shape[0] // num_rows for piece in pieces]
+            slots = views[tensor.name].split(list(tensor.rows) or in_proportion)
             for name, piece, slot in zip(tensor.checkpoint_names, pieces, slots, strict=True):
-                slot.copy_(piece)
+                slot.copy_(_share_of(piece, slot.shape, rank, num_ranks))
                 if not torch.stack(torch.aminmax(slot)).isfinite().all():
                     raise checkpoint_error(name, "corrupt: holds NaN or infinity")
 
@@ -149,3 +159,22 @@ def part_views(part: PartLayout, region: torch.Tensor) -> dict[str, torch.Tensor
         tensor.name: region[tensor.offset_bytes : tensor.offset_bytes + tensor.nbytes].view(dtype).view(tensor.shape)
         for tensor in part.tensors
     }
+
+
+class CheckpointShard:
+    """The share of a checkpoint that one of several GPUs has: a source of parts like the checkpoint itself."""
+
+    def __init__(self, whole: Checkpoint, rank: int, num_ranks: int) -> None:
+        self.spec = shard_spec(whole.spec, num_ranks)
+        self.family = whole.family
+        self._whole, self._rank, self._num_ranks = whole, rank, num_ranks
+
+    def read_part(self, layer: int | None, part: PartLayout, out: torch.Tensor) -> None:
+        self._whole.read_part(layer, part, out, rank=self._rank, num_ranks=self._num_ranks)
+
+
+def _share_of(piece: torch.Tensor, shape: torch.Size, rank: int, num_ranks: int) -> torch.Tensor:
+    """A view of the part of `piece` that belongs to a rank, of the given shape."""
+    for dim, (whole, mine) in enumerate(zip(piece.shape, shape, strict=True)):
+        piece = piece.narrow(dim, share_start(whole, mine, rank, num_ranks), mine)
+    return piece

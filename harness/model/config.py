@@ -58,10 +58,14 @@ class RandomRecipe:
         return self.init_std if self.init_std is not None else self.hidden_dim**-0.5
 
 
+RANDOM = "random"  # as a path: random weights, made in memory with the dimensions of `spec` or `recipe`
+
+
 @config
 class ModelConfig:
     """A checkpoint: `path` (a folder or hub id), which comes before everything else, or else random weights by
-    `recipe`. With `spec` alone there are dimensions and no weights: enough to plan and to simulate."""
+    `recipe`. With `spec` alone there are dimensions and no weights: enough to plan and to simulate, and with the path
+    `random` to measure."""
 
     name: str
     path: str | None = None

@@ -18,11 +18,15 @@ ALIGNMENT_BYTES = 64  # one cache line; also what AVX-512 loads and non-temporal
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """One tensor as a family asks for it: local name, shape, and the checkpoint tensors that dim 0 stacks."""
+    """One tensor as a family asks for it: local name, shape, and the checkpoint tensors that dim 0 stacks.
+
+    `rows` says how many rows each of these has here; empty where they share dim 0 as they do in the checkpoint.
+    """
 
     name: str
     shape: tuple[int, ...]
     checkpoint_names: tuple[str, ...]
+    rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,7 @@ class TensorLayout:
     checkpoint_names: tuple[str, ...]
     offset_bytes: int
     nbytes: int
+    rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,8 @@ def lay_out(name: str, dtype: str, sources: Iterable[TensorSource]) -> PartLayou
     tensors, offset_bytes = [], 0
     for source in sources:
         nbytes = prod(source.shape) * DTYPE_BYTES[dtype]
-        tensors.append(TensorLayout(source.name, source.shape, source.checkpoint_names, offset_bytes, nbytes))
+        tensors.append(
+            TensorLayout(source.name, source.shape, source.checkpoint_names, offset_bytes, nbytes, source.rows)
+        )
         offset_bytes += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return PartLayout(name, dtype, tuple(tensors), offset_bytes)

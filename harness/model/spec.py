@@ -45,6 +45,26 @@ class ModelSpec(Dimensions):
         return self.num_heads * (self.latent.value_dim if self.latent else self.head_dim)
 
     @property
+    def cached_q_dim(self) -> int:
+        """All heads' queries as attention over the cache takes them: on the latent where there is one."""
+        return self.num_heads * (self.latent.kv_rank + self.latent.rope_dim) if self.latent else self.q_dim
+
+    @property
+    def cached_o_dim(self) -> int:
+        """All heads' results of attention over the cache."""
+        return self.num_heads * self.latent.kv_rank if self.latent else self.o_dim
+
+    @property
+    def cached_k_dim(self) -> int:
+        """Numbers per token and layer in the first half of the cache: keys, or the latent with the shared RoPE key."""
+        return self.latent.kv_rank + self.latent.rope_dim if self.latent else self.kv_dim
+
+    @property
+    def cached_v_dim(self) -> int:
+        """Values; the latent stands for them too."""
+        return 0 if self.latent else self.kv_dim
+
+    @property
     def group_size(self) -> int:
         """Query heads per KV head (the papers' s)."""
         return self.num_heads // self.num_kv_heads
@@ -56,9 +76,7 @@ class ModelSpec(Dimensions):
     @property
     def kv_bytes_per_token_layer(self) -> int:
         """Keys and values, or the latent and the shared RoPE key."""
-        if self.latent:
-            return (self.latent.kv_rank + self.latent.rope_dim) * self.dtype_bytes
-        return 2 * self.kv_dim * self.dtype_bytes
+        return (self.cached_k_dim + self.cached_v_dim) * self.dtype_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -83,6 +101,25 @@ class ModelSpec(Dimensions):
         q = latent.q_rank * (hidden + self.q_dim) if latent.q_rank else hidden * self.q_dim
         kv_up = latent.kv_rank * self.num_heads * (latent.nope_dim + latent.value_dim)
         return q + hidden * (latent.kv_rank + latent.rope_dim) + kv_up + self.o_dim * hidden
+
+    @property
+    def attention_in_params(self) -> int:
+        """Matrices in front of attention: all projections but the one of the output."""
+        return self.attention_params - self.attention_out_params
+
+    @property
+    def attention_out_params(self) -> int:
+        return self.o_dim * self.hidden_dim
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether the layer has an ordinary MLP in place of router and experts."""
+        return layer < self.num_dense_layers
+
+    def common_mlp_params(self, layer: int) -> int:
+        """Matrices behind attention that every token passes: the router and shared experts, or the dense MLP."""
+        if self.is_dense(layer):
+            return 3 * self.hidden_dim * self.dense_dim
+        return self.hidden_dim * self.num_experts + self.shared_expert_params
 
     @property
     def parts(self) -> Mapping[str, model_parts.Part]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,13 @@ from harness.record.store import Run, list_runs, read_run
 from harness.record.terminal import number
 
 _NAMES = ("strategy", "model", "dataset", "machine", "hardware")
+_NOT_SETTINGS = ("results_dir", "progress", "wandb", "experiment")
 _SOURCES = ("data_source", "weights_source")  # long texts: below the table where they differ
 
 
 def compare_table(runs: Sequence[Run]) -> Group:
-    """One row a run; the ratio is to the first run that ended well. What all runs share is above the table."""
+    """One row a run; the ratio is to the first run that ended well. What all runs share is above the table, and the
+    settings in which they differ are below it."""
     rows = [_facts(run) for run in runs]
     shared = [fact for fact in (*_NAMES[1:], "label", *_SOURCES) if len({row[fact] for row in rows if row[fact]}) == 1]
     varying = [fact for fact in (*_NAMES[1:], "label") if fact not in shared and any(row[fact] for row in rows)]
@@ -51,7 +53,7 @@ def compare_table(runs: Sequence[Run]) -> Group:
             _short(run.run_id),
         )
     title = [Text(f"{fact.replace('_', ' ')}: {next(row[fact] for row in rows if row[fact])}") for fact in shared]
-    return Group(*title, table, *_differing_sources(runs, rows, shared))
+    return Group(*title, table, *_setting_lines(runs), *_differing_sources(runs, rows, shared))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,6 +83,40 @@ def _facts(run: Run) -> dict[str, Any]:
         asked = group.get("name") if isinstance(group, dict) else group
         found[name] = None if asked is None else str(asked)
     return found | (run.summary or {})
+
+
+def _differing_settings(runs: Sequence[Run]) -> dict[str, dict[str, str]]:
+    """Setting -> run -> value, for the settings in which runs differ. Where a whole group was exchanged its name is a
+    column already, and what comes with it is not told."""
+    flat = {run.run_id: _leaves(run.config) for run in runs}
+    exchanged = {group for group in _NAMES if len({values.get(f"{group}.name") for values in flat.values()}) > 1}
+    names = dict.fromkeys(name for values in flat.values() for name in values)
+    found: dict[str, dict[str, str]] = {}
+    for name in names:
+        values = {run_id: leaves.get(name, "-") for run_id, leaves in flat.items()}
+        if name.partition(".")[0] not in (*exchanged, *_NOT_SETTINGS) and len(set(values.values())) > 1:
+            found[name] = values
+    return found
+
+
+def _leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    found: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found |= _leaves(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = str(value)
+    return found
+
+
+def _setting_lines(runs: Sequence[Run]) -> list[Text]:
+    settings = _differing_settings(runs)
+    if not settings:
+        return []
+    short = [name.rpartition(".")[2] for name in settings]
+    names = dict(zip(settings, short, strict=True)) if len(set(short)) == len(short) else {n: n for n in settings}
+    told = [", ".join(f"{names[n]}={values[run.run_id]}" for n, values in settings.items()) for run in runs]
+    return [Text(f"{_short(run.run_id)} {line}", style="dim") for run, line in zip(runs, told, strict=True)]
 
 
 def _differing_sources(runs: Sequence[Run], rows: Sequence[dict[str, Any]], shared: Sequence[str]) -> list[Text]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,7 +18,7 @@ class PassMeter:
     ends, so that the row of a pass that has just ended would miss it. Passes must come in the order of their starts.
     """
 
-    def __init__(self, spans: list[Span]) -> None:
+    def __init__(self, spans: Sequence[Span]) -> None:
         """`spans` is the machine's own list, which grows while the run goes on."""
         self._spans = spans
         self._num_read = 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.machine.base import Lane, LaneKind
+from harness.machine.base import HOST_KINDS, Lane, LaneKind
 from harness.record.passes import PassRecord
 from harness.record.spans import Spans, SpanTable, Window, lane_order, union_s
 
@@ -26,7 +26,7 @@ _MOVES = {
     LaneKind.CPU: "host_bytes",
     LaneKind.H2D: "link_bytes",
     LaneKind.D2H: "link_bytes",
-    LaneKind.PIN: "host_bytes",
+    LaneKind.PIN: "link_bytes",
 }
 _IN_WORDS = {
     LaneKind.GPU: "GPU compute",
@@ -82,7 +82,8 @@ def cpu_s(spans: Spans, lane: Lane, window: Window) -> float:
 
 
 def moved_bytes(spans: Spans, lane: Lane, window: Window) -> float:
-    """Bytes of the lane's own tier: the link for h2d and d2h, device memory for gpu, host memory for cpu and pin."""
+    """Bytes of the lane's own tier: the link for h2d and d2h, device memory for gpu, host memory for cpu. Of pin, what
+    was copied."""
     return SpanTable.of(spans).lane(lane).within(window).total(_MOVES[lane.kind], window)
 
 
@@ -98,12 +99,19 @@ def link_rate(spans: Spans, lane: Lane, window: Window) -> LinkRate:
 
 
 def utilization(spans: Spans, window: Window) -> dict[str, float]:
-    """Busy share of the window by kind of lane, 0 to 1, the mean over ranks; all 0 over an empty window."""
+    """Busy share of the window by kind of lane, 0 to 1, the mean over lanes; all 0 over an empty window."""
     table = SpanTable.of(spans)
     shares: dict[str, list[float]] = {kind.value: [] for kind in LaneKind}
     for lane in table.all_lanes():
         shares[lane.kind.value].append(_ratio(busy_s(table, lane, window), _length_s(window)))
-    return {kind: float(np.mean(values)) for kind, values in shares.items()}
+    return {kind: sum(values) / _num_lanes(table, LaneKind(kind)) for kind, values in shares.items()}
+
+
+def _num_lanes(table: SpanTable, kind: LaneKind) -> int:
+    """How many lanes of a kind there are: one a rank, but of the host's only those that ran anything."""
+    if kind in HOST_KINDS:
+        return len([lane for lane in table.lanes if lane.kind is kind]) or 1
+    return len({lane.rank for lane in table.lanes}) or 1
 
 
 def overlap_ratio(spans: Spans, window: Window) -> float:
@@ -137,7 +145,6 @@ def stolen_core_share(spans: Spans, window: Window) -> float | None:
 def kind_totals(spans: Spans, window: Window) -> list[KindTotal]:
     """Where the time goes: every kind of op on every kind of lane, the largest busy time first."""
     table = SpanTable.of(spans)
-    num_ranks = len({lane.rank for lane in table.lanes}) or 1
     sums: dict[tuple[LaneKind, str], tuple[float, int, float, float]] = {}
     for name, lane in table.lanes.items():
         inside = lane.within(window)
@@ -160,7 +167,7 @@ def kind_totals(spans: Spans, window: Window) -> list[KindTotal]:
             lane=lane_kind,
             kind=kind,
             busy_s=busy,
-            share=_ratio(busy, num_ranks * _length_s(window)),
+            share=_ratio(busy, _num_lanes(table, lane_kind) * _length_s(window)),
             num_ops=num_ops,
             flops=flops,
             moved_bytes=moved,

@@ -13,6 +13,7 @@ from typing import Any
 
 import harness
 
+_SOURCE_SUFFIXES = {".py", ".cpp", ".h", ".yaml"}
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "numpy", "hydra-core", "wandb")
 
 
@@ -37,6 +38,25 @@ def code_version(root: Path | None = None) -> str:
     return f"{text}+{dirty.hexdigest()[:8]}" if changes or names else text
 
 
+def checkout(root: Path | None = None) -> dict[str, Any]:
+    """The full commit, and whether anything differs from it; both None where there is no git or no checkout."""
+    folder = root or Path(harness.__file__).parents[1]
+    commit = _git(folder, "rev-parse", "HEAD") if (folder / ".git").exists() else None
+    changed = _git(folder, "status", "--porcelain") if commit else None
+    return {"commit": commit.decode().strip() if commit else None, "dirty": None if changed is None else bool(changed)}
+
+
+def fingerprint(sources: Iterable[str], root: Path | None = None) -> str:
+    """Of the source files below these folders and files, whatever git knows of them: the same code, the same text."""
+    folder, digest = root or Path(harness.__file__).parents[1], hashlib.sha256()
+    for source in sources:
+        place = folder / source
+        files = [place] if place.is_file() else sorted(p for p in place.rglob("*") if p.suffix in _SOURCE_SUFFIXES)
+        for path in files:
+            digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
 def environment(packages: Iterable[str] = _PACKAGES) -> dict[str, Any]:
     """Versions of Python and of the packages that are installed, and the machine's processor, cores and memory."""
     versions = {name: _version(name) for name in packages}
@@ -49,6 +69,12 @@ def environment(packages: Iterable[str] = _PACKAGES) -> dict[str, Any]:
         "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
+
+
+def shown_command(program: str, arguments: Iterable[str]) -> str:
+    """For reports: the command as anyone may repeat it, without the folders of the machine that it ran on."""
+    shown = ("FOLDER" if Path(argument).is_absolute() else argument for argument in arguments)
+    return " ".join(("python", program, *shown))
 
 
 def _git(folder: Path, *arguments: str) -> bytes | None:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.machine.base import Lane, LaneKind, Span, Work
+from harness.machine.span_log import SpanLog
 
 Window = tuple[float, float]  # [start_s, end_s) on the machine's clock
 Floats = NDArray[np.float64]
@@ -68,6 +69,32 @@ class LaneSpans:
         return Work(**{column: self.total(column, window) for column in columns})
 
 
+_Columns = tuple[NDArray[np.void], NDArray[np.int64], NDArray[np.int64], list[Lane], list[str]]
+
+
+def _of_list(packets: list[Span]) -> _Columns:
+    """Rows, the codes of their lanes and kinds, and what these mean. The list is a copy: lanes may still append."""
+    rows = np.fromiter(map(attrgetter(*_NUMBERS), packets), dtype=_ROW, count=len(packets))
+    lane_codes: dict[Lane, int] = {}
+    kind_codes: dict[str, int] = {}
+    lane = np.array([lane_codes.setdefault(s.lane, len(lane_codes)) for s in packets], dtype=np.int64)
+    kind = np.array([kind_codes.setdefault(s.kind, len(kind_codes)) for s in packets], dtype=np.int64)
+    return rows, lane, kind, list(lane_codes), list(kind_codes)
+
+
+def _of_log(log: SpanLog) -> _Columns:
+    """The same without an object a span."""
+    logged, lanes, kinds = log.columns()
+    rows = np.empty(len(logged), dtype=_ROW)
+    for name in ("start_s", "end_s", "ticket"):
+        rows[name] = logged[name]
+    rows["cpu_s"] = logged["end_s"] - logged["start_s"]
+    part = logged["count"] / logged["num_packets"]
+    for name in ("flops", "device_bytes", "host_bytes", "link_bytes"):
+        rows[name] = logged[name] * part
+    return rows, logged["lane"].astype(np.int64), logged["kind"].astype(np.int64), lanes, kinds
+
+
 @dataclass(frozen=True, eq=False)
 class SpanTable:
     """All packets of a run, by lane. Build it once where several metrics are asked of the same spans."""
@@ -79,19 +106,14 @@ class SpanTable:
     def of(cls, spans: Spans) -> SpanTable:
         if isinstance(spans, SpanTable):
             return spans
-        packets = list(spans)  # a copy: lanes may still append to the machine's list
-        rows = np.fromiter(map(attrgetter(*_NUMBERS), packets), dtype=_ROW, count=len(packets))
-        lane_codes: dict[Lane, int] = {}
-        kind_codes: dict[str, int] = {}
-        lane = np.array([lane_codes.setdefault(s.lane, len(lane_codes)) for s in packets], dtype=np.int64)
-        kind = np.array([kind_codes.setdefault(s.kind, len(kind_codes)) for s in packets], dtype=np.int64)
+        rows, lane, kind, names, kinds = _of_log(spans) if isinstance(spans, SpanLog) else _of_list(list(spans))
         order = np.lexsort((rows["end_s"], rows["start_s"]))
         rows, lane, kind = rows[order], lane[order], kind[order]
         lanes = {}
-        for name, code in sorted(lane_codes.items(), key=lambda item: lane_order(item[0])):
+        for code in sorted(np.unique(lane), key=lambda code: lane_order(names[code])):
             mine = rows[lane == code]
-            lanes[name] = LaneSpans(mine, kind[lane == code], np.maximum.accumulate(mine["end_s"]))
-        return cls(lanes, tuple(kind_codes))
+            lanes[names[code]] = LaneSpans(mine, kind[lane == code], np.maximum.accumulate(mine["end_s"]))
+        return cls(lanes, tuple(kinds))
 
     def lane(self, lane: Lane) -> LaneSpans:
         empty = LaneSpans(np.empty(0, _ROW), np.empty(0, np.int64), np.empty(0))

@@ -24,7 +24,8 @@ from harness.record.spans import Spans, SpanTable
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What passes and spans do not know. Times are host seconds; None means that nobody knows.
+    """What passes and spans do not know. Times are host seconds; None means that nobody knows. `clock` is whose seconds
+    those of passes and spans are: "host" or "virtual".
 
     `setup_s` is everything before the first pass, `wall_s` the whole run. `num_requests` were asked for; each ends
     finished or rejected. `gpu_tok_s` (the papers' T_GPU) is what the gpu lane would process if it never waited.
@@ -39,6 +40,8 @@ class RunFacts:
     dataset: str
     machine: str
     hardware: str
+    clock: str = "host"
+    machine_facts: Mapping[str, str] = field(default_factory=dict)
     num_requests: int = 0
     num_finished: int = 0
     num_rejected: int = 0
@@ -97,8 +100,8 @@ def accuracy(predicted: float | None, observed: float | None) -> float | None:
 
 
 def _identity(facts: RunFacts) -> dict[str, Any]:
-    names = ("status", "error", "label", "strategy", "model", "dataset", "machine", "hardware")
-    return {name: getattr(facts, name) for name in (*names, "data_source", "weights_source")}
+    names = ("status", "error", "label", "strategy", "model", "dataset", "machine", "hardware", "clock")
+    return {name: getattr(facts, name) for name in (*names, "machine_facts", "data_source", "weights_source")}
 
 
 def _requests(facts: RunFacts, passes: Sequence[PassRecord]) -> dict[str, Any]:
@@ -114,7 +117,8 @@ def _requests(facts: RunFacts, passes: Sequence[PassRecord]) -> dict[str, Any]:
 
 
 def _throughput(facts: RunFacts, passes: Sequence[PassRecord]) -> dict[str, Any]:
-    """Generation time is prefill and decode, without set-up and verification."""
+    """`wall_s` and `setup_s` are host seconds on every machine, all others seconds of its `clock`. Generation time is
+    prefill and decode, without set-up and verification."""
     length_s = max(p.end_s for p in passes) - min(p.start_s for p in passes) if passes else 0.0
     observed = sum(p.generated_tokens for p in passes) / length_s if length_s > 0 else None
     processed = sum(p.num_tokens for p in passes) / length_s if length_s > 0 else None
@@ -147,7 +151,7 @@ def _steady(facts: RunFacts, passes: Sequence[PassRecord], table: SpanTable) -> 
         "h2d_ceiling_gb_s": facts.ceilings_gb_s.get(LaneKind.H2D.value),
         "overlap_ratio": overlap_ratio(table, window),
         "idle_share": idle_share(table, window) if length_s > 0 else None,
-        "stolen_core_share": stolen_core_share(table, window),
+        "stolen_core_share": None if facts.clock == "virtual" else stolen_core_share(table, window),
         "where_time_goes": kind_totals(table, window),
         "bottleneck": bottleneck(table, window, facts.ceilings_gb_s),
         "num_ranks": len(ranks) or 1,

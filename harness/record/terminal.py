@@ -33,6 +33,7 @@ class Progress:
         self._stage = ""
         self._num_finished = 0
         self._tok_s: float | None = None
+        self._rate = "tok/s"
         self._started_s = time.monotonic()
         self._drawn_s = 0.0
         self._steps_told = 0
@@ -50,8 +51,9 @@ class Progress:
         if self._live is not None:
             self._live.stop()
 
-    def stage(self, text: str, num_requests: int | None = None) -> None:
-        """New work begins; counts start again."""
+    def stage(self, text: str, num_requests: int | None = None, *, rate: str = "tok/s") -> None:
+        """New work begins; counts start again. `rate` says what kind of tokens a second will be told."""
+        self._rate = rate
         self._stage, self._num_finished, self._tok_s, self._steps_told = text, 0, None, 0
         self._started_s = time.monotonic()
         self._num_requests = self._num_requests if num_requests is None else num_requests
@@ -70,6 +72,10 @@ class Progress:
             self._steps_told = steps
             self._console.print(f"  {self._counts()}", highlight=False, markup=False, soft_wrap=True)
 
+    def note(self, text: str) -> None:
+        """One more line that stays."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
     def _draw(self, always: bool) -> None:
         if self._live is None or (not always and time.monotonic() - self._drawn_s < _REDRAW_S):
             return
@@ -79,12 +85,12 @@ class Progress:
         if self._num_finished:
             cells.append(ProgressBar(total=max(1, self._num_requests), completed=self._num_finished, width=_BAR_WIDTH))
             cells.append(Text(self._counts()))
-        cells.append(Text(f"{time.monotonic() - self._started_s:.0f} s", style="dim"))
+        cells.append(Text(f"{time.monotonic() - self._started_s:.0f} s of this computer", style="dim"))
         line.add_row(*cells)
         self._live.update(line, refresh=True)
 
     def _counts(self) -> str:
-        rate = "" if self._tok_s is None else f", {number(self._tok_s)} tok/s"
+        rate = "" if self._tok_s is None else f", {number(self._tok_s)} {self._rate}"
         return f"{self._num_finished}/{self._num_requests} requests{rate}"
 
 
@@ -113,15 +119,17 @@ def _rows(summary: Mapping[str, Any], full: str, empty: str) -> list[tuple[str, 
         rows.append(
             ("status", Text(" - ".join(filter(None, (summary.get("status"), summary.get("error")))), style="bold red"))
         )
-    rows += [("throughput", _throughput(summary)), ("requests", _requests(summary))]
+    rows += [("throughput", _throughput(summary)), ("time", _times(summary)), ("requests", _requests(summary))]
     if summary.get("num_passes"):
         shares = {lane: share for lane, share in summary["utilization"].items() if share or lane != "pin"}
         rows += [(f"{lane} busy", _bar(share, full, empty)) for lane, share in shares.items()]
         rows += [
             ("bottleneck", Text(summary["bottleneck"], style="bold")),
-            ("where time goes", _kinds(summary)),
+            ("virtual time in" if summary.get("clock") == "virtual" else "where time goes", _kinds(summary)),
             ("steady window", _window(summary)),
         ]
+    if summary.get("machine_facts"):
+        rows.append((f"{summary['label']} with", ", ".join(f"{k} {v}" for k, v in summary["machine_facts"].items())))
     if summary.get("hardware_ratios"):
         rows.append(("GPU : link : host", _ratios(summary["hardware_ratios"])))
     rows += [("prediction", _prediction(summary)), ("memory peak", _memory(summary)), ("verified", _verified(summary))]
@@ -146,15 +154,27 @@ def human_bytes(value: float | None) -> str:
         if abs(value) < 999.5 or unit == "GB":
             break
         value /= 1000
-    return f"{value:.3g} {unit}"
+    return number(value, unit)
 
 
 def _throughput(summary: Mapping[str, Any]) -> Text:
-    times = f"{number(summary.get('generation_s'))} s generating, {number(summary.get('setup_s'))} s set-up"
     return Text.assemble(
         (f"{number(summary.get('throughput_tok_s'))} tok/s generated", "bold green"),
-        f" ({number(summary.get('processed_tok_s'))} processed; {times})",
+        f" ({number(summary.get('processed_tok_s'))} processed)",
     )
+
+
+def _seconds(summary: Mapping[str, Any]) -> str:
+    """The unit of what passes and spans tell."""
+    return "virtual s" if summary.get("clock") == "virtual" else "s"
+
+
+def _times(summary: Mapping[str, Any]) -> str:
+    generating = f"{number(summary.get('generation_s'))} {_seconds(summary)} generating"
+    setup, whole = number(summary.get("setup_s")), number(summary.get("wall_s"))
+    if summary.get("clock") == "virtual":
+        return f"{generating}; simulated in {whole} s of this computer, {setup} s of them set-up"
+    return f"{generating}, {setup} s set-up; {whole} s in all"
 
 
 def _requests(summary: Mapping[str, Any]) -> str:
@@ -183,11 +203,12 @@ def _kinds(summary: Mapping[str, Any]) -> Text:
 
 
 def _window(summary: Mapping[str, Any]) -> str:
-    text = f"{summary['window_s']:.2f} s, {summary['window']['covers']}; lanes overlap {summary['overlap_ratio']:.2f}x"
+    length = f"{summary['window_s']:.2f} {_seconds(summary)}"
+    text = f"{length}, {summary['window']['covers']}; lanes overlap {summary['overlap_ratio']:.2f}x"
     stolen = summary.get("stolen_core_share")
     text += "" if summary.get("tokens_per_t_gpu") is None else f"; tokens/T_GPU {summary['tokens_per_t_gpu']:.1%}"
     text += "" if stolen is None else f"; gpu lane without a core {stolen:.1%}"
-    taken = summary.get("host_steal_share")
+    taken = None if summary.get("clock") == "virtual" else summary.get("host_steal_share")
     return text if not taken or taken < 0.02 else f"{text}; DISTURBED: the hypervisor took {taken:.0%} of the cores"
 
 
@@ -225,7 +246,8 @@ def _verified(summary: Mapping[str, Any]) -> Text:
     if verify.get("mode", "off") == "off" or not verify.get("checked"):
         return Text(f"no ({verify.get('mode', 'off')})", style="yellow")
     tokens = f", {number(verify['tokens_checked'])} tokens" if verify.get("tokens_checked") is not None else ""
-    text = f"{verify['checked']} requests ({verify['mode']}{tokens}): {verify.get('mismatched', 0)} mismatched"
+    asked = f" of {verify['asked']}" if verify.get("asked", verify["checked"]) != verify["checked"] else ""
+    text = f"{verify['checked']}{asked} requests ({verify['mode']}{tokens}): {verify.get('mismatched', 0)} mismatched"
     text += f", {verify['excused']} excused" if verify.get("excused") else ""
     return Text(text, style="bold red" if verify.get("mismatched") else "green")
 

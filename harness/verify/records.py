@@ -49,9 +49,10 @@ class GeneratedSequence:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyReport:
-    """`mode` says what was compared. `checked` and `mismatched` count sequences; `excused` counts divergences that lie
-    within float32's rounding. Gaps: how far a chosen token lay below the reference's best, in standard deviations of
-    the logits, and a chosen expert below the reference's k-th best, in router probability."""
+    """`mode` says what was compared. `checked`, `mismatched` and `excused` count sequences; an excused one diverges by
+    choices within float32's rounding, made no later than where it diverges. Gaps: how far a chosen token lay below the
+    reference's best, in standard deviations of the logits, and a chosen expert below the reference's k-th best, in
+    router probability."""
 
     mode: str
     checked: int

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
-from harness.config import parse
 from harness.engine import loop
+from harness.engine.assembly import assemble_engine, rank_sources
 from harness.engine.engine import Engine
 from harness.engine.sequences import Sequence, State
-from harness.engine.strategy import Strategy
+from harness.engine.strategy import Strategy, weights_tier
 from harness.machine.base import LaneKind, Machine
 from harness.machine.emulated import EmulatedMachine
 from harness.machine.host_context import LaneRate
 from harness.machine.shuffled import ShuffledMachine
-from harness.memory.kv_cache import KVCache
-from harness.memory.weights import Resident, WeightStore
+from harness.memory.tiers import device_tier
 from harness.model.checkpoint import Checkpoint
 from harness.record.passes import PassRecord
+from harness.settings import load_strategy
 from harness.verify.collect import generated_sequence
 from harness.verify.oracle import verify
 from harness.verify.records import VerifyReport
@@ -28,13 +27,17 @@ from harness.workload.request import Request
 CAPACITIES_BYTES = {"device": 24_000_000, "pinned": 400_000_000, "host": 100_000_000}
 
 
-def shuffled(seed: int) -> ShuffledMachine:
-    return ShuffledMachine(capacities_bytes=CAPACITIES_BYTES, seed=seed)
+def capacities_bytes(num_gpus: int) -> dict[str, int]:
+    return CAPACITIES_BYTES | {device_tier(rank): CAPACITIES_BYTES["device"] for rank in range(num_gpus)}
 
 
-def emulated(h2d_gb_s: float = 0.2) -> EmulatedMachine:
+def shuffled(seed: int, *, num_gpus: int = 1) -> ShuffledMachine:
+    return ShuffledMachine(capacities_bytes=capacities_bytes(num_gpus), seed=seed)
+
+
+def emulated(h2d_gb_s: float = 0.2, *, num_gpus: int = 1) -> EmulatedMachine:
     rates = {LaneKind.H2D: LaneRate(bytes_s=h2d_gb_s * 1e9), LaneKind.CPU: LaneRate(flops_s=4e9, bytes_s=4e9)}
-    return EmulatedMachine(capacities_bytes=CAPACITIES_BYTES, rates=rates, poison=True, watchdog_s=30.0)
+    return EmulatedMachine(capacities_bytes=capacities_bytes(num_gpus), rates=rates, poison=True, watchdog_s=30.0)
 
 
 def requests(
@@ -53,26 +56,27 @@ def requests(
 
 
 def engine_on(
-    machine: Machine, checkpoint: Checkpoint, work: list[Request], *, kv_blocks: int, block_size: int = 4
-) -> Engine:
-    store = WeightStore(machine, checkpoint)
-    block_bytes = block_size * checkpoint.spec.kv_bytes_per_token
-    return Engine(
-        machine=machine,
-        spec=checkpoint.spec,
-        family=checkpoint.family,
-        store=store,
-        resident=Resident(machine, store),
-        kv=KVCache(machine, checkpoint.spec, capacity_bytes=kv_blocks * block_bytes, block_size=block_size),
+    machine: Machine, checkpoint: Checkpoint, work: list[Request], *, kv_blocks: int, block_size: int = 4,
+    num_gpus: int = 1, values: dict[str, Any] | None = None,
+) -> Engine:  # fmt: skip
+    """With the `values` of a strategy its weights lie where it wants them."""
+    specs = [source.spec for source in rank_sources(checkpoint, num_gpus)]
+    return assemble_engine(
+        machine,
+        checkpoint,
+        num_gpus=num_gpus,
+        kv_bytes=kv_blocks * block_size * sum(spec.kv_bytes_per_token for spec in specs),
+        block_size=block_size,
+        weights_tier=weights_tier(values and load_strategy(values)[1]),
         sequences=[Sequence(request, records_routing=True) for request in work],
+        eos_token_id=None,
     )
 
 
 def strategy_of(engine: Engine, values: dict[str, Any]) -> Strategy:
     """`values` as in conf/strategy/*.yaml."""
-    settings = dict(values)
-    module = import_module(settings.pop("package"))
-    built: Strategy = module.build(parse(module.Config, settings, "strategy"), engine)
+    module, config = load_strategy(values)
+    built: Strategy = module.build(config, engine)
     return built
 
 

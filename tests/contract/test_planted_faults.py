@@ -7,6 +7,7 @@ Undeclared reads and writes are found by the shuffled machine, which ignores lan
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import yaml
@@ -23,10 +24,11 @@ from tests.conftest import ROOT
 from tests.contract.running import CAPACITIES_BYTES, check_tokens, engine_on, requests, run_to_end, strategy_of
 
 SEEDS = (0, 1, 2)
+MANY_SEEDS = range(30)
 MOELENS = yaml.safe_load((ROOT / "conf/strategy/moelens.yaml").read_text()) | {"n_real": 60, "profile_repeats": 1}
 
 
-def tokens_are_right(tiny, seed: int, *, poison: bool) -> bool:
+def outcome(tiny, seed: int, *, poison: bool) -> Literal["right", "wrong tokens", "error"]:
     machine = ShuffledMachine(capacities_bytes=CAPACITIES_BYTES, seed=seed, poison=poison)
     work = requests(5, vocab_size=tiny.spec.vocab_size, longest=24, max_new_tokens=8, seed=5)
     engine = engine_on(machine, tiny, work, kv_blocks=60)
@@ -34,18 +36,14 @@ def tokens_are_right(tiny, seed: int, *, poison: bool) -> bool:
         run_to_end(engine, lambda e: strategy_of(e, MOELENS))
         report = check_tokens(tiny, engine.sequences)
     except (MachineError, AssertionError):
-        return False
+        return "error"
     assert report.checked == len(work)
-    return report.ok
-
-
-def is_caught(tiny, *, poison: bool) -> bool:
-    return any(not tokens_are_right(tiny, seed, poison=poison) for seed in SEEDS)
+    return "right" if report.ok else "wrong tokens"
 
 
 @pytest.mark.parametrize(("seed", "poison"), [*((seed, True) for seed in SEEDS), (0, False)])
 def test_without_a_fault_the_tokens_are_right(tiny, seed, poison):
-    assert tokens_are_right(tiny, seed, poison=poison)
+    assert outcome(tiny, seed, poison=poison) == "right"
 
 
 def forgets(cls: type, which: str, keys: Callable) -> tuple[type, str, Callable]:
@@ -90,7 +88,7 @@ def test_an_undeclared_access_is_caught(tiny, monkeypatch, cls, which, keys):
         setattr(self, which, tuple(key for key in getattr(self, which) if key not in left_out))
 
     monkeypatch.setattr(cls, "__init__", forgetful)
-    assert is_caught(tiny, poison=True)
+    assert any(outcome(tiny, seed, poison=True) != "right" for seed in MANY_SEEDS)  # some show in few legal orders only
 
 
 def stale_expert(monkeypatch):
@@ -183,4 +181,4 @@ WRONG_DATA = {
 @pytest.mark.parametrize("plant", WRONG_DATA.values(), ids=WRONG_DATA.keys())
 def test_wrong_data_is_caught(tiny, monkeypatch, plant):
     plant(monkeypatch)
-    assert is_caught(tiny, poison=False)
+    assert "wrong tokens" in {outcome(tiny, seed, poison=False) for seed in SEEDS}

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from tests.contract.running import check_tokens, emulated, engine_on, requests, run_to_end, shuffled
+from tests.contract.running import CAPACITIES_BYTES, check_tokens, emulated, engine_on, requests, run_to_end, shuffled
 from tests.contract.sketches import expert_placement, module_batching
+from tests.fake_device import cuda_machine
 
 
 @pytest.mark.parametrize("sketch", [module_batching, expert_placement], ids=lambda m: m.__name__.rsplit(".", 1)[-1])
-@pytest.mark.parametrize("seed", [0, 1, 2, None], ids=["shuffled-0", "shuffled-1", "shuffled-2", "emulated"])
-def test_sketch_gives_the_same_tokens(tiny, sketch, seed):
-    machine = emulated() if seed is None else shuffled(seed)
+@pytest.mark.parametrize(
+    "make",
+    [lambda: shuffled(0), lambda: shuffled(1), lambda: shuffled(2), emulated, lambda: cuda_machine(CAPACITIES_BYTES)],
+    ids=["shuffled-0", "shuffled-1", "shuffled-2", "emulated", "cuda"],
+)
+def test_sketch_gives_the_same_tokens(tiny, sketch, make):
+    machine = make()
     work = requests(8, vocab_size=tiny.spec.vocab_size)
     engine = engine_on(machine, tiny, work, kv_blocks=40)
     run_to_end(engine, sketch.build)

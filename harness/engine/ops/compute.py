@@ -5,12 +5,14 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any, ClassVar
 
-from torch import cat
+import numpy as np
+from torch import cat, from_numpy, uint8
 
 from harness.engine.activations import Activations
 from harness.engine.batch import MicroBatch
+from harness.engine.ops import on_gpu
 from harness.engine.ops.data import MicroBatchOp
-from harness.engine.ops.views import rows, weights
+from harness.engine.ops.views import matrices, rows, weights
 from harness.machine.base import Context, Work
 from harness.memory.tiers import Buffer
 from harness.memory.weights import PlacedPart
@@ -49,6 +51,9 @@ class Embed(ComputeOp):
     def work(self) -> Work:
         return Work(device_bytes=2 * self.batch.num_tokens * self.spec.hidden_dim * self.spec.dtype_bytes)
 
+    def cost_features(self) -> tuple[float, ...]:
+        return (float(self.batch.num_tokens),)
+
     def run(self, ctx: Context, packet: int) -> None:
         n = self.batch.num_tokens
         ids = ctx.tensor(self.acts.tokens, (2, n), "int64")[0]
@@ -70,9 +75,12 @@ class AttentionIn(ComputeOp):
 
     def work(self) -> Work:
         out_dim = self.spec.q_dim + 2 * self.spec.kv_dim
-        flops = 2 * self.batch.num_tokens * self.spec.hidden_dim * out_dim
+        flops = 2 * self.batch.num_tokens * self.spec.attention_in_params
         moved = self.batch.num_tokens * (self.spec.hidden_dim + out_dim) * self.spec.dtype_bytes
         return Work(flops=flops, device_bytes=self.weight_bytes() + moved)
+
+    def cost_features(self) -> tuple[float, ...]:
+        return (float(self.batch.num_tokens),)
 
     def run(self, ctx: Context, packet: int) -> None:
         spec, n = self.spec, self.batch.num_tokens
@@ -91,13 +99,18 @@ class PrefillAttention(ComputeOp):
 
     def __init__(self, family: Any, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int) -> None:
         super().__init__(family, spec, batch, acts, (), layer)
-        self.reads, self.writes = (acts.q, acts.k, acts.v), ((acts.attention, "prefill"),)
+        self.reads, self.writes = (acts.tokens, acts.q, acts.k, acts.v), ((acts.attention, "prefill"),)
 
     def work(self) -> Work:
-        window = self.spec.sliding_window or self.spec.max_positions
-        pairs = sum(n * min(n, window) / 2 for n in self.batch.prefill_lens)
-        moved = self.batch.num_prefill_tokens * 2 * (self.spec.q_dim + self.spec.kv_dim) * self.spec.dtype_bytes
-        return Work(flops=4 * pairs * self.spec.q_dim, device_bytes=moved)
+        assert self.layer is not None
+        spec, lens = self.spec, self.batch.prefill_lens
+        pairs = sum(n * spec.seen_tokens(self.layer, n) / 2 for n in lens)
+        moved = self.batch.num_prefill_tokens * (spec.q_dim + 2 * spec.kv_dim + spec.o_dim) * spec.dtype_bytes
+        return Work(flops=pairs * spec.prefill_pair_flops, device_bytes=moved)
+
+    def cost_features(self) -> tuple[float, ...]:
+        lens = self.batch.prefill_lens
+        return (float(len(lens)), float(sum(lens)), float(sum(n * n for n in lens)))
 
     def run(self, ctx: Context, packet: int) -> None:
         spec, n, first = self.spec, self.batch.num_tokens, self.batch.num_prefill_tokens
@@ -105,11 +118,14 @@ class PrefillAttention(ComputeOp):
         k = ctx.tensor(self.acts.k, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)[:first]
         v = ctx.tensor(self.acts.v, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)[:first]
         out = rows(ctx, self.acts.attention, n, spec.q_dim, spec.dtype)
+        if on_gpu.attends(spec, q):
+            positions = ctx.tensor(self.acts.tokens, (2, n), "int64")[1, :first]
+            return on_gpu.prefill_attention(spec, q, k, v, positions, out[:first])
         out[:first].copy_(self.family.prefill_attention(spec, q, k, v, self.batch.prefill_lens))
 
 
 class DecodeAttentionDevice(ComputeOp):
-    """Decode attention on the device over keys and values that LoadKv staged there."""
+    """Decode attention on the device over keys and values that LoadKv staged there and those of the newest tokens."""
 
     kind: ClassVar[str] = "decode attention (device)"
 
@@ -125,30 +141,44 @@ class DecodeAttentionDevice(ComputeOp):
     ) -> None:
         super().__init__(family, spec, batch, acts, (), layer)
         self.rows, self.staging = rows, staging
-        self.reads = (acts.q, staging)
-        self.writes = ((acts.attention, "decode"),)
+        self.reads = (acts.tokens, acts.q, acts.k, acts.v, staging)
+        self.writes = ((acts.attention, "decode"), staging)
 
     def work(self) -> Work:
         tokens = int(self.batch.context_lens[self.rows.start : self.rows.stop].sum())
-        return Work(flops=4 * tokens * self.spec.q_dim, device_bytes=tokens * self.spec.kv_bytes_per_token_layer)
+        flops = tokens * self.spec.decode_pair_flops
+        return Work(flops=flops, device_bytes=tokens * self.spec.kv_bytes_per_token_layer)
+
+    def cost_features(self) -> tuple[float, ...]:
+        return (float(len(self.rows)), float(self.batch.context_lens[self.rows.start : self.rows.stop].sum()))
 
     def run(self, ctx: Context, packet: int) -> None:
         spec, n, first = self.spec, self.batch.num_tokens, self.batch.num_prefill_tokens
         q = ctx.tensor(self.acts.q, (n, spec.num_heads, spec.head_dim), spec.dtype)
+        newest_k = ctx.tensor(self.acts.k, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)
+        newest_v = ctx.tensor(self.acts.v, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)
         out = rows(ctx, self.acts.attention, n, spec.q_dim, spec.dtype)
         tokens = int(self.batch.context_lens[self.rows.start : self.rows.stop].sum())
         staging = ctx.tensor(self.staging, (2 * tokens * spec.kv_dim,), spec.dtype)
-        at = 0
+        at, staged = 0, []
         for row in self.rows:
             length = int(self.batch.context_lens[row])
             shape, size = (spec.num_kv_heads, length, spec.head_dim), length * spec.kv_dim
             k, v = staging[at : at + size].view(shape), staging[at + size : at + 2 * size].view(shape)
-            out[first + row] = self.family.decode_attention(spec, q[first + row], k, v, length).reshape(-1)
+            k[:, -1], v[:, -1] = newest_k[first + row], newest_v[first + row]
+            staged.append((first + row, k, v, length))
             at += 2 * size
+        if on_gpu.attends(spec, q):
+            mine = slice(first + self.rows.start, first + self.rows.stop)
+            positions = ctx.tensor(self.acts.tokens, (2, n), "int64")[1, mine]
+            return on_gpu.decode_attention(spec, q[mine], staging, positions, out[mine])
+        for at, k, v, length in staged:
+            out[at] = self.family.decode_attention(spec, q[at], k, v, length).reshape(-1)
 
 
 class AttentionOut(ComputeOp):
-    """O projection, residual, post-attention norm and router: what comes before the experts."""
+    """O projection, residual, post-attention norm and router: what comes before the experts. Shared experts, or the
+    MLP of a dense layer, are part of it."""
 
     kind: ClassVar[str] = "attention out"
 
@@ -156,15 +186,18 @@ class AttentionOut(ComputeOp):
         self, family: Any, spec: ModelSpec, batch: MicroBatch, acts: Activations, part: PlacedPart, layer: int
     ) -> None:
         super().__init__(family, spec, batch, acts, (part,), layer)
-        attention = ((acts.attention, "prefill"), (acts.attention, "decode"))
-        self.reads = (*attention, acts.hidden, *self.weight_keys)
+        self.reads = (*acts.attention_keys, acts.hidden, *self.weight_keys)
         self.writes = (acts.hidden, acts.normed, acts.expert_ids, acts.expert_weights, acts.moe_out)
 
     def work(self) -> Work:
+        assert self.layer is not None
         spec, n = self.spec, self.batch.num_tokens
-        flops = 2 * n * spec.hidden_dim * (spec.q_dim + spec.num_experts)
-        moved = n * (spec.q_dim + 3 * spec.hidden_dim) * spec.dtype_bytes
+        flops = 2 * n * (spec.attention_out_params + spec.common_mlp_params(self.layer))
+        moved = n * (spec.o_dim + 3 * spec.hidden_dim) * spec.dtype_bytes
         return Work(flops=flops, device_bytes=self.weight_bytes() + moved)
+
+    def cost_features(self) -> tuple[float, ...]:
+        return (float(self.batch.num_tokens),)
 
     def run(self, ctx: Context, packet: int) -> None:
         spec, acts, n = self.spec, self.acts, self.batch.num_tokens
@@ -181,8 +214,9 @@ class AttentionOut(ComputeOp):
 class Experts(ComputeOp):
     """Some experts, one after another, each over the tokens routed to it; weighted sums go to `moe_out` (float32).
 
-    `experts` names the experts behind `parts`, ascending. Work counts the expected tokens under even routing, since
-    the real counts live on the device.
+    `experts` names the experts behind `parts`, ascending. `routed` is how many tokens choose each expert of the layer,
+    where something knows it beforehand (a machine without tensors); without it, work counts tokens, and the experts
+    that get any, as expected under even routing, since the real counts live on the device.
     """
 
     kind: ClassVar[str] = "experts"
@@ -196,24 +230,54 @@ class Experts(ComputeOp):
         parts: tuple[PlacedPart, ...],
         experts: tuple[int, ...],
         layer: int,
+        routed: np.ndarray | None = None,  # int64 [num_experts]
     ) -> None:
         super().__init__(family, spec, batch, acts, parts, layer)
-        self.experts = experts
+        self.experts, self.routed = experts, routed
         self.reads = (acts.normed, acts.expert_ids, acts.expert_weights, *self.weight_keys)
         self.writes = (acts.moe_out,)
 
+    @property
+    def _share(self) -> float:
+        """Of the tokens that an expert gets, evenly routed."""
+        return self.spec.experts_per_token / self.spec.num_experts
+
     def work(self) -> Work:
         spec = self.spec
-        tokens = self.batch.num_tokens * spec.experts_per_token * len(self.experts) / spec.num_experts
+        if self.routed is None:
+            tokens = self.batch.num_tokens * self._share * len(self.experts)
+            read_bytes = self.weight_bytes() * (1 - (1 - self._share) ** self.batch.num_tokens)  # of those that get any
+        else:
+            counts = [int(self.routed[expert]) for expert in self.experts]
+            tokens = sum(counts)
+            read_bytes = sum(part.layout.nbytes for part, n in zip(self.parts, counts, strict=True) if n)
         moved = tokens * (2 * spec.hidden_dim + 3 * spec.expert_dim) * spec.dtype_bytes
-        return Work(flops=2 * tokens * spec.expert_params, device_bytes=self.weight_bytes() + moved)
+        return Work(flops=2 * tokens * spec.expert_params, device_bytes=read_bytes + moved)
+
+    @property
+    def cost_key(self) -> str:
+        """One expert and all of them differ: a token reaches few."""
+        return f"{self.kind} x{len(self.experts)}"
+
+    def cost_features(self) -> tuple[float, ...]:
+        """Tokens of a micro-batch that, evenly routed, brings these experts as many as they get."""
+        if self.routed is None:
+            return (float(self.batch.num_tokens),)
+        return (float(self.routed[list(self.experts)].sum()) / (self._share * len(self.experts)),)
 
     def run(self, ctx: Context, packet: int) -> None:
         spec, acts, n = self.spec, self.acts, self.batch.num_tokens
         normed = rows(ctx, acts.normed, n, spec.hidden_dim, spec.dtype)
-        ids = rows(ctx, acts.expert_ids, n, spec.experts_per_token, "int64").reshape(-1)
-        probs = rows(ctx, acts.expert_weights, n, spec.experts_per_token, "float32").reshape(-1)
+        ids = rows(ctx, acts.expert_ids, n, spec.experts_per_token, "int64")
+        probs = rows(ctx, acts.expert_weights, n, spec.experts_per_token, "float32")
         out = rows(ctx, acts.moe_out, n, spec.hidden_dim, "float32")
+        if on_gpu.groups_experts(normed):
+            placed = {
+                e: matrices(ctx, self.family, spec, part) for e, part in zip(self.experts, self.parts, strict=True)
+            }
+            scratch = normed.new_empty(acts.workspace.nbytes, dtype=uint8)  # room that torch's allocator keeps
+            return on_gpu.experts(spec, normed, ids, probs, out, placed, scratch)
+        ids, probs = ids.reshape(-1), probs.reshape(-1)
         chosen, counts = self._by_expert(ids)
         if len(chosen) == 0:
             return
@@ -253,6 +317,9 @@ class Combine(ComputeOp):
     def work(self) -> Work:
         return Work(device_bytes=self.batch.num_tokens * self.spec.hidden_dim * (2 * self.spec.dtype_bytes + 4))
 
+    def cost_features(self) -> tuple[float, ...]:
+        return (float(self.batch.num_tokens),)
+
     def run(self, ctx: Context, packet: int) -> None:
         n = self.batch.num_tokens
         hidden = rows(ctx, self.acts.hidden, n, self.spec.hidden_dim, self.spec.dtype)
@@ -273,9 +340,12 @@ class Head(ComputeOp):
         flops = 2 * len(self.batch.sequences) * self.spec.hidden_dim * self.spec.vocab_size
         return Work(flops=flops, device_bytes=self.weight_bytes())
 
+    def cost_features(self) -> tuple[float, ...]:
+        return (float(len(self.batch.sequences)),)
+
     def run(self, ctx: Context, packet: int) -> None:
         spec, n = self.spec, self.batch.num_tokens
         hidden = rows(ctx, self.acts.hidden, n, spec.hidden_dim, spec.dtype)
-        last = hidden[self.batch.last_rows.tolist()]
+        last = hidden[from_numpy(self.batch.last_rows).to(hidden.device, non_blocking=True)]
         logits = self.family.head(spec, weights(ctx, self.parts[0]), last)
         ctx.tensor(self.acts.sampled, (len(self.batch.sequences),), "int64").copy_(logits.argmax(dim=-1))

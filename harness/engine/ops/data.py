@@ -37,6 +37,9 @@ class UploadTokens(MicroBatchOp):
     def work(self) -> Work:
         return Work(link_bytes=16 * self.batch.num_tokens)
 
+    def cost_features(self) -> tuple[float, ...]:
+        return (float(self.batch.num_tokens),)
+
     def run(self, ctx: Context, packet: int) -> None:
         target = ctx.tensor(self.acts.tokens, (2, self.batch.num_tokens), "int64")
         ctx.move(target[0], self.batch.token_ids)
@@ -44,34 +47,42 @@ class UploadTokens(MicroBatchOp):
 
 
 class OffloadQkv(MicroBatchOp):
-    """Keys and values of all tokens, queries of decode tokens, device -> host (MoE-Lens §6.4, CGOPipe OffloadQKV)."""
+    """Keys and values of all tokens, queries of decode tokens, device -> host (MoE-Lens §6.4, CGOPipe OffloadQKV); only
+    of those whose KV cache lies there. Without `queries` where the device attends."""
 
     kind: ClassVar[str] = "offload qkv"
 
-    def __init__(self, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int, *, queries: bool = True
+    ) -> None:
         super().__init__(spec, batch, acts, layer)
+        self.num_queries = batch.on_host.num_decode if queries else 0
         self.reads = (acts.q, acts.k, acts.v)
         self.writes = (acts.host_q, acts.host_k, acts.host_v)
 
     def work(self) -> Work:
-        spec, batch = self.spec, self.batch
-        rows_bytes = (2 * batch.num_tokens * spec.kv_dim + len(batch.decode) * spec.q_dim) * spec.dtype_bytes
+        spec, there = self.spec, self.batch.on_host
+        queries_bytes = self.num_queries * spec.cached_q_dim * spec.dtype_bytes
+        rows_bytes = there.num_tokens * spec.kv_bytes_per_token_layer + queries_bytes
         return Work(device_bytes=rows_bytes, host_bytes=rows_bytes, link_bytes=rows_bytes)
 
+    def cost_features(self) -> tuple[float, ...]:
+        return (float(self.batch.on_host.num_tokens), float(self.num_queries))
+
     def run(self, ctx: Context, packet: int) -> None:
-        n, first = self.batch.num_tokens, self.batch.num_prefill_tokens
-        for source, target, width, start in (
-            (self.acts.k, self.acts.host_k, self.spec.kv_dim, 0),
-            (self.acts.v, self.acts.host_v, self.spec.kv_dim, 0),
-            (self.acts.q, self.acts.host_q, self.spec.q_dim, first),
+        n, there = self.batch.num_tokens, self.batch.on_host
+        for source, target, width, ranges in (
+            (self.acts.k, self.acts.host_k, self.spec.kv_dim, there.ranges),
+            (self.acts.v, self.acts.host_v, self.spec.kv_dim, there.ranges),
+            (self.acts.q, self.acts.host_q, self.spec.q_dim, [there.decode] if self.num_queries else []),
         ):
-            if start < n:
+            for rows in ranges:
                 on_device = ctx.tensor(source, (n, width), self.spec.dtype)
-                ctx.move(ctx.tensor(target, (n, width), self.spec.dtype)[start:], on_device[start:])
+                ctx.move(ctx.tensor(target, (n, width), self.spec.dtype)[rows], on_device[rows])
 
 
 class LoadAttention(MicroBatchOp):
-    """Attention results of decode tokens, host -> device (CGOPipe LoadH)."""
+    """Attention results of decode tokens that were computed on the host, host -> device (CGOPipe LoadH)."""
 
     kind: ClassVar[str] = "load attention"
 
@@ -80,20 +91,24 @@ class LoadAttention(MicroBatchOp):
         self.reads, self.writes = (acts.host_attention,), ((acts.attention, "decode"),)
 
     def work(self) -> Work:
-        nbytes = len(self.batch.decode) * self.spec.q_dim * self.spec.dtype_bytes
+        nbytes = self.batch.on_host.num_decode * self.spec.cached_o_dim * self.spec.dtype_bytes
         return Work(device_bytes=nbytes, host_bytes=nbytes, link_bytes=nbytes)
 
+    def cost_features(self) -> tuple[float, ...]:
+        return (float(self.batch.on_host.num_decode),)
+
     def run(self, ctx: Context, packet: int) -> None:
-        n, first = self.batch.num_tokens, self.batch.num_prefill_tokens
+        n, rows = self.batch.num_tokens, self.batch.on_host.decode
         source = ctx.tensor(self.acts.host_attention, (n, self.spec.q_dim), self.spec.dtype)
         target = ctx.tensor(self.acts.attention, (n, self.spec.q_dim), self.spec.dtype)
-        ctx.move(target[first:], source[first:])
+        ctx.move(target[rows], source[rows])
 
 
 class LoadKv(MicroBatchOp):
     """The cached keys and values of decoding sequences, host blocks -> contiguous device staging, one by one.
 
-    Staging layout: for each sequence keys [kv_heads, context, head_dim], then its values.
+    Staging layout: for each sequence keys [kv_heads, context, head_dim], then its values. The newest token's place
+    stays empty: its keys and values are on the device already, and so the rest can be fetched before they are computed.
     """
 
     kind: ClassVar[str] = "load kv"
@@ -106,26 +121,69 @@ class LoadKv(MicroBatchOp):
         self.reads = tuple(cache.region(layer, p) for p in batch.partitions)
         self.writes = (to,)
 
+    @property
+    def _num_cached(self) -> int:
+        return int(self.batch.context_lens[self.rows.start : self.rows.stop].sum()) - len(self.rows)
+
     def work(self) -> Work:
-        tokens = int(self.batch.context_lens[self.rows.start : self.rows.stop].sum())
-        nbytes = tokens * self.spec.kv_bytes_per_token_layer
+        nbytes = self._num_cached * self.spec.kv_bytes_per_token_layer
         return Work(device_bytes=nbytes, host_bytes=nbytes, link_bytes=nbytes)
+
+    def cost_features(self) -> tuple[float, ...]:
+        return (float(len(self.rows)), float(self._num_cached))
 
     def run(self, ctx: Context, packet: int) -> None:
         assert self.layer is not None
         keys = ctx.tensor(self.cache.keys[self.layer], self.cache.shape, self.spec.dtype)
         values = ctx.tensor(self.cache.values[self.layer], self.cache.shape, self.spec.dtype)
         heads, block_size, head_dim = self.cache.shape[1:]
-        tokens = int(self.batch.context_lens[self.rows.start : self.rows.stop].sum())
+        tokens = self._num_cached + len(self.rows)
         staging = ctx.tensor(self.to, (2 * tokens * heads * head_dim,), self.spec.dtype)
         at = 0
         for row in self.rows:
             length = int(self.batch.context_lens[row])
-            blocks = self.batch.block_tables[row, : -(-length // block_size)].tolist()
+            cached = length - 1
+            blocks = self.batch.block_tables[row, : -(-cached // block_size)].tolist()
             for source in (keys, values):
-                gathered = source[blocks].transpose(0, 1).reshape(heads, -1, head_dim)[:, :length]
-                ctx.move(staging[at : at + gathered.numel()].view(gathered.shape), gathered)
-                at += gathered.numel()
+                target = staging[at : at + heads * length * head_dim].view(heads, length, head_dim)
+                if cached:
+                    gathered = source[blocks].transpose(0, 1).reshape(heads, -1, head_dim)[:, :cached]
+                    ctx.move(target[:, :cached], gathered)
+                at += target.numel()
+
+
+class OffloadHidden(MicroBatchOp):
+    """Hidden states, device -> pinned memory, where they wait for the micro-batch's turn in the next layer."""
+
+    kind: ClassVar[str] = "offload hidden"
+
+    def __init__(self, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int, kept: Buffer) -> None:
+        super().__init__(spec, batch, acts, layer)
+        self.source, self.target = acts.hidden, kept
+        self.reads, self.writes = (self.source,), (self.target,)
+
+    def work(self) -> Work:
+        nbytes = self.batch.num_tokens * self.spec.hidden_dim * self.spec.dtype_bytes
+        return Work(device_bytes=nbytes, host_bytes=nbytes, link_bytes=nbytes)
+
+    def cost_features(self) -> tuple[float, ...]:
+        return (float(self.batch.num_tokens),)
+
+    def run(self, ctx: Context, packet: int) -> None:
+        shape = (self.batch.num_tokens, self.spec.hidden_dim)
+        source = ctx.tensor(self.source, shape, self.spec.dtype)
+        ctx.move(ctx.tensor(self.target, shape, self.spec.dtype), source)
+
+
+class LoadHidden(OffloadHidden):
+    """And back."""
+
+    kind: ClassVar[str] = "load hidden"
+
+    def __init__(self, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int, kept: Buffer) -> None:
+        super().__init__(spec, batch, acts, layer, kept)
+        self.source, self.target = kept, acts.hidden
+        self.reads, self.writes = (self.source,), (self.target,)
 
 
 class FetchSampled(MicroBatchOp):
@@ -139,6 +197,9 @@ class FetchSampled(MicroBatchOp):
 
     def work(self) -> Work:
         return Work(link_bytes=8 * len(self.batch.sequences))
+
+    def cost_features(self) -> tuple[float, ...]:
+        return (float(len(self.batch.sequences)),)
 
     def run(self, ctx: Context, packet: int) -> Any:
         return ctx.host_value(ctx.tensor(self.acts.sampled, (len(self.batch.sequences),), "int64"))
@@ -158,6 +219,9 @@ class FetchRouting(MicroBatchOp):
 
     def work(self) -> Work:
         return Work(link_bytes=8 * self.batch.num_tokens * self.spec.experts_per_token)
+
+    def cost_features(self) -> tuple[float, ...]:
+        return (float(self.batch.num_tokens),)
 
     def run(self, ctx: Context, packet: int) -> Any:
         shape = (self.batch.num_tokens, self.spec.experts_per_token)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class KvOp(MicroBatchOp):
-    """An op on one layer of the host KV cache."""
+    """An op on one layer of a KV cache."""
 
     def __init__(self, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int, cache: KVCache) -> None:
         super().__init__(spec, batch, acts, layer)
@@ -33,7 +33,7 @@ class KvOp(MicroBatchOp):
 
 
 class AppendKv(KvOp):
-    """New keys and values of all tokens into their blocks."""
+    """New keys and values into their blocks, of all tokens whose cache lies in host memory."""
 
     kind: ClassVar[str] = "append kv"
 
@@ -42,18 +42,23 @@ class AppendKv(KvOp):
         self.reads, self.writes = (acts.host_k, acts.host_v), self.kv_keys
 
     def work(self) -> Work:
-        return Work(host_bytes=2 * self.batch.num_tokens * self.spec.kv_bytes_per_token_layer)
+        return Work(host_bytes=2 * self.batch.on_host.num_tokens * self.spec.kv_bytes_per_token_layer)
+
+    def cost_features(self) -> tuple[float, ...]:
+        return (float(self.batch.on_host.num_tokens),)
 
     def run(self, ctx: Context, packet: int) -> None:
         shape = (self.batch.num_tokens, self.spec.num_kv_heads, self.spec.head_dim)
         k = ctx.tensor(self.acts.host_k, shape, self.spec.dtype)
         v = ctx.tensor(self.acts.host_v, shape, self.spec.dtype)
         keys, values = self.cached(ctx)
-        kernels.kv_append(k, v, keys, values, torch.from_numpy(self.batch.slots))
+        slots = torch.from_numpy(self.batch.slots)
+        for rows in self.batch.on_host.ranges:
+            kernels.kv_append(k[rows], v[rows], keys, values, slots[rows])
 
 
 class DecodeAttention(KvOp):
-    """Attention of each decoding sequence's newest token over its whole context in the host cache."""
+    """Attention of each decoding sequence's newest token over its whole context, where that is in the host cache."""
 
     kind: ClassVar[str] = "decode attention"
 
@@ -62,20 +67,25 @@ class DecodeAttention(KvOp):
         self.reads, self.writes = (acts.host_q, *self.kv_keys), (acts.host_attention,)
 
     def work(self) -> Work:
-        tokens = self.batch.num_context_tokens
-        return Work(flops=4 * tokens * self.spec.q_dim, host_bytes=tokens * self.spec.kv_bytes_per_token_layer)
+        assert self.layer is not None
+        tokens = self.batch.on_host.num_seen_tokens(self.spec, self.layer)
+        flops = tokens * self.spec.decode_pair_flops
+        return Work(flops=flops, host_bytes=tokens * self.spec.kv_bytes_per_token_layer)
+
+    def cost_features(self) -> tuple[float, ...]:
+        return (float(self.batch.on_host.num_decode), float(self.batch.on_host.num_context_tokens))
 
     def run(self, ctx: Context, packet: int) -> None:
-        spec, n, first = self.spec, self.batch.num_tokens, self.batch.num_prefill_tokens
-        shape = (n, spec.num_heads, spec.head_dim)
+        spec, here = self.spec, self.batch.on_host
+        shape = (self.batch.num_tokens, spec.num_heads, spec.head_dim)
         keys, values = self.cached(ctx)
         kernels.decode_attention(
-            ctx.tensor(self.acts.host_q, shape, spec.dtype)[first:],
+            ctx.tensor(self.acts.host_q, shape, spec.dtype)[here.decode],
             keys,
             values,
-            torch.from_numpy(self.batch.block_tables),
-            torch.from_numpy(self.batch.context_lens),
-            ctx.tensor(self.acts.host_attention, shape, spec.dtype)[first:],
+            torch.from_numpy(here.block_tables),
+            torch.from_numpy(here.context_lens),
+            ctx.tensor(self.acts.host_attention, shape, spec.dtype)[here.decode],
             scale=spec.head_dim**-0.5,
             sliding_window=spec.sliding_window or 0,
             num_threads=ctx.num_threads(),

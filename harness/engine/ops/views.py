@@ -7,6 +7,7 @@ from typing import Any
 from harness.machine.base import Context
 from harness.memory.tiers import Buffer
 from harness.memory.weights import PlacedPart
+from harness.model.spec import ModelSpec
 
 
 def weights(ctx: Context, part: PlacedPart) -> dict[str, Any]:
@@ -16,6 +17,16 @@ def weights(ctx: Context, part: PlacedPart) -> dict[str, Any]:
         memo[key] = (part.layout, _weight_views(ctx, part))  # the layout is kept so that its id stays its own
     views: dict[str, Any] = memo[key][1]
     return views
+
+
+def matrices(ctx: Context, family: Any, spec: ModelSpec, part: PlacedPart) -> tuple[Any, tuple[int, ...]]:
+    """An expert's `ExpertShape` and the addresses of its matrices; made once for each place that a part can lie in."""
+    memo, key = ctx.memo(part.buffer), ("matrices", part.buffer, id(part.layout))
+    if key not in memo:
+        expert = family.expert_matrices(spec, weights(ctx, part))
+        memo[key] = (expert.shape, expert.addresses)
+    found: tuple[Any, tuple[int, ...]] = memo[key]
+    return found
 
 
 def _weight_views(ctx: Context, part: PlacedPart) -> dict[str, Any]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from harness.model.config import RandomRecipe
+    from kernels.triton import ExpertMatrices
 
 LAYOUT_SUFFIX = "_layout"
 
@@ -77,8 +78,23 @@ class Family(FamilyLayout, Protocol):
         output is residual_new + sum over k of weight * expert(normed)."""
         ...
 
+    def output_projection(self, spec: ModelSpec, w: Mapping[str, Tensor], attn: Tensor) -> Tensor:
+        """The first half of `attention_out`, linear in attn: [tokens, heads * head_dim] -> [tokens, hidden]. Where
+        several GPUs share the heads, their results are summed in between."""
+        ...
+
+    def after_attention(
+        self, spec: ModelSpec, w: Mapping[str, Tensor], projected: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The second half: everything behind the output projection, to the same results as `attention_out`."""
+        ...
+
     def expert(self, spec: ModelSpec, w: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """One expert on its tokens, unweighted: [m, hidden] -> [m, hidden]."""
+        ...
+
+    def expert_matrices(self, spec: ModelSpec, w: Mapping[str, Tensor]) -> ExpertMatrices:
+        """What `expert` computes with, for kernels that do many experts at once: views of `w`, no copies."""
         ...
 
     def head(self, spec: ModelSpec, w: Mapping[str, Tensor], hidden: Tensor) -> Tensor:

@@ -20,8 +20,10 @@ from harness.model.families.mixtral_layout import (
 )
 from harness.model.linear import linear
 from harness.model.spec import ModelSpec
+from kernels import triton as gpu
 
 __all__ = [
+    "after_attention",
     "attention_in",
     "attention_out",
     "config_from_recipe",
@@ -29,9 +31,11 @@ __all__ = [
     "embed",
     "embedding_part",
     "expert",
+    "expert_matrices",
     "head",
     "head_part",
     "layer_parts",
+    "output_projection",
     "prefill_attention",
     "reference_routers",
     "route",
@@ -68,9 +72,22 @@ def decode_attention(spec: ModelSpec, q: Tensor, k: Tensor, v: Tensor, context_l
 
 
 def attention_out(spec: ModelSpec, w: Weights, attn: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    residual_new = residual + linear(attn, w["o"])
+    return after_attention(spec, w, output_projection(spec, w, attn), residual)
+
+
+def output_projection(spec: ModelSpec, w: Weights, attn: Tensor) -> Tensor:
+    return linear(attn, w["o"])
+
+
+def after_attention(
+    spec: ModelSpec, w: Weights, projected: Tensor, residual: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    residual_new = residual + projected
     normed = functional.rms_norm(residual_new, w["post_norm"], spec.norm_eps)
-    probs = router_probs(spec, linear(normed, w["router"]))
+    logits = linear(normed, w["router"])
+    if gpu.serves(logits):
+        return residual_new, normed, *gpu.choose_experts(logits, spec.experts_per_token)
+    probs = router_probs(spec, logits)
     expert_ids = probs.topk(spec.experts_per_token, dim=-1).indices
     return residual_new, normed, expert_ids, route(spec, probs, expert_ids)
 
@@ -86,6 +103,11 @@ def route(spec: ModelSpec, probs: Tensor, expert_ids: Tensor) -> Tensor:
 
 def expert(spec: ModelSpec, w: Weights, x: Tensor) -> Tensor:
     return functional.swiglu(x, w["gate_up"], w["down"])
+
+
+def expert_matrices(spec: ModelSpec, w: Weights) -> gpu.ExpertMatrices:
+    gate, up = w["gate_up"].chunk(2)
+    return gpu.ExpertMatrices(gate=gate, up=up, down=w["down"])
 
 
 def head(spec: ModelSpec, w: Weights, hidden: Tensor) -> Tensor:

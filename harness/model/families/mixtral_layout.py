@@ -89,6 +89,7 @@ def layer_parts(spec: ModelSpec, layer: int) -> tuple[PartLayout, ...]:
             "qkv",
             (spec.q_dim + 2 * spec.kv_dim, hidden),
             tuple(f"{prefix}self_attn.{projection}_proj.weight" for projection in "qkv"),
+            (spec.q_dim, spec.kv_dim, spec.kv_dim),
         ),
     )
     attention_out = (

@@ -66,7 +66,7 @@ class MoveRows(Op):
         if self.to_device:
             ctx.move(device, host[self.rows])
         else:
-            host[self.rows] = device
+            ctx.move(host[self.rows.start : self.rows.stop], device)
 
 
 class RunExpert(Op):

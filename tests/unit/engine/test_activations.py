@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.config import ConfigError
-from harness.engine.activations import Activations, device_bytes_per_token
+from harness.engine.activations import Activations, device_bytes_per_token, host_bytes_per_token
 from harness.engine.emitter import Emitter
 from harness.engine.limits import longest_sequence, tokens_that_fit
 from harness.machine.base import CPU, D2H, GPU, H2D
@@ -24,6 +23,7 @@ def test_bytes_per_token_are_those_that_are_reserved(max_tokens):
     machine = engine([]).machine
     acts = Activations(machine, SPEC, max_tokens=max_tokens, name="alpha")
     assert machine.tiers["device"].used_bytes == max_tokens * device_bytes_per_token(SPEC)
+    assert machine.tiers["pinned"].used_bytes == max_tokens * host_bytes_per_token(SPEC)
     assert all(name.startswith("alpha ") for tier in machine.tiers.values() for name in tier.holders())
     acts.close()
     assert all(tier.used_bytes == 0 for tier in machine.tiers.values())
@@ -54,6 +54,16 @@ def test_a_device_too_small_is_refused_with_what_is_needed():
         tokens_that_fit(on, num_layers_buffered=2, num_micro_batches=1)
 
 
+def test_host_memory_bounds_the_tokens_too():
+    on = engine(sequences((5, 5)))
+    pinned = on.machine.tiers["pinned"]
+    pinned.reserve("kv cache", pinned.free_bytes - 6 * host_bytes_per_token(SPEC) - 1)
+    assert tokens_that_fit(on, num_layers_buffered=1, num_micro_batches=2) == 3
+    pinned.reserve("more", 5 * host_bytes_per_token(SPEC))
+    with pytest.raises(ConfigError, match=r"^hardware.pinned_memory_gb: .*not one token"):
+        tokens_that_fit(on, num_layers_buffered=1, num_micro_batches=2)
+
+
 def test_the_longest_sequence_counts_what_is_prefilled_after_a_preemption():
     assert longest_sequence(engine(sequences((5, 6), (8, 1), (2, 3)))) == 10
     assert longest_sequence(engine([])) == 1
@@ -61,9 +71,8 @@ def test_the_longest_sequence_counts_what_is_prefilled_after_a_preemption():
 
 @given(st.lists(st.integers(1, 20), max_size=12))
 def test_runs_of_rows_fit_the_staging_buffer_and_cover_all(contexts):
-    batch = SimpleNamespace(context_lens=np.asarray(contexts, dtype=np.int32), decode=contexts)
     nbytes = 20 * SPEC.kv_bytes_per_token_layer + 7
-    runs = Emitter(engine([]))._rows_that_fit(batch, nbytes)
+    runs = Emitter(engine([]))._rows_that_fit(np.asarray(contexts, dtype=np.int32), nbytes)
     assert [row for rows in runs for row in rows] == list(range(len(contexts)))
     assert all(0 < sum(contexts[row] for row in rows) <= 20 for rows in runs)
     for rows, following in itertools.pairwise(runs):
@@ -71,9 +80,8 @@ def test_runs_of_rows_fit_the_staging_buffer_and_cover_all(contexts):
 
 
 def test_a_context_larger_than_the_staging_buffer_is_an_error():
-    batch = SimpleNamespace(context_lens=np.asarray([3, 21]), decode=[1, 2])
     with pytest.raises(AssertionError, match="context of 21 tokens does not fit"):
-        Emitter(engine([]))._rows_that_fit(batch, 20 * SPEC.kv_bytes_per_token_layer)
+        Emitter(engine([]))._rows_that_fit(np.asarray([3, 21]), 20 * SPEC.kv_bytes_per_token_layer)
 
 
 @pytest.mark.parametrize("seed", range(5))

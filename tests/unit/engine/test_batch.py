@@ -60,7 +60,7 @@ def test_arrays_against_an_oracle(case):
     assert batch.num_prefill_tokens == sum(batch.prefill_lens) == sum(one.num_tokens for one in prefill)
     assert batch.sequences == (*prefill, *decode)
     assert batch.partitions == tuple(sorted({one.partition for one in (*prefill, *decode)}))
-    assert batch.num_context_tokens == sum(one.num_tokens for one in decode)
+    assert batch.on_host.num_context_tokens == sum(one.num_tokens for one in decode)
 
 
 @settings(max_examples=50, deadline=None)

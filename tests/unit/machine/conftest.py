@@ -4,6 +4,7 @@ import pytest
 
 from harness.machine.emulated import EmulatedMachine
 from harness.machine.shuffled import ShuffledMachine
+from tests.fake_device import FakeDevice, cuda_machine
 
 CAPACITIES_BYTES = {"device": 1 << 24, "pinned": 1 << 24}
 
@@ -24,9 +25,33 @@ def emulated():
         machine.close()
 
 
-@pytest.fixture(params=["emulated", "shuffled"])
-def machine(request, emulated):
+@pytest.fixture
+def device():
+    """A device without pauses, held and let go by tests."""
+    fake = FakeDevice(longest_pause_s=0.0)
+    yield fake
+    fake.close()
+
+
+@pytest.fixture
+def cuda(device):
+    """Makes CUDA machines over `device` and closes them."""
+    machines = []
+
+    def make(**settings):
+        settings = {"watchdog_s": 20.0, "poison": False} | settings
+        machines.append(cuda_machine(CAPACITIES_BYTES, device=device, **settings))
+        return machines[-1]
+
+    yield make
+    device.hold(False)
+    for machine in machines:
+        machine.close()
+
+
+@pytest.fixture(params=["emulated", "shuffled", "cuda"])
+def machine(request, emulated, cuda):
     """What must hold on every machine."""
     if request.param == "shuffled":
         return ShuffledMachine(capacities_bytes=CAPACITIES_BYTES, seed=0, eager=0.5)
-    return emulated()
+    return cuda() if request.param == "cuda" else emulated()

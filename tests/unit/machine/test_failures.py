@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import _thread
+import os
+import signal
 import time
 
 import pytest
@@ -95,14 +96,16 @@ def test_an_interrupt_in_the_shuffled_machine_stays_an_interrupt():
     assert op.times_run == 1
 
 
-def test_an_interrupt_while_waiting_leaves_the_machine_whole(emulated):
+def test_an_interrupt_while_waiting_leaves_the_machine_whole(emulated, request):
     class Interrupting(Sleeping):
         def run(self, ctx, packet):
-            _thread.interrupt_main()
+            os.kill(os.getpid(), signal.SIGINT)
             return super().run(ctx, packet)
 
     machine = emulated()
     blocked = Gated()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with pytest.raises(KeyboardInterrupt):
         machine.submit(GPU, Interrupting(0.05))
         machine.wait(machine.submit(CPU, blocked))

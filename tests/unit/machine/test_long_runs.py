@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import gc
+import resource
+import weakref
+from pathlib import Path
 
-from harness.machine.base import CPU, D2H, GPU, H2D, Ticket
+import pytest
+
+from harness.machine.base import CPU, D2H, GPU, H2D, LaneKind, Ticket
+from harness.machine.costs import LaneCost, Roofline
 from harness.machine.queues import Board
+from harness.machine.shuffled import ShuffledMachine
+from harness.machine.simulated import SimulatedMachine
 from tests.unit.machine.ops import Quick
 
 LANES = (GPU, CPU, H2D, D2H)
+
+
+def shuffled() -> ShuffledMachine:
+    return ShuffledMachine(capacities_bytes={}, seed=0, eager=0.5)
+
+
+def simulated(**settings) -> SimulatedMachine:
+    costs = Roofline(lanes={kind: LaneCost(overhead_s=1e-5) for kind in LaneKind})
+    return SimulatedMachine(**{"capacities_bytes": {}, "costs": costs, "host_bytes_s": 1e9} | settings)
 
 
 def live_tickets() -> int:
@@ -16,8 +33,10 @@ def live_tickets() -> int:
     return sum(type(thing) is Ticket for thing in gc.get_objects())
 
 
-def test_tickets_of_finished_ops_are_forgotten(machine):
+@pytest.mark.parametrize("name", ["emulated", "shuffled", "simulated"])
+def test_tickets_of_finished_ops_are_forgotten(name, emulated):
     """Readers of weights that are never written, a chain of writers, cancelled ops: none may keep its past alive."""
+    machine = {"emulated": emulated, "shuffled": shuffled, "simulated": simulated}[name]()
     before = live_tickets()
     for number in range(3000):
         op = Quick(reads=("resident", number % 5), writes=(5 + number % 7,))
@@ -48,3 +67,40 @@ def test_many_pending_readers_of_one_key_are_registered_in_linear_time():
     for _ in range(num_reading):
         board.submit(GPU, Quick(reads=("k",)), (), urgent=False)
     assert num_reading < looked < 4 * num_reading
+
+
+def test_a_simulation_that_keeps_totals_needs_no_more_memory_the_longer_it_is():
+    """Once the allocator has settled, 60,000 more ops (of which a span each would be 5 MB) add nearly nothing."""
+    machine = simulated(keep_spans="totals")
+    resident_bytes = []
+    for _ in range(4):
+        for number in range(20_000):
+            ticket = machine.submit(LANES[number % 4], Quick(reads=("resident",), writes=(number % 100,)))
+            if number % 200 == 0:
+                machine.wait(ticket)
+        machine.drain()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        resident_bytes.append(pages * resource.getpagesize())
+    assert sum(total.num_ops for total in machine.totals().values()) == 80_000
+    assert resident_bytes[-1] - resident_bytes[0] < 1_500_000
+
+
+def test_a_machine_that_its_own_costs_know_is_collected():
+    """As with calibrated costs, which ask the machine whether the link is busy; ops that never ran go with it."""
+
+    class Asking:
+        def __init__(self) -> None:
+            self.machine = simulated(costs=self)
+
+        def seconds(self, lane, op, work) -> float:
+            return 1.0 if self.machine.is_busy(LaneKind.H2D) else 2.0
+
+    costs = Asking()
+    op = Quick(result=costs)
+    first = costs.machine.submit(H2D, op)
+    costs.machine.submit(H2D, op)
+    costs.machine.wait(first)
+    alive = weakref.ref(costs)
+    del costs, op, first
+    gc.collect()
+    assert alive() is None

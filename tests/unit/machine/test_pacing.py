@@ -137,6 +137,7 @@ def test_copies_copy(linked):
         (CPU, LaneRate(flops_s=1e9), Work(flops=2e6, host_bytes=1e12), 2e-3),
         (GPU, LaneRate(flops_s=1e9), Work(flops=2e6, device_bytes=1e12), 2e-3),
         (GPU, LaneRate(bytes_s=1e9), Work(flops=1e12, device_bytes=2e6, host_bytes=1e12), 2e-3),
+        (GPU, LaneRate(link_bytes_s=1e9), Work(flops=1e12, device_bytes=1e12, link_bytes=2e6), 2e-3),
     ],
 )
 @pytest.mark.parametrize("packets", [1, 4])

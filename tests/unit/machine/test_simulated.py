@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.machine.base import CPU, D2H, GPU, H2D, LaneKind, MachineError, Op, Work
+from harness.machine.base import CPU, D2H, GPU, H2D, LaneKind, MachineError, Op, Ticket, Work
 from harness.machine.costs import LaneCost, Roofline
 from harness.machine.simulated import SimulatedMachine
 
@@ -118,8 +118,8 @@ def test_cancelled_ops_never_run():
 
 def test_a_deadlock_is_told_at_once():
     m = machine()
-    blocked = m.submit(GPU, Unit(1.0))
-    blocked.unmet.add(blocked)  # nothing can ever free it
+    foreign = Ticket(op=Unit(1.0), lane=GPU, number=77, urgent=False)  # nothing can ever free who waits for it
+    m.submit(GPU, Unit(1.0), after=[foreign])
     with pytest.raises(MachineError, match="deadlock"):
         m.drain()
 
@@ -158,3 +158,142 @@ def test_same_program_same_trace_and_the_critical_path_bounds_it(data):
         spans = sorted((s for s in one.spans if s.lane == lane), key=lambda s: s.start_s)
         assert all(a.end_s <= b.start_s + 1e-9 for a, b in itertools.pairwise(spans)), "a lane is serial"
         assert sum(s.work.flops for s in spans) == pytest.approx(sum(step[1] for step in steps if step[0] == lane))
+
+
+def test_an_idle_lane_begins_after_a_hand_over_and_a_busy_one_at_once():
+    class Costs:
+        def seconds(self, lane, op, work) -> float:
+            return op.seconds
+
+    class Host:
+        submit_s = wake_s = pass_s = sequence_s = 0.0
+        handover_s = 0.25
+
+    m = machine()
+    m.calibrate(Costs(), {}, Host())
+    first = m.submit(H2D, Unit(2.0, writes=["w"]))
+    idle = m.submit(GPU, Unit(1.0, reads=["w"]))
+    busy = m.submit(CPU, Unit(3.0))
+    behind = m.submit(CPU, Unit(1.0, reads=["w"]))
+    m.drain()
+    assert first.started_s == 0.0
+    assert (idle.started_s, idle.finished_s) == (2.25, 3.25)
+    assert behind.started_s == busy.finished_s == 3.0
+
+
+class Failing(Unit):
+    """Raises `error` where `what` is asked."""
+
+    kind = "failing"
+    layer = 3
+
+    def __init__(self, what: str, error: BaseException) -> None:
+        super().__init__(1.0)
+        self.what, self.error = what, error
+
+    def work(self) -> Work:
+        if self.what == "work":
+            raise self.error
+        return super().work()
+
+    def imagine(self, world):
+        raise self.error
+
+
+@pytest.mark.parametrize("what", ["work", "imagine"])
+def test_an_op_that_fails_is_named_and_ends_the_run(what):
+    m = machine()
+    before = m.submit(CPU, Unit(0.5))
+    m.submit(GPU, Failing(what, ValueError("no experts")))
+    behind = m.submit(GPU, Unit(1.0))
+    for _ in range(2):
+        with pytest.raises(MachineError, match="#1 failing layer 3 on gpu failed: ValueError: no experts"):
+            m.wait(behind)
+    assert not behind.done
+    assert before.done == (what == "imagine"), "what ended before is told"
+
+
+def test_an_interruption_goes_through_as_it_is():
+    m = machine()
+    m.submit(GPU, Failing("work", KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        m.drain()
+
+
+@pytest.mark.parametrize(
+    ("costs", "match"),
+    [
+        (lambda: -1.0, "costs -1.0 s, which no clock can show"),
+        (lambda: float("nan"), "costs nan s"),
+        (lambda: "long", "TypeError"),
+    ],
+)
+def test_costs_that_are_none_are_refused(costs, match):
+    class Wrong:
+        def seconds(self, lane, op, work):
+            return costs()
+
+    m = SimulatedMachine(capacities_bytes={}, costs=Wrong(), host_bytes_s=1e9)
+    m.submit(GPU, Unit(1.0))
+    with pytest.raises(MachineError, match=match):
+        m.drain()
+
+
+def test_what_is_no_ticket_or_no_work_is_refused():
+    class Wordy(Unit):
+        def work(self):
+            return (1.0, 2.0)
+
+    m = machine()
+    with pytest.raises(TypeError, match="tickets"):
+        m.wait("ticket")
+    with pytest.raises(ValueError, match="packets >= 1"):
+        m.submit(GPU, Unit(1.0, packets=0))
+    m.submit(GPU, Wordy(1.0))
+    with pytest.raises(MachineError, match=r"work\(\) must be a Work"):
+        m.drain()
+
+
+def test_a_roofline_is_the_overhead_and_the_longest_of_its_limits():
+    cost = LaneCost(overhead_s=0.5, flops_s=2.0, device_bytes_s=4.0, host_bytes_s=8.0, link_bytes_s=16.0)
+    for work, seconds in [
+        (Work(), 0.5),
+        (Work(flops=3.0, device_bytes=4.0), 2.0),
+        (Work(flops=1.0, device_bytes=8.0, host_bytes=8.0), 2.5),
+        (Work(host_bytes=32.0, link_bytes=16.0), 4.5),
+        (Work(host_bytes=8.0, link_bytes=48.0), 3.5),
+    ]:
+        op = Unit(1.0)
+        op.work = lambda work=work: work  # type: ignore[method-assign]
+        m = SimulatedMachine(capacities_bytes={}, costs=Roofline(lanes={LaneKind.GPU: cost}), host_bytes_s=1e9)
+        ticket = m.submit(GPU, op)
+        m.drain()
+        assert ticket.finished_s == seconds
+    with pytest.raises(ValueError, match="no costs are known for lanes of kind cpu"):
+        m.submit(CPU, Unit(1.0))
+
+
+def test_totals_count_what_is_done_of_ops_that_run():
+    m = machine()
+    half = m.submit(GPU, Unit(4.0, packets=4))
+    m.submit(H2D, Unit(1.0))
+    m.wait(m.submit(CPU, Unit(1.0)))
+    assert half.started_s == 0.0 and not half.done
+    totals = m.totals()
+    assert totals[GPU, "unit"] == (0, 1.0, pytest.approx(1.0), 0.0, 0.0, 0.0)
+    assert totals[H2D, "unit"].num_ops == totals[CPU, "unit"].num_ops == 1
+    m.spans.clear()
+    assert m.totals().keys() == {(GPU, "unit")}
+
+
+def test_a_deadlock_shows_what_is_paused_and_what_waits_for_what():
+    m = machine()
+    foreign = Ticket(op=Unit(1.0), lane=GPU, number=77, urgent=False)
+    m.submit(H2D, Unit(4.0, packets=4))
+    m.submit(H2D, Unit(2.0, writes=["w"]), after=[foreign])
+    m.submit(CPU, Unit(1.0, reads=["w"]))
+    with pytest.raises(MachineError) as error:
+        m.drain()
+    text = str(error.value)
+    assert "#1 unit on h2d waits for #77 unit on gpu" in text
+    assert "#2 unit on cpu waits for #1 unit on h2d" in text

@@ -69,5 +69,5 @@ def read_bytes(machine: Machine, placed: PlacedPart) -> Ticket:
 
 
 def machine(seed: int = 0, device_bytes: int = 1 << 20, *, poison: bool = True) -> ShuffledMachine:
-    capacities = {"device": device_bytes, "pinned": 1 << 20}
+    capacities = {"device": device_bytes, "pinned": 1 << 20, "host": 1 << 20}
     return ShuffledMachine(capacities_bytes=capacities, seed=seed, poison=poison, eager=0.3)

@@ -32,7 +32,7 @@ def test_parts_lie_one_behind_another_in_the_order_of_first_use():
     ends = [part.buffer.offset_bytes + part.buffer.nbytes for part in placed]
     assert [part.buffer.offset_bytes for part in placed] == [0, *ends[:-1]]
     assert all(part.buffer.root is placed[0].buffer.root for part in placed)
-    assert [name for layer, name, _ in all_parts(store) if layer == 0] == list(PARTS) == list(store.part_names)
+    assert [name for layer, name, _ in all_parts(store) if layer == 0] == list(PARTS) == list(store.part_names(0))
 
 
 def test_the_whole_model_is_accounted_for_in_the_pinned_tier():

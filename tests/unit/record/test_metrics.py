@@ -173,6 +173,13 @@ def test_shares_by_kind_are_the_mean_over_ranks():
     assert metrics.utilization(spans, (0, 8))["gpu"] == total.share
 
 
+def test_the_host_is_one_however_many_gpus_there_are():
+    spans = [span(GPU, 0, 4), span(Lane(GPU.kind, 1), 0, 4), span(CPU, 0, 8, "decode attention")]
+    shares = metrics.utilization(spans, (0, 8))
+    assert (shares["gpu"], shares["cpu"], shares["pin"]) == (0.5, 1.0, 0.0)
+    assert {t.kind: t.share for t in metrics.kind_totals(spans, (0, 8))}["decode attention"] == 1.0
+
+
 def test_a_saturated_link_is_named_with_its_rate_and_ceiling():
     spans, passes = link_bound_run()
     text = metrics.bottleneck(spans, metrics.steady_window(passes), {"h2d": 0.5})

@@ -3,7 +3,7 @@ import subprocess
 import pytest
 
 import harness
-from harness.record.provenance import code_version, environment
+from harness.record.provenance import code_version, environment, shown_command
 
 
 @pytest.fixture
@@ -55,3 +55,8 @@ def test_the_environment_names_versions_and_machine():
     found = environment(("numpy", "no-such-package"))
     assert list(found["packages"]) == ["numpy"]
     assert found["num_cores"] >= 1 and found["memory_bytes"] > 1e8 and found["processor"]
+
+
+def test_a_command_is_shown_without_the_machines_folders():
+    shown = shown_command("x.py", ["--out", "/home/somebody/results", "results/reference", "--repeats", "3"])
+    assert shown == "python x.py --out FOLDER results/reference --repeats 3"

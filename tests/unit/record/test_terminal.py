@@ -1,6 +1,7 @@
 """What people see: the table at several widths, with and without a terminal, and the plain progress lines."""
 
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,20 @@ def test_the_table_says_what_matters(summary):
     ):
         assert expected in text
     assert text.index("h2d weights") < text.index("gpu experts") < text.index("cpu decode_attention")
+
+
+def test_every_second_of_a_simulated_run_says_whose_it_is():
+    spans, passes = link_bound_run()
+    simulated = facts(label="simulated", clock="virtual", machine_facts={"memory_sharing": "max_min"})
+    text = rendered(build_summary(simulated, passes, spans, {"host_steal_share": 0.5}), width=120)
+    assert "memory_sharing max_min" in text
+    assert "DISTURBED" not in text, "what others do to this computer does not change virtual time"
+    lines = [line for line in text.splitlines() if re.search(r"\d s\b|virtual s\b", line)]
+    assert re.search(r"virtual s generating; simulated in 9\.5 s of this computer, 2\.5 s of them set-up", lines[0])
+    table = [line for line in lines[1:] if "steady window" not in line]
+    assert table[0].strip().startswith("virtual time in") and all(line.strip().endswith("ops") for line in table)
+    assert re.search(r"steady window +[\d.]+ virtual s,", text)
+    assert "virtual" not in rendered(build_summary(facts(), passes, spans))
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
@@ -110,7 +125,7 @@ def test_numbers(value, text):
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(None, "-"), (0, "0 B"), (999, "999 B"), (999_999, "1 MB"), (2.5e12, "2.5e+03 GB")]
+    ("value", "text"), [(None, "-"), (0, "0 B"), (999, "999 B"), (999_999, "1 MB"), (2.5e12, "2,500 GB")]
 )
 def test_bytes(value, text):
     assert human_bytes(value) == text
@@ -162,9 +177,10 @@ def test_no_requests_at_all():
 # -- comparing ------------------------------------------------------------------------------------------------------
 
 
-def store(tmp_path, strategy, generated, status="ok", **changes):
+def store(tmp_path, strategy, generated, status="ok", settings=None, **changes):
     spans, passes = link_bound_run()
-    with RunFolder.create(tmp_path, f"{strategy}-aaaa", {"strategy": {"name": strategy}}, {}) as folder:
+    config = {"strategy": {"name": strategy}, **(settings or {})}
+    with RunFolder.create(tmp_path, f"{strategy}-aaaa", config, {}) as folder:
         if status == "ok":
             summary = build_summary(facts(strategy=strategy, **changes), passes, spans)
             folder.write_summary({**summary, "throughput_tok_s": generated})
@@ -207,6 +223,21 @@ def test_sources_that_differ_are_told_run_by_run(tmp_path):
     text = table_text(runs)
     assert "data source: synthetic prompts" in text and "data source: mt_bench.jsonl" in text
     assert text.count("weights source: random weights") == 1
+
+
+def test_runs_of_a_sweep_are_told_apart_by_their_settings(tmp_path):
+    same = {"seed": 1, "hardware": {"name": "laptop", "h2d_gb_s": 0.5}, "dataset": {"name": "mtbench"}}
+    runs = [store(tmp_path, "a", 10.0, settings={**same, "kv_cache_gb": gb}) for gb in (0.01, 0.02)]
+    text = table_text(runs, 80)
+    assert [text.count(f"kv_cache_gb={gb}\n") for gb in (0.01, 0.02)] == [1, 1]
+    assert "h2d_gb_s=" not in text and "seed=" not in text
+
+
+def test_an_exchanged_group_is_a_column_and_its_settings_are_not_told(tmp_path):
+    groups = [{"hardware": {"name": name, "h2d_gb_s": rate}} for name, rate in (("laptop", 0.5), ("a40", 19.5))]
+    runs = [store(tmp_path, "a", 10.0, settings=group, hardware=group["hardware"]["name"]) for group in groups]
+    text = table_text(runs)
+    assert "a40" in text and "19.5" not in text
 
 
 def test_compare_from_the_command_line(tmp_path, capsys, monkeypatch):

@@ -1,0 +1,114 @@
+"""From samples to a function: interpolation where one feature decides, a plane where several do. Torch-free."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+Sample = tuple[tuple[float, ...], float]  # features, seconds
+_FAR_OUT = 20.0
+_SHORT_S = 3e-3  # a wait for the interpreter or a core; whatever is shorter may be one
+_ROUNDS = 4  # of a fit whose weights follow from the fit before
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interpolated:
+    """Seconds at ascending values of one feature, never falling; straight lines between. Below the first the first one
+    holds, since fixed costs stay; beyond the last goes on the slope over the upper half of the range."""
+
+    at: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __call__(self, features: Sequence[float]) -> float:
+        x, last = features[0], self.at[-1]
+        if x <= last:
+            return float(np.interp(x, self.at, self.seconds))
+        middle = (self.at[0] + last) / 2
+        rise = self.seconds[-1] - float(np.interp(middle, self.at, self.seconds))
+        return self.seconds[-1] + (x - last) * rise / max(last - middle, 1e-12) if last > middle else self.seconds[-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plane:
+    """Seconds = fixed + sum of weights times features, none of them negative."""
+
+    fixed: float
+    weights: tuple[float, ...]
+
+    def __call__(self, features: Sequence[float]) -> float:
+        return self.fixed + sum(w * f for w, f in zip(self.weights, features, strict=True))
+
+
+def fit(samples: Sequence[Sample]) -> Interpolated | Plane:
+    """Through the typical seconds of equal features: the nearest curve that never falls, for more work takes no less
+    time, or a plane. Raises ValueError without samples."""
+    if not samples:
+        raise ValueError("no samples to fit")
+    points = typical_by_features(samples)
+    if len(next(iter(points))) == 1:
+        ordered = sorted((features[0], seconds) for features, seconds in points.items())
+        return Interpolated(at=tuple(x for x, _ in ordered), seconds=tuple(_rising([y for _, y in ordered])))
+    return _plane(points)
+
+
+def _rising(values: Sequence[float]) -> list[float]:
+    """The nearest sequence (least squares) that never falls: neighbours that do are pooled into their mean."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        pools.append((value, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (y1, n1), (y0, n0) = pools.pop(), pools.pop()
+            pools.append(((y0 * n0 + y1 * n1) / (n0 + n1), n0 + n1))
+    return [value for value, count in pools for _ in range(count)]
+
+
+def typical(values: Sequence[float]) -> float:
+    """The mean without what lies farthest out: short ops often take three times their median, because a thread waits
+    for the interpreter, and what a pass takes is the mean; but nothing is 20 times the median by itself."""
+    limit = _FAR_OUT * float(np.median(values))
+    return float(np.mean([value for value in values if value <= max(limit, _SHORT_S)]))
+
+
+def typical_by_features(samples: Sequence[Sample]) -> dict[tuple[float, ...], float]:
+    grouped: dict[tuple[float, ...], list[float]] = defaultdict(list)
+    for features, seconds in samples:
+        grouped[tuple(features)].append(seconds)
+    return {features: typical(values) for features, values in grouped.items()}
+
+
+def relative_spread(samples: Sequence[Sample]) -> float:
+    """Median over the points of (75th - 25th percentile) / median: how far repeated measurements lie apart."""
+    grouped: dict[tuple[float, ...], list[float]] = defaultdict(list)
+    for features, seconds in samples:
+        grouped[tuple(features)].append(seconds)
+    spreads = [np.subtract(*np.percentile(v, [75, 25])) / max(np.median(v), 1e-12) for v in grouped.values()]
+    return float(np.median(spreads))
+
+
+def _plane(points: dict[tuple[float, ...], float]) -> Plane:
+    """Least squares of errors relative to the fitted seconds. (Relative to the measured ones, a fit would follow the
+    fast ones among measurements that scatter.) Weights are non-negative: more work never takes less time."""
+    seconds = np.array(list(points.values()))
+    rows = np.array([(1.0, *features) for features in points])
+    fitted = np.full(len(seconds), max(float(seconds.mean()), 1e-9))
+    for _ in range(_ROUNDS):
+        found = _non_negative(rows / fitted[:, None], seconds / fitted)
+        fitted = np.maximum(rows @ found, max(float(seconds.mean()) * 1e-3, 1e-9))
+    return Plane(fixed=float(found[0]), weights=tuple(float(w) for w in found[1:]))
+
+
+def _non_negative(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Least squares with non-negative weights, by trying every subset of the few columns."""
+    best, best_error = np.zeros(rows.shape[1]), np.inf
+    for size in range(1, rows.shape[1] + 1):
+        for chosen in combinations(range(rows.shape[1]), size):
+            found, *_ = np.linalg.lstsq(rows[:, chosen], values, rcond=None)
+            error = float(np.sum((rows[:, chosen] @ found - values) ** 2))
+            if (found >= 0).all() and error < best_error * (1 - 1e-9):
+                best, best_error = np.zeros(rows.shape[1]), error
+                best[list(chosen)] = found
+    return best

@@ -1,0 +1,119 @@
+"""The calibration of this computer: made on first use, kept in the cache folder by hardware, model and versions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from harness.calibration.measure import measure_all
+from harness.calibration.table import CalibratedCosts, CalibrationTable
+from harness.config import require
+from harness.hardware.constants import Constant
+from harness.hardware.profile import HardwareConfig
+from harness.machine.base import LaneKind
+from harness.machine.emulated import Config as EmulatedConfig
+from harness.machine.emulated import build as build_emulated
+from harness.memory.weights import stored_bytes
+from harness.model.cache import cache_folder
+from harness.model.spec import ModelSpec
+from harness.preparing import build_engine, load_model
+from harness.record.provenance import code_version, environment, fingerprint
+from harness.settings import Settings
+
+Log = Callable[[str], None]
+PACKET_BYTES = 1_000_000
+KV_TOKENS = 32_768  # of the cache that is measured, where pinned memory has room for it
+LINK_GB_S = 0.7  # of the link beside which ops are measured, in the middle of what one core can sustain
+# What the measured ops depend on; the links' rates do not belong to it, since the table holds what comes beyond them.
+_RATES = ("cpu_gflop_s", "cpu_gb_s", "gpu_gflop_s")
+# The code that is measured, and that which measures it.
+_SOURCES = (
+    *("kernels", "harness/calibration", "harness/engine", "harness/memory", "harness/model/families"),
+    *("harness/model/functional.py", "harness/model/linear.py"),
+    *(f"harness/machine/{name}.py" for name in ("arenas", "base", "emulated", "hazards", "host_context", "queues")),
+)
+
+
+def identity(settings: Settings, spec: ModelSpec) -> dict[str, Any]:
+    """What two measurements must share to be interchangeable. Capacities decide which sizes of micro-batches and of
+    the KV cache can be measured; a run's own cache is another one, of `kv_cache_gb`, and decides nothing."""
+    facts = environment()
+    return {
+        "processor": facts["processor"],
+        "num_cores": facts["num_cores"],
+        "packages": {name: facts["packages"].get(name) for name in ("torch", "numpy")},
+        "sources": fingerprint(_SOURCES),
+        "model": {key: value for key, value in asdict(spec).items() if key != "name"},
+        "rates": {name: getattr(settings.hardware, name) for name in _RATES},
+        "capacities_bytes": settings.hardware.capacities_bytes,
+        "kv_block_tokens": settings.kv_block_tokens,
+        "kv_tokens": KV_TOKENS,
+    }
+
+
+def table_path(settings: Settings, spec: ModelSpec) -> Path:
+    text = json.dumps(identity(settings, spec), sort_keys=True, default=str)
+    return cache_folder() / "calibration" / f"{spec.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+
+
+def local_table(settings: Settings, spec: ModelSpec, log: Log = print) -> CalibrationTable:
+    """From the cache, or measured now (a minute or two, while nothing else should run)."""
+    path = table_path(settings, spec)
+    if not _is_readable(path):
+        log("calibrating this computer, a minute or two; it should do nothing else meanwhile")
+        measure(settings, log).write(path)
+    return CalibrationTable.read(path)
+
+
+def _is_readable(path: Path) -> bool:
+    """A table of an older version, or one that broke, is measured again."""
+    try:
+        CalibrationTable.read(path)
+    except ValueError:
+        return False
+    return True
+
+
+def measure(settings: Settings, log: Log = print) -> CalibrationTable:
+    """Measure the emulated machine of these settings. Needs a model that can run."""
+    rate = Constant(LINK_GB_S)
+    model = load_model(settings, has_tensors=True)
+    left_gb = settings.hardware.pinned_memory_gb - stored_bytes(model.source) / 1e9
+    wanted_gb = KV_TOKENS * model.spec.kv_bytes_per_token / 1e9
+    kv_cache_gb = min(wanted_gb, left_gb / 2) if left_gb > 0 else wanted_gb
+    hardware = replace(settings.hardware, h2d_gb_s=rate, d2h_gb_s=rate)
+    settings = replace(settings, hardware=hardware, kv_cache_gb=kv_cache_gb)
+    machine = build_emulated(EmulatedConfig(), settings.hardware, model.spec)
+    facts = environment()
+    try:
+        return measure_all(
+            build_engine(settings, machine, model, []),
+            link_bytes_s=link_rates(settings.hardware),
+            packet_bytes=PACKET_BYTES,
+            ram_bytes=facts["memory_bytes"],
+            meta={
+                "code": code_version(), "environment": facts, "label": machine.label, "link_gb_s": LINK_GB_S,
+                "identity": identity(settings, model.spec),
+            },
+            log=log,
+        )  # fmt: skip
+    finally:
+        machine.close()
+
+
+def link_rates(hardware: HardwareConfig) -> dict[LaneKind, float]:
+    """Bytes per second of every link whose rate is stated."""
+    rates = {LaneKind(name): float(rate) * 1e9 for name, rate in hardware.link_ceilings_gb_s.items()}
+    for kind in (LaneKind.H2D, LaneKind.D2H):
+        require(kind in rates, f"hardware.{kind}_gb_s", "must be stated: measured costs are those beyond bytes / rate")
+    return rates
+
+
+def calibrated_costs(
+    table: CalibrationTable, hardware: HardwareConfig, is_busy: Callable[[LaneKind], bool]
+) -> CalibratedCosts:
+    return CalibratedCosts(table, link_rates(hardware), is_busy)

@@ -1,0 +1,334 @@
+"""Micro-batches of chosen size and shape, and the ops of one layer over them, on a real machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+import kernels
+from harness.engine.activations import Activations
+from harness.engine.batch import assemble
+from harness.engine.emitter import Emitter, InFlight
+from harness.engine.engine import Engine
+from harness.engine.ops import data, paged
+from harness.engine.sequences import Sequence, State
+from harness.machine.base import CPU, D2H, GPU, H2D, PIN, Context, Op, Ticket, Work
+from harness.memory.kv_cache import BlockAllocator, Blocks, KVCache
+from harness.memory.ops import StagePage
+from harness.memory.tiers import DEVICE, Buffer
+from harness.memory.weights import PlacedPart, WeightStream
+from harness.model.spec import ModelSpec
+from harness.workload.request import Request
+
+Pair = tuple[InFlight, InFlight]  # the second one finds weights that the first one has just read
+_STAGING_BYTES = 4_000_000  # keys and values of one layer on the device: contexts beyond it are not probed there
+_DEVICE_KV_BYTES = 16_000_000  # of the cache in device memory, all layers; nor are they beyond this
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`prompts`: lengths that are prefilled; `contexts`: lengths of contexts that decode one token each."""
+
+    prompts: tuple[int, ...] = ()
+    contexts: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.prompts) + len(self.contexts)
+
+    def __str__(self) -> str:
+        return f"{sum(self.prompts)} prefill tokens, {len(self.contexts)} decoding"
+
+
+class CpuExpert(Op):
+    """One expert on the cpu lane with the kernel that a CPU has for it. The weights are a stored expert's bytes read as
+    gate, up and down one after the other, whatever their real layout: only the time counts."""
+
+    kind: ClassVar[str] = "experts"
+
+    def __init__(self, spec: ModelSpec, part: PlacedPart, tokens: Buffer, num_tokens: int) -> None:
+        self.spec, self.part, self.tokens, self.num_tokens = spec, part, tokens, num_tokens
+        self.reads, self.writes = part.keys, (tokens,)
+
+    def work(self) -> Work:
+        spec = self.spec
+        moved = self.num_tokens * 2 * spec.hidden_dim * spec.dtype_bytes
+        return Work(flops=2 * self.num_tokens * spec.expert_params, host_bytes=self.part.layout.nbytes + moved)
+
+    @property
+    def cost_key(self) -> str:
+        return f"{self.kind} x1"
+
+    def cost_features(self) -> tuple[float, ...]:
+        """As the gpu lane's `Experts` has it: tokens of a batch that, evenly routed, bring one expert so many."""
+        return (self.num_tokens * self.spec.num_experts / self.spec.experts_per_token,)
+
+    def run(self, ctx: Context, packet: int) -> Any:
+        spec = self.spec
+        size, shape = spec.expert_dim * spec.hidden_dim, (spec.expert_dim, spec.hidden_dim)
+        flat = ctx.tensor(self.part.buffer, (3 * size,), "bfloat16")
+        gate, up = flat[:size].view(shape), flat[size : 2 * size].view(shape)
+        rows = ctx.tensor(self.tokens, (2, self.num_tokens, spec.hidden_dim), "bfloat16")
+        kernels.expert_ffn(
+            rows[0], gate, up, flat[2 * size :].view(shape[::-1]), rows[1], num_threads=ctx.num_threads()
+        )
+
+
+class Bench:
+    """Device memory for two layers and two micro-batches of `max_tokens`, and ops over them. `close` gives it back."""
+
+    RESERVED_BYTES = _STAGING_BYTES + _DEVICE_KV_BYTES  # of the device, beside layers and activations
+
+    def __init__(self, engine: Engine, *, max_tokens: int, packet_bytes: int) -> None:
+        self.engine = engine
+        self.packet_bytes = packet_bytes
+        machine, spec = engine.machine, engine.spec
+        self.stream = WeightStream(machine, engine.store, depth=2, packet_bytes=packet_bytes, name="bench slot")
+        self.acts = [Activations(machine, spec, max_tokens=max_tokens, name=f"bench {i}") for i in (0, 1)]
+        self.staging = machine.tiers["device"].reserve("bench kv staging", _STAGING_BYTES)
+        self.rows = machine.tiers["pinned"].reserve("bench expert rows", 4 * max_tokens * spec.hidden_dim)
+        self.staged = self._pageable_part()
+        block_size = engine.kv.allocator.block_size
+        self.kv = KVCache(machine, spec, capacity_bytes=_DEVICE_KV_BYTES, block_size=block_size, tier=DEVICE)
+        self._in_device_kv: tuple[InFlight, InFlight] | None = None  # see `pair`
+        self._rng = np.random.default_rng(0)
+        self._next_expert = 0
+
+    def _pageable_part(self) -> tuple[PlacedPart, Buffer] | None:
+        """A part in pageable memory, and the pinned place it is staged into; None where there is no pageable memory."""
+        tiers, layout = self.engine.machine.tiers, self.engine.store.layers[0]["attention_in"].layout
+        if "host" not in tiers or tiers["host"].free_bytes < layout.nbytes:
+            return None
+        source = tiers["host"].reserve("bench pageable", layout.nbytes)
+        target = tiers["pinned"].reserve("bench staged", layout.nbytes)
+        return PlacedPart(layout, source, (source,)), target
+
+    def stage(self) -> StagePage:
+        """A copy for the pin lane."""
+        assert self.staged is not None, "the machine has pageable memory"
+        part, target = self.staged
+        return StagePage(part.buffer, target, nbytes=target.nbytes, layer=0, packet_bytes=self.packet_bytes)
+
+    def pair(self, shape: Shape) -> Pair:
+        """Two micro-batches alike; and the first one once more with its cache in device memory, if it fits there."""
+        first, second = self.batch(0, shape), self.batch(1, shape)
+        blocks = self.kv.allocator
+        needed = sum(blocks.blocks_for(length) for length in (*shape.prompts, *shape.contexts))
+        self._in_device_kv = (first, self._laid_out(0, shape, blocks)) if needed <= blocks.num_blocks else None
+        return first, second
+
+    def batch(self, index: int, shape: Shape) -> InFlight:
+        """A micro-batch in the `index`-th activation buffers."""
+        return self._laid_out(index, shape, self.engine.kv.allocator)
+
+    def _laid_out(self, index: int, shape: Shape, blocks: Blocks) -> InFlight:
+        sequences, allocator = self.sequences(shape, blocks)
+        num_prompts = len(shape.prompts)
+        return InFlight(assemble(index, sequences[:num_prompts], sequences[num_prompts:], allocator), self.acts[index])
+
+    def sequences(self, shape: Shape, blocks: Blocks | None = None) -> tuple[list[Sequence], BlockAllocator]:
+        """Random tokens; blocks are scattered over the engine's cache, or another one that has `blocks`; its content
+        does not matter."""
+        kv = blocks or self.engine.kv.allocator
+        order = self._rng.permutation(kv.num_blocks).tolist()
+        allocator = BlockAllocator(kv.num_blocks, kv.block_size, order=order, on_device=kv is self.kv.allocator)
+        prefill = [self._sequence(length, decodes=False) for length in shape.prompts]
+        decode = [self._sequence(length, decodes=True) for length in shape.contexts]
+        for sequence in (*prefill, *decode):
+            allocator.grow(sequence, sequence.num_tokens)
+        return [*prefill, *decode], allocator
+
+    def _sequence(self, length: int, *, decodes: bool) -> Sequence:
+        """With `decodes` all but its newest token are in the cache."""
+        ids = self._rng.integers(0, self.engine.spec.vocab_size, length).tolist()
+        prompt = tuple(ids[:-1] if decodes else ids)
+        sequence = Sequence(Request(request_id=0, prompt_ids=prompt, max_new_tokens=length + 2, text=None))
+        sequence.state = State.DECODING if decodes else State.PREFILL
+        if decodes:
+            sequence.generated, sequence.num_cached = ids[-1:], length - 1
+        return sequence
+
+    def serial(self, emit: Emitter, its: Pair, layer: int, *, experts_apart: bool) -> None:
+        """One layer with nothing overlapped: each part is transferred when its turn comes, used by one micro-batch and
+        then by the other, and dropped, so that ops find weights and caches as they are after a wait. `emit` is a serial
+        one."""
+
+        def load(name: str) -> PlacedPart:
+            emit.load(self.stream, layer, name)
+            return self.stream.part(layer, name)
+
+        part = load("attention_in")
+        for it in its:
+            emit.attention_in(it, layer, part)
+        self._attention(emit, its[0], layer)
+        self.cpu_expert(emit, its[0].batch.num_tokens)
+        if self.staged is not None:
+            emit.submit(PIN, self.stage())
+        part = load("attention_out")
+        for it in its:
+            emit.attention_out(it, layer, part)
+        names = [name for name in self.stream.part_names(layer) if name.startswith("expert.")]
+        for group in [[name] for name in names] if experts_apart else [names]:
+            experts = {int(name.split(".")[1]): load(name) for name in group}
+            for it in its:
+                emit.experts(it, layer, experts)
+        emit.combine(its[0], layer)
+        for name in self.stream.part_names(layer):
+            self.stream.release(layer, name)
+
+    def overlapped(self, emit: Emitter, its: Pair, num_layers: int, *, experts_apart: bool) -> None:
+        """Layer after layer while the weights of the next ones are on their way, as every overlapping strategy has
+        them: freshly written, beside a busy link; the second micro-batch uses them again."""
+        for index in range(min(self.stream.depth, num_layers)):
+            self.stream.request_layer(index)
+        for index in range(num_layers):
+            layer, part = self.stream.layer(index), self.stream.part
+            for it in its:
+                emit.attention_in(it, layer, part(index, "attention_in"))
+            self._attention(emit, its[0], layer)
+            for it in its:
+                emit.attention_out(it, layer, part(index, "attention_out"))
+            experts = self.stream.experts(index)
+            for group in [{number: placed} for number, placed in experts.items()] if experts_apart else [experts]:
+                for it in its:
+                    emit.experts(it, layer, group)
+            emit.combine(its[0], layer)
+            for name in self.stream.part_names(index):
+                self.stream.advance(index, name)
+
+    def _attention(self, emit: Emitter, it: InFlight, layer: int) -> None:
+        emit.prefill_attention(it, layer)
+        self.around_attention(emit, it, layer)
+        self.device_attention(emit, it, layer)
+
+    def around_attention(self, emit: Emitter, it: InFlight, layer: int) -> None:
+        """What a layer has on lanes other than the gpu's."""
+        emit.offload_qkv(it, layer)
+        emit.append_kv(it, layer)
+        emit.decode_attention(it, layer)
+        emit.fetch_routing(it, layer)
+
+    def device_attention(self, emit: Emitter, it: InFlight, layer: int) -> None:
+        """Decode attention where the gpu lane has it: keys and values over the link, or in device memory. Too long
+        contexts are left out."""
+        if self._fits_staging(it):
+            emit.decode_attention_on_device(it, layer, [self.staging])
+        if self._in_device_kv is None or self._in_device_kv[0] is not it:
+            return
+        it, spec = self._in_device_kv[1], self.engine.spec
+        emit.submit(GPU, paged.AppendKvOnDevice(spec, it.batch, it.acts, layer, self.kv))
+        if it.batch.on_device.num_decode:
+            attend = paged.DecodeAttentionPaged(self.engine.family, spec, it.batch, it.acts, layer, self.kv)
+            emit.submit(GPU, attend)
+
+    def host_side(self, emit: Emitter, it: InFlight, layer: int) -> None:
+        """All that a pass has on lanes other than the gpu's, once. `emit` is a serial one."""
+        spec, cache = self.engine.spec, self.engine.kv.host
+        assert cache is not None, "calibration attends over a cache in host memory"
+        emit.submit(H2D, data.UploadTokens(spec, it.batch, it.acts), urgent=True)
+        self.around_attention(emit, it, layer)
+        if self._fits_staging(it):
+            rows = range(len(it.batch.decode))
+            emit.submit(H2D, data.LoadKv(spec, it.batch, it.acts, layer, cache, rows, self.staging), urgent=True)
+        emit.submit(D2H, data.FetchSampled(spec, it.batch, it.acts), urgent=True)
+        self.cpu_expert(emit, it.batch.num_tokens)
+        if self.staged is not None:
+            emit.submit(PIN, self.stage())
+
+    def cpu_expert(self, emit: Emitter, num_tokens: int) -> None:
+        """An expert over its share of so many tokens, where the weights are such that the kernel takes them."""
+        spec = self.engine.spec
+        if spec.dtype == "bfloat16":
+            share = -(-num_tokens * spec.experts_per_token // spec.num_experts)
+            emit.submit(CPU, CpuExpert(spec, self._stored_expert(), self.rows, share))
+
+    def _fits_staging(self, it: InFlight) -> bool:
+        nbytes = it.batch.on_host.num_context_tokens * self.engine.spec.kv_bytes_per_token_layer
+        return bool(it.batch.decode) and nbytes <= self.staging.nbytes
+
+    def _stored_expert(self) -> PlacedPart:
+        """One after another, so that their weights come from memory."""
+        parts = self.engine.store.layers[-1]
+        names = [name for name in parts if name.startswith("expert.")]
+        self._next_expert = (self._next_expert + 1) % len(names)
+        return parts[names[self._next_expert]]
+
+    @contextmanager
+    def background(self, *, gpu: bool, link: bool) -> Iterator[Background]:
+        """Work for the gpu lane, the link, both or neither, as long as it is fed; drained at the end."""
+        work = Background(self, gpu=gpu, link=link)
+        try:
+            yield work
+        finally:
+            work.end()
+
+    def close(self) -> None:
+        self.stream.close()
+        for acts in self.acts:
+            acts.close()
+        tiers = self.engine.machine.tiers
+        tiers["device"].release(self.staging)
+        self.kv.close()
+        tiers["pinned"].release(self.rows)
+        if self.staged is not None:
+            tiers["host"].release(self.staged[0].buffer)
+            tiers["pinned"].release(self.staged[1])
+
+
+class Background:
+    """Keeps lanes busy: the gpu with layer after layer of a second micro-batch, the link with weights. The layer that
+    the gpu uses lies in the stream's first slot, what the link brings goes to the second."""
+
+    TOKENS = 200
+    AHEAD = 10  # ops that are always queued
+
+    def __init__(self, bench: Bench, *, gpu: bool, link: bool) -> None:
+        self._bench, self._link = bench, link
+        self._emit = Emitter(bench.engine)
+        self._computing: list[Ticket] = []
+        self._transfer: list[Ticket] = []
+        self._it: InFlight | None = None
+        if gpu:
+            tokens = min(self.TOKENS, bench.acts[1].max_tokens)
+            self._it = bench.batch(1, Shape(prompts=(min(100, tokens),) * max(1, tokens // 100)))
+            bench.stream.request_layer(0)
+            self._emit.embed(self._it)
+            bench.engine.machine.drain()
+        self.feed()
+
+    def feed(self) -> None:
+        """To be called more often than what is queued lasts."""
+        self._computing = [t for t in self._computing if not t.done]
+        while self._it is not None and len(self._computing) < self.AHEAD:
+            self._compute(self._it)
+        if self._link and sum(not t.done for t in self._transfer) < 3:
+            self._settle()
+            self._transfer = self._bench.stream.request_layer(1)
+
+    def end(self) -> None:
+        self._settle()
+        self._bench.stream.cancel_all()
+        self._bench.engine.machine.drain()
+
+    def _compute(self, it: InFlight) -> None:
+        emit, stream = self._emit, self._bench.stream
+        found = [
+            emit.attention_in(it, 0, stream.part(0, "attention_in")),
+            emit.prefill_attention(it, 0),
+            emit.attention_out(it, 0, stream.part(0, "attention_out")),
+            emit.experts(it, 0, stream.experts(0)),
+            emit.combine(it, 0),
+        ]
+        self._computing += [ticket for ticket in found if ticket is not None]
+
+    def _settle(self) -> None:
+        for ticket in self._transfer:
+            self._bench.engine.machine.wait(ticket)
+        if self._transfer:
+            for name in self._bench.stream.part_names(1):
+                self._bench.stream.release(1, name)
+        self._transfer = []

@@ -1,0 +1,232 @@
+"""The table that a calibration writes: costs by kind of op, lanes together, and the strategy's own time. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from harness.calibration.fitting import Interpolated, Plane, fit, relative_spread, typical_by_features
+from harness.machine.base import Lane, LaneKind, MachineError, Op, Work
+
+Points = list[tuple[tuple[float, ...], float]]  # (features, seconds)
+Company = frozenset[LaneKind]  # the other lanes, of gpu and h2d, that are busy while an op runs
+ALONE: Company = frozenset()
+BESIDE_LINK: Company = frozenset({LaneKind.H2D})
+BESIDE_GPU: Company = frozenset({LaneKind.GPU})
+BESIDE_GPU_AND_LINK: Company = BESIDE_GPU | BESIDE_LINK
+VERSION = 7
+LINKS = (LaneKind.H2D, LaneKind.D2H, LaneKind.PIN)  # lanes that a profile gives a rate in bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostTimes:
+    """Seconds of the strategy's thread, and of the lanes' between ops."""
+
+    submit_s: float  # an op, from its making to its place in the queue
+    wake_s: float  # from the end of what is awaited until the strategy goes on
+    pass_s: float  # to schedule, lay out and retire a pass
+    sequence_s: float  # and for each sequence in it
+    handover_s: float  # from the end of what an op waits for until its lane, idle until then, begins
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationTable:
+    """`samples` are (features, seconds) by company, lane and cost key: what one op takes. On the links the seconds are
+    those beyond bytes / rate, so that the table serves other link rates too. In company short ops lose most, to threads
+    that hand the interpreter to each other and to caches that streams sweep. `together` has, by the lanes active at the
+    same time ("cpu+gpu+h2d"), how many times longer *long* ops of each lane take than alone. `memory` is GB/s of host
+    memory as measured, for the reader.
+    """
+
+    meta: Mapping[str, Any]
+    samples: Mapping[Company, Mapping[str, Points]]
+    together: Mapping[str, Mapping[str, float]]
+    memory: Mapping[str, list[float]]
+    host: HostTimes
+    version: int = VERSION
+
+    @cached_property
+    def functions(self) -> dict[Company, dict[str, Interpolated | Plane]]:
+        return {
+            company: {key: fit(points) for key, points in by_key.items()} for company, by_key in self.samples.items()
+        }
+
+    def seconds(self, lane: Lane, op: Op, company: Company = ALONE, *, again: bool = False) -> float | None:
+        """Beyond the link's own time, in this company or in the nearest one that was measured; None where the op was
+        measured in none. `again`: another op has read the same weights since they came."""
+        for key in dict.fromkeys((table_key(lane, op, again=again), table_key(lane, op))):
+            for candidate in _nearest(company):
+                function = self.functions.get(candidate, {}).get(key)
+                if function is not None:
+                    return function(op.cost_features())
+        return None
+
+    def worst_fit(self) -> dict[str, float]:
+        """By key, the largest relative error of the fitted functions at a measured point."""
+        found: dict[str, float] = {}
+        for company, by_key in self.samples.items():
+            for key, points in by_key.items():
+                function = self.functions[company][key]
+                errors = [abs(function(f) - s) / s for f, s in typical_by_features(points).items() if s > 1e-5]
+                found[key] = max([found.get(key, 0.0), *errors])
+        return found
+
+    def spread(self) -> dict[str, float]:
+        """By key, how far repeated measurements of an op alone lie apart."""
+        return {key: relative_spread(points) for key, points in self.samples[ALONE].items()}
+
+    def covered(self, kind: str) -> list[Company]:
+        """Companies in which every op of that lane was measured, so that its samples hold what they cost."""
+        keys = {key for key in self.samples[ALONE] if key.startswith(f"{kind}: ")}
+        return [company for company in self.samples if keys and keys <= self.samples[company].keys()]
+
+    def slowdowns(self) -> dict[str, dict[str, float]]:
+        """`together` beyond what the samples in company hold: relative to the largest covered company of each lane."""
+        found = {}
+        for group, factors in self.together.items():
+            own = dict(factors)
+            for kind in factors:
+                others = {LaneKind(name) for name in factors} - {LaneKind(kind)}
+                held = max((c for c in self.covered(kind) if c <= others), key=len, default=ALONE)
+                if held:
+                    own[kind] = factors[kind] / self.together["+".join(sorted({kind, *held}))][kind]
+            found[group] = own
+        return found
+
+    @classmethod
+    def merged(cls, tables: Sequence[CalibrationTable]) -> CalibrationTable:
+        """Of several times of day: all samples, so that fits go through medians over all of them; mean factors."""
+        first = tables[0]
+        samples: dict[Company, dict[str, Points]] = {}
+        for table in tables:
+            for company, by_key in table.samples.items():
+                for key, points in by_key.items():
+                    samples.setdefault(company, {}).setdefault(key, []).extend(points)
+        hosts = [asdict(table.host) for table in tables]
+        disturbed = [name for table in tables for name in table.meta.get("disturbed", [])]
+        return cls(
+            meta={**first.meta, "merged": len(tables), "disturbed": disturbed},
+            samples=samples,
+            together={
+                group: {lane: fmean(t.together[group][lane] for t in tables) for lane in factors}
+                for group, factors in first.together.items()
+            },
+            memory={name: [value for t in tables for value in t.memory[name]] for name in first.memory},
+            host=HostTimes(**{name: fmean(host[name] for host in hosts) for name in hosts[0]}),
+        )
+
+    def write(self, path: Path) -> None:
+        """Whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        content = {
+            "version": self.version,
+            "meta": self.meta,
+            "host": asdict(self.host),
+            "together": self.together,
+            "memory_gb_s": self.memory,
+            "spread": self.spread(),
+            "samples": {
+                _company_name(company): {key: _grouped(points) for key, points in by_key.items()}
+                for company, by_key in self.samples.items()
+            },
+        }
+        partial.write_text(json.dumps(content) + "\n")
+        partial.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> CalibrationTable:
+        """Raises ValueError naming the file where it is none, or of another version."""
+        try:
+            values = json.loads(path.read_text())
+            version = values["version"]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path}: no calibration table; remove it and calibrate again") from error
+        if version != VERSION:
+            raise ValueError(f"{path}: version {version}, this code reads {VERSION}; calibrate again")
+
+        def points(rows: list[Any]) -> Points:
+            return [(tuple(features), s) for features, all_s in rows for s in all_s]
+
+        return cls(
+            meta=values["meta"],
+            samples={
+                _company(name): {key: points(rows) for key, rows in by_key.items()}
+                for name, by_key in values["samples"].items()
+            },
+            together=values["together"],
+            memory=values["memory_gb_s"],
+            host=HostTimes(**values["host"]),
+        )
+
+
+def table_key(lane: Lane, op: Op, *, again: bool = False) -> str:
+    """What the table knows an op by. One that uses weights finds them in memory, or, the next time, in a cache."""
+    return f"{lane.kind}: {op.cost_key}{', again' if again and weight_keys(op) else ''}"
+
+
+def weight_keys(op: Op) -> tuple[Hashable, ...]:
+    """Of the weights that a compute op reads; other ops have none."""
+    keys: tuple[Hashable, ...] = getattr(op, "weight_keys", ())
+    return keys
+
+
+def _nearest(company: Company) -> Iterator[Company]:
+    """The company itself, then those with fewer lanes; a busy gpu matters more than a busy link."""
+    yield company
+    if len(company) > 1:
+        yield from (BESIDE_GPU & company, BESIDE_LINK & company)
+    if company:
+        yield ALONE
+
+
+def _company_name(company: Company) -> str:
+    return "+".join(sorted(company)) or "alone"
+
+
+def _company(name: str) -> Company:
+    return ALONE if name == "alone" else frozenset(LaneKind(kind) for kind in name.split("+"))
+
+
+def _grouped(points: Sequence[tuple[tuple[float, ...], float]]) -> list[tuple[tuple[float, ...], list[float]]]:
+    """By features, to a tenth of a microsecond: tables are kept beside reports, which should stay small."""
+    rows: dict[tuple[float, ...], list[float]] = {}
+    for features, seconds in points:
+        rows.setdefault(features, []).append(round(seconds, 7))
+    return list(rows.items())
+
+
+@dataclass
+class CalibratedCosts:
+    """Costs for the simulated machine: the table, and links by their stated rates. Ops without any work are free.
+    `is_busy` tells whether a kind of lane has something to run at the moment when an op starts."""
+
+    table: CalibrationTable
+    link_bytes_s: Mapping[LaneKind, float]
+    is_busy: Callable[[LaneKind], bool]
+    _unread: set[Hashable] = field(default_factory=set)  # written over the link, and used by no op since
+
+    def seconds(self, lane: Lane, op: Op, work: Work) -> float:
+        kind = lane.kind
+        company = frozenset(other for other in BESIDE_GPU_AND_LINK if other is not kind and self.is_busy(other))
+        measured = self.table.seconds(lane, op, company, again=self._is_again(kind, op))
+        if measured is None:
+            if work == Work():
+                return 0.0
+            raise MachineError(f"{op} on {lane}: the calibration has no measurement of '{op.cost_key}'")
+        return measured + (work.link_bytes / self.link_bytes_s[kind] if kind in LINKS else 0.0)
+
+    def _is_again(self, kind: LaneKind, op: Op) -> bool:
+        """Whether another op has read the op's weights since they came; ops must be asked for as they start."""
+        if kind is LaneKind.H2D:
+            self._unread.update(op.writes)
+            return False
+        keys = weight_keys(op)
+        again = self._unread.isdisjoint(keys)
+        self._unread.difference_update(keys)
+        return again

@@ -1,0 +1,130 @@
+"""How much longer the long ops of each lane take while other lanes work: every pair and every triple together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import combinations
+
+import numpy as np
+
+from harness.calibration.probes import Bench, Shape
+from harness.calibration.table import LINKS
+from harness.calibration.undisturbed import Undisturbed
+from harness.engine.emitter import Emitter, InFlight
+from harness.engine.engine import Engine
+from harness.engine.ops import data, host
+from harness.machine.base import CPU, D2H, GPU, H2D, PIN, Lane, Span, Ticket
+
+_STREAM_S = 0.2  # how long lanes are watched together
+_POLL_S = 1e-3
+_AHEAD = {GPU: 3, CPU: 6, H2D: 3, D2H: 8, PIN: 3}  # ops that are always queued
+_KINDS = {GPU: "experts", CPU: "decode attention", H2D: "weights", D2H: "offload qkv", PIN: "weights to pinned"}
+
+
+class Together:
+    """Streams of ops of one kind a lane. The pin lane takes part where the machine has pageable memory for it."""
+
+    def __init__(self, engine: Engine, bench: Bench, undisturbed: Undisturbed, max_context: int) -> None:
+        self._engine, self._bench, self._undisturbed = engine, bench, undisturbed
+        self._max_context = max_context
+        self.lanes = (CPU, D2H, GPU, H2D) if bench.staged is None else (CPU, D2H, GPU, H2D, PIN)
+
+    def measure(self, repeats: int, log: Callable[[str], None]) -> dict[str, dict[str, float]]:
+        """By the names of the lanes, for each of them the time of its op relative to its time alone."""
+        groups = [group for size in (1, 2, 3) for group in combinations(self.lanes, size)]
+        seen: dict[tuple[Lane, ...], list[dict[Lane, float]]] = {group: [] for group in groups}
+        for repeat in range(repeats):
+            log(f"lanes together: {repeat + 1} of {repeats}")
+            for group in groups:
+                seen[group].append(self._undisturbed(f"lanes together, {_name(group)}", partial(self._streams, group)))
+        alone = {lane: _median(seen[lane,], lane) for lane in self.lanes}
+        return {
+            _name(group): {str(lane.kind): _median(runs, lane) / alone[lane] for lane in group}
+            for group, runs in seen.items()
+            if len(group) > 1
+        }
+
+    def _streams(self, group: tuple[Lane, ...]) -> dict[Lane, float]:
+        """Seconds of the packets of each lane's op; those count that end while all lanes of the group have work."""
+        machine = self._engine.machine
+        gpu, cpu = self._prepared()
+        machine.spans.clear()
+        streams = {lane: self._stream(lane, gpu, cpu) for lane in group}
+        end_s = time.monotonic() + _STREAM_S
+        while time.monotonic() < end_s:
+            for stream in streams.values():
+                stream()
+            time.sleep(_POLL_S)
+            machine.now()
+        machine.drain()
+        self._bench.stream.cancel_all()
+        return {lane: self._median_s(lane, end_s) for lane in group}
+
+    def _prepared(self) -> tuple[InFlight, InFlight]:
+        """A micro-batch for the gpu and one for the cpu, the weights of a layer on the device."""
+        bench, acts = self._bench, self._bench.acts[0]
+        gpu = bench.batch(0, Shape(prompts=(100,) * max(1, min(400, acts.max_tokens) // 100)))
+        contexts = min(48, self._max_context // (128 + self._engine.kv.allocator.block_size), acts.max_tokens)
+        cpu = bench.batch(1, Shape(contexts=(128,) * max(1, contexts)))
+        prepare, part = Emitter(self._engine), bench.stream.part
+        bench.stream.request_layer(0)
+        for it in (gpu, cpu):
+            prepare.embed(it)
+            prepare.attention_in(it, 0, part(0, "attention_in"))
+            prepare.attention_out(it, 0, part(0, "attention_out"))
+            prepare.offload_qkv(it, 0)
+        self._engine.machine.drain()
+        return gpu, cpu
+
+    def _stream(self, lane: Lane, gpu: InFlight, cpu: InFlight) -> Callable[[], None]:
+        """Keeps `lane` supplied when called."""
+        engine, bench = self._engine, self._bench
+        open_: list[Ticket] = []
+        transferred: list[Lane] = []  # not empty once a layer was requested
+
+        def submit() -> list[Ticket]:
+            if lane == GPU:
+                ticket = Emitter(engine).experts(gpu, 0, bench.stream.experts(0))
+                return [] if ticket is None else [ticket]
+            if lane == CPU:
+                assert engine.kv.host is not None, "calibration attends over a cache in host memory"
+                op = host.DecodeAttention(engine.spec, cpu.batch, cpu.acts, 0, engine.kv.host)
+                return [engine.machine.submit(lane, op)]
+            if lane == D2H:
+                return [engine.machine.submit(lane, data.OffloadQkv(engine.spec, gpu.batch, gpu.acts, 0))]
+            if lane == PIN:
+                return [engine.machine.submit(lane, bench.stage())]
+            for name in bench.stream.part_names(1) if transferred else ():
+                bench.stream.release(1, name)
+            transferred.append(lane)
+            return bench.stream.request_layer(1)
+
+        def supply() -> None:
+            open_[:] = [t for t in open_ if not t.done]
+            while len(open_) < _AHEAD[lane]:
+                open_.extend(submit())
+
+        return supply
+
+    def _median_s(self, lane: Lane, end_s: float) -> float:
+        """Of the lane's packets, on links per byte."""
+        spans = [
+            s for s in self._engine.machine.spans if s.lane == lane and s.kind == _KINDS[lane] and s.end_s <= end_s
+        ]
+        assert spans, f"lane {lane} ran nothing"
+        return float(np.median([_per_unit(span) for span in spans]))
+
+
+def _median(runs: list[dict[Lane, float]], lane: Lane) -> float:
+    return float(np.median([run[lane] for run in runs]))
+
+
+def _name(group: tuple[Lane, ...]) -> str:
+    return "+".join(sorted(str(lane.kind) for lane in group))
+
+
+def _per_unit(span: Span) -> float:
+    seconds = span.end_s - span.start_s
+    return seconds / span.work.link_bytes if span.lane.kind in LINKS else seconds

@@ -1,0 +1,89 @@
+"""What the simulated machine needs to know beside lanes and clock: costs from a profile, and the values ops bring back.
+
+Costs come from the profile's achieved rates (each with its source) or from tables measured on a machine, never from a
+strategy's performance model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from harness.config import ConfigError
+from harness.hardware.profile import HardwareConfig
+from harness.machine.base import LaneKind
+from harness.machine.costs import LaneCost, Roofline
+from harness.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from harness.engine.batch import MicroBatch
+    from harness.routing.base import Routing
+
+
+_REMEMBERED = 64  # micro-batches times layers, of which a strategy has few in the making at any time
+
+
+class World:
+    """What a model would answer: routing from a counter-based source, token 0 for every sample."""
+
+    def __init__(self, routing: Routing, num_experts: int) -> None:
+        self._routing = routing
+        self._num_experts = num_experts
+        self._counts: dict[tuple[MicroBatch, int], np.ndarray] = {}
+
+    def sampled(self, batch: MicroBatch) -> np.ndarray:
+        """int64 [sequences]. The machine times a run; what it says is nobody's business."""
+        return np.zeros(len(batch.sequences), dtype=np.int64)
+
+    def routing(self, batch: MicroBatch, layer: int) -> np.ndarray:
+        """int64 [tokens, experts_per_token]."""
+        return self._routing.experts(batch.request_ids, batch.positions, layer)
+
+    def expert_counts(self, batch: MicroBatch, layer: int) -> np.ndarray | None:
+        """int64 [num_experts], the tokens that choose each expert; None where routing is even, so that the expected
+        numbers, which every op knows by itself, are as good."""
+        if self._routing.is_even:
+            return None
+        key = (batch, layer)
+        if (counts := self._counts.get(key)) is None:
+            counts = np.bincount(self.routing(batch, layer).ravel(), minlength=self._num_experts)
+            if len(self._counts) >= _REMEMBERED:
+                del self._counts[next(iter(self._counts))]
+            self._counts[key] = counts
+        return counts
+
+
+def profile_costs(hardware: HardwareConfig, spec: ModelSpec) -> Roofline:
+    """A roofline a lane from the profile's achieved rates."""
+
+    def rate(name: str, unit: float = 1e9) -> float:
+        value = getattr(hardware, name)
+        if value is None:
+            raise ConfigError(f"hardware.{name}", f"profile {hardware.name!r} states none; machine=simulated needs it")
+        return float(value) * unit
+
+    latency_s = (hardware.transfer_latency_us or 0.0) * 1e-6
+    return Roofline(
+        lanes={
+            LaneKind.GPU: LaneCost(
+                overhead_s=(hardware.kernel_launch_us or 0.0) * 1e-6,
+                flops_s=hardware.gemm_flop_s(spec.dtype),
+                device_bytes_s=rate("device_gb_s"),
+                link_bytes_s=rate("p2p_gb_s") if hardware.num_gpus > 1 else float("inf"),
+            ),
+            # cpu_gflop_s is what attention was seen to reach where memory limits it: no limit of its own.
+            LaneKind.CPU: LaneCost(flops_s=rate("cpu_gemm_gflop_s"), host_bytes_s=rate("cpu_gb_s")),
+            LaneKind.H2D: LaneCost(overhead_s=latency_s, link_bytes_s=rate("h2d_gb_s")),
+            LaneKind.D2H: LaneCost(overhead_s=latency_s, link_bytes_s=rate("d2h_gb_s")),
+            LaneKind.PIN: LaneCost(link_bytes_s=rate("pin_gb_s")),
+        }
+    )
+
+
+def host_bytes_s(hardware: HardwareConfig) -> float:
+    """Bandwidth of host memory that all lanes share."""
+    value = hardware.host_gb_s
+    if value is None:
+        raise ConfigError("hardware.host_gb_s", f"profile {hardware.name!r} states none; machine=simulated needs it")
+    return float(value) * 1e9

@@ -1,0 +1,87 @@
+"""A model without weights, for machines that only time it: the bytes of its parts, and no tensors. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from harness.config import ConfigError
+from harness.model import families
+from harness.model import parts as model_parts
+from harness.model.config import RANDOM, ModelConfig
+from harness.model.layout import PartLayout
+from harness.model.sharding import shard_spec
+from harness.model.shards import read_json
+from harness.model.spec import ModelSpec
+
+
+class PlannedLayout:
+    """Parts of any model by size: attention_in, attention_out, then the experts, as a family with weights has them.
+
+    Shared experts lie in attention_out, and so does the MLP of a dense layer, which has no experts.
+    """
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def layer_parts(spec: ModelSpec, layer: int) -> tuple[PartLayout, ...]:
+        parts = spec.parts
+        attention, norms = parts[model_parts.ATTENTION], parts[model_parts.NORMS].nbytes
+        out_bytes = round(attention.matrix_bytes * spec.attention_out_params / attention.matrix_params)
+        common = (model_parts.DENSE_MLP,) if spec.is_dense(layer) else (model_parts.ROUTER, model_parts.SHARED_EXPERTS)
+        behind_bytes = out_bytes + norms // 2 + sum(parts[name].nbytes for name in common if parts[name].count)
+        front_bytes = attention.nbytes - out_bytes + norms - norms // 2
+        experts = range(0 if spec.is_dense(layer) else spec.num_experts)
+        return (
+            PartLayout("attention_in", spec.dtype, (), front_bytes),
+            PartLayout("attention_out", spec.dtype, (), behind_bytes),
+            *(PartLayout(f"expert.{e}", spec.dtype, (), parts[model_parts.EXPERT].nbytes) for e in experts),
+        )
+
+    @staticmethod
+    def embedding_part(spec: ModelSpec) -> PartLayout:
+        return PartLayout("embedding", spec.dtype, (), spec.parts[model_parts.EMBEDDING].nbytes)
+
+    @staticmethod
+    def head_part(spec: ModelSpec) -> PartLayout:
+        """A tied head lies with the embedding."""
+        head = spec.parts[model_parts.HEAD]
+        return PartLayout("head", spec.dtype, (), head.nbytes * head.count + spec.parts[model_parts.FINAL_NORM].nbytes)
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """What a `WeightStore` asks of a checkpoint, without one."""
+
+    spec: ModelSpec
+    family: Any = PlannedLayout
+
+    def shard(self, rank: int, num_ranks: int) -> PlannedModel:
+        """What GPU `rank` of `num_ranks` has. Raises ConfigError where the model cannot be divided."""
+        return replace(self, spec=shard_spec(self.spec, num_ranks))
+
+    def read_part(self, layer: int | None, part: PartLayout, out: Any) -> None:
+        raise AssertionError("a planned model has no weights to read")
+
+
+def planned_model(config: ModelConfig) -> PlannedModel:
+    """The model of the config.json of `model.path`, which must exist where it is given; else of `model.spec`, or of the
+    recipe of a random checkpoint."""
+    if config.path not in (None, RANDOM):
+        folder = Path(str(config.path)).expanduser()
+        if not folder.is_dir():
+            message = f"{config.path}: no such folder; without weights a plan needs none (leave it out), or a local one"
+            raise ConfigError("model.path", message)
+        entries = read_json(folder / "config.json")
+        family = str(entries.get("model_type"))
+        if family in families.available() or config.spec is None:
+            found, own = families.layout(family), entries.get("dtype", entries.get("torch_dtype"))
+            return PlannedModel(found.spec_from_config(entries, config.name, config.dtype or own or "bfloat16"), found)
+    if config.spec is not None:
+        return PlannedModel(ModelSpec.from_config(config.spec, config.name, config.dtype))
+    if config.recipe is not None:
+        layout = families.layout(config.recipe.family)
+        entries = layout.config_from_recipe(config.recipe)
+        return PlannedModel(layout.spec_from_config(entries, config.name, config.dtype or config.recipe.dtype), layout)
+    raise ConfigError("model.spec", f"missing: machine=simulated needs the dimensions of {config.name!r}")

@@ -1,0 +1,73 @@
+"""Random weights of any size made straight in the host store, without a checkpoint: for measuring, not for tokens.
+
+A block of uniform numbers is laid end to end over a part's matrices, from another place for each part, so that 94 GB
+take seconds. Scales are those of the random checkpoints (`zoo.py`): 1 / sqrt(hidden), embeddings and norms 1.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
+from typing import Any
+
+import torch
+
+from harness.model import families
+from harness.model.checkpoint import part_views
+from harness.model.config import ModelConfig
+from harness.model.layout import PartLayout
+from harness.model.planned import planned_model
+from harness.model.sharding import shard_spec
+
+_BLOCK_NUMBERS = 33_554_393  # a prime: rows of matrices do not repeat
+_PIECE_NUMBERS = 1 << 23  # what a thread copies at once
+
+
+class RandomWeights:
+    """What a `WeightStore` reads from in the place of a checkpoint. The same seed gives the same weights."""
+
+    def __init__(self, config: ModelConfig, *, seed: int = 0, threads: int | None = None) -> None:
+        """Raises ConfigError where `config` names no dimensions, or a family that cannot be run."""
+        self.spec = planned_model(config).spec
+        self.family = families.family(self.spec.family)
+        generator = torch.Generator().manual_seed(seed)
+        dtype = getattr(torch, self.spec.dtype)
+        uniform = torch.rand(min(_BLOCK_NUMBERS, int(self.spec.model_bytes)), generator=generator)
+        std = self.spec.hidden_dim**-0.5
+        self._block = uniform.sub_(0.5).mul_(std * 12**0.5).to(dtype)  # width 1 has variance 1/12
+        self._std = std
+        self._threads = threads or min(8, len(os.sched_getaffinity(0)))
+
+    def shard(self, rank: int, num_ranks: int) -> RandomWeights:
+        """What GPU `rank` of `num_ranks` has. What all hold alike, such as the router, is alike; so are their shares of
+        the rest, which no model has. Raises ConfigError where the model cannot be divided."""
+        share = copy(self)
+        share.spec = shard_spec(self.spec, num_ranks)
+        return share
+
+    def read_part(self, layer: int | None, part: PartLayout, out: Any) -> None:
+        """Fill `out`, uint8 [part.nbytes] on the CPU."""
+        for tensor in part.tensors:
+            view = part_views(part, out)[tensor.name].view(-1)
+            if len(tensor.shape) == 1:
+                view.fill_(1.0)  # norms
+                continue
+            self._tile(view, zlib.crc32(f"{layer} {part.name} {tensor.name}".encode()))
+            if part.name == self.family.embedding_part(self.spec).name:
+                view.mul_(1 / self._std)
+
+    def _tile(self, target: torch.Tensor, start: int) -> None:
+        with ThreadPoolExecutor(self._threads) as pool:
+            pieces = range(0, target.numel(), _PIECE_NUMBERS)
+            list(pool.map(lambda at: self._fill(target[at : at + _PIECE_NUMBERS], start + at), pieces))
+
+    def _fill(self, piece: torch.Tensor, start: int) -> None:
+        """From number `start` of the endless repetition of the block on."""
+        done, size = 0, self._block.numel()
+        while done < piece.numel():
+            at = (start + done) % size
+            count = min(piece.numel() - done, size - at)
+            piece[done : done + count].copy_(self._block[at : at + count])
+            done += count

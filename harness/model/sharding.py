@@ -1,0 +1,43 @@
+"""The share of a model that one of several GPUs has under tensor parallelism (Megatron-LM's split). Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from harness.config import require
+from harness.model.spec import ModelSpec
+
+
+def shard_spec(spec: ModelSpec, num_ranks: int) -> ModelSpec:
+    """What each of `num_ranks` GPUs stores and computes: its heads, and its part of every MLP's intermediate dimension.
+
+    With more ranks than KV heads, each KV head is kept by several. Raises ConfigError("hardware.num_gpus", ...) where
+    the dimensions cannot be divided.
+    """
+
+    def share(name: str) -> int:
+        size: int = getattr(spec, name)
+        message = f"must divide the model's {name} {size}, got {num_ranks}"
+        require(size % num_ranks == 0, "hardware.num_gpus", message)
+        return size // num_ranks
+
+    kv_heads = spec.num_kv_heads
+    message = f"must divide the model's num_kv_heads {kv_heads} or be a multiple of it, got {num_ranks}"
+    require(kv_heads % num_ranks == 0 or num_ranks % kv_heads == 0, "hardware.num_gpus", message)
+    return replace(
+        spec,
+        num_heads=share("num_heads"),
+        num_kv_heads=max(1, kv_heads // num_ranks),
+        expert_dim=share("expert_dim"),
+        shared_expert_dim=share("shared_expert_dim"),
+        dense_dim=share("dense_dim"),
+    )
+
+
+def share_start(whole: int, mine: int, rank: int, num_ranks: int) -> int:
+    """Where the share of `mine` out of `whole` begins that rank `rank` has. There are `whole // mine` shares: one a
+    rank, or one for several neighbouring ranks, or (a single one) all of it for everybody."""
+    assert whole % mine == 0, f"{mine} is no share of {whole}"
+    num_shares = whole // mine
+    assert num_ranks % num_shares == 0, f"{num_ranks} ranks cannot have {num_shares} shares"
+    return rank * num_shares // num_ranks * mine

@@ -1,0 +1,117 @@
+"""What `python -m harness.plan` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from harness.engine.strategy import Strategy
+from harness.memory.tiers import RAM
+from harness.planning import DoesNotFit, Plan
+from harness.record.summary import accuracy
+from harness.record.terminal import human_bytes, number
+
+_MAX_HOLDERS = 8  # of a tier, shown by name
+
+
+def memory_and_policy_tables(plan: Plan) -> Group:
+    """What is known before anything is simulated."""
+    settings, spec = plan.settings, plan.engine.spec
+    title = f"{settings.strategy_name} · {spec.name} · {settings.dataset.name} · {settings.hardware.name}"
+    held = {name: {} if name == RAM else tier.holders() for name, tier in plan.machine.tiers.items()}
+    return Group(
+        Text(title, style="bold"),
+        Text(f"prompts: {plan.data_source}; {settings.dataset.num_requests} requests", style="dim"),
+        _memory(held, {name: tier.capacity_bytes for name, tier in plan.machine.tiers.items()}),
+        Text(_kv_cache(plan)),
+        _policy(plan.strategy),
+    )
+
+
+def does_not_fit_table(error: DoesNotFit) -> Group:
+    """Every tier with what any strategy needs of it, beside what there is."""
+    note = Text("What every strategy needs at the least; this one may want more (see below).", style="dim")
+    return Group(_memory(error.needed, error.there_is), note)
+
+
+def throughput_table(plan: Plan) -> Table:
+    table = Table(
+        box=None, show_header=False, pad_edge=False, title="throughput", title_justify="left", title_style="bold"
+    )
+    prediction, summary = plan.strategy.prediction, plan.summary
+    if prediction is None:
+        table.add_row("  predicted", "the strategy's paper gives no model for this setting")
+    else:
+        table.add_row("  predicted", f"{number(prediction.throughput_tok_s)} tok/s: {prediction.model}")
+    if summary is None:
+        return table
+    observed = summary["throughput_tok_s"]
+    if observed is None:
+        reason = next((s.reject_reason for s in plan.engine.sequences if s.reject_reason), "nothing ran")
+        table.add_row(f"  {plan.machine.label}", f"every request is rejected; the first: {reason}")
+        return table
+    table.add_row(
+        f"  {plan.machine.label}",
+        f"{number(observed)} tok/s in {summary['num_passes']} passes, {summary['preemptions']} preemptions",
+    )
+    if plan.stopped is not None:
+        rest = "the numbers are those of this part; max_simulated_ops=N goes further"
+        table.add_row("  INCOMPLETE", Text(f"{plan.stopped}; {rest}", style="bold yellow"))
+    shares = ", ".join(f"{lane} {share:.1%}" for lane, share in summary["utilization"].items() if share)
+    table.add_row("  lanes busy", shares)
+    table.add_row("  bottleneck", str(summary["bottleneck"]))
+    if prediction is not None and plan.stopped is None:
+        table.add_row("  accuracy", f"{accuracy(prediction.throughput_tok_s, observed):.1%} (predicted, of simulated)")
+    return table
+
+
+def _memory(held: Mapping[str, Mapping[str, int]], capacities: Mapping[str, int]) -> Table:
+    """`held` by tier and name; memory modules that tiers share hold what those hold."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="memory", title_justify="left", title_style="bold")
+    for name, justify in (("tier", "left"), ("held by", "left"), ("size", "right"), ("of", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name, capacity_bytes in capacities.items():
+        holders = dict(held.get(name, {}))
+        used_bytes = sum(holders.values())
+        if name == RAM:
+            used_bytes = sum(sum(held.get(tier, {}).values()) for tier in ("pinned", "host"))
+        shown = [(holder, size) for holder, size in holders.items() if size][:_MAX_HOLDERS]
+        for row, (holder, size) in enumerate(shown):
+            table.add_row(name if row == 0 else "", holder, human_bytes(size))
+        if rest := sum(holders.values()) - sum(size for _, size in shown):
+            table.add_row("", "others", human_bytes(rest))
+        share = f"{used_bytes / capacity_bytes:.0%}" if capacity_bytes else "-"
+        fits = used_bytes <= capacity_bytes
+        table.add_row(
+            "" if shown else name,
+            Text("in all", style="bold"),
+            human_bytes(used_bytes),
+            Text(f"{human_bytes(capacity_bytes)} ({share}){'' if fits else ' TOO SMALL'}", "" if fits else "bold red"),
+            end_section=True,
+        )
+    return table
+
+
+def _kv_cache(plan: Plan) -> str:
+    """How far `kv_cache_gb` goes: its default is a laptop's."""
+    kv, requests = plan.engine.kv.allocator, [s.request for s in plan.engine.sequences]
+    lengths = [len(r.prompt_ids) + r.max_new_tokens for r in requests]
+    at_once = kv.num_blocks * len(lengths) // max(1, sum(-(-length // kv.block_size) for length in lengths))
+    pinned = plan.machine.tiers["pinned"]
+    free_bytes = min(pinned.free_bytes, plan.machine.tiers[RAM].free_bytes if RAM in plan.machine.tiers else 1 << 62)
+    return (
+        f"kv_cache_gb={plan.settings.kv_cache_gb:g} holds {kv.num_blocks * kv.block_size:,} tokens, "
+        f"about {at_once:,} of these requests at once; {human_bytes(free_bytes)} of pinned memory are free\n"
+    )
+
+
+def _policy(strategy: Strategy) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, title="policy", title_justify="left", title_style="bold")
+    for name, value in strategy.plan.items():
+        if not isinstance(value, Mapping):
+            table.add_row(f"  {name}", f"{value:.6g}" if isinstance(value, float) else str(value))
+    return table

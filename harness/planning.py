@@ -1,0 +1,151 @@
+"""A plan: what memory holds, which policy the strategy chose, what is predicted, and what the simulator says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from harness.calibration.local import Log
+from harness.config import ConfigError
+from harness.engine import loop
+from harness.engine import sequences as engine_sequences
+from harness.engine.engine import Engine
+from harness.engine.limits import least_bytes
+from harness.engine.sequences import State
+from harness.engine.strategy import Strategy, weights_tier
+from harness.machine.base import Machine
+from harness.machine.build import load_machine
+from harness.memory.tiers import MemoryCapacityError
+from harness.preparing import LoadedModel, build_engine, load_model, load_workload
+from harness.record.passes import PassRecord
+from harness.record.summary import RunFacts, build_summary
+from harness.settings import Settings, load_strategy, parse_settings, require_num_gpus
+from harness.simulating import equip
+from harness.workload.request import Workload
+
+# What errors name that mean too little memory, once the settings themselves have been found valid.
+_SIZES = ("hardware.device_memory_gb", "hardware.pinned_memory_gb", "hardware.host_memory_gb", "hardware.ram_gb")
+
+
+class DoesNotFit(RuntimeError):
+    """Memory does not suffice. `needed` is what every strategy needs at the least, by tier and name, `there_is` the
+    capacities; the message is the error of who asked for too much."""
+
+    def __init__(self, message: str, needed: Mapping[str, Mapping[str, int]], there_is: Mapping[str, int]) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.there_is = there_is
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """`summary` is that of a simulated run, None until there was one; `stopped` says how far one went that did not
+    go to its end."""
+
+    settings: Settings
+    engine: Engine
+    strategy: Strategy
+    data_source: str
+    summary: dict[str, Any] | None = None
+    stopped: str | None = None
+
+    @property
+    def machine(self) -> Machine:
+        return self.engine.machine
+
+
+def make_plan(values: Mapping[str, Any], *, simulate: bool = True, log: Log = print) -> Plan:
+    """Plan what the configuration `values` asks for, and simulate it to its end. Raises what `draft_plan` raises."""
+    plan = draft_plan(values, log=log)
+    return simulated(plan) if simulate else plan
+
+
+def draft_plan(values: Mapping[str, Any], *, log: Log = print) -> Plan:
+    """Everything but the simulation, on the simulated machine. Raises ConfigError, and DoesNotFit where memory does
+    not suffice."""
+    settings = parse_settings(values)
+    loaded = load_machine(settings.machine)
+    if loaded.has_tensors:
+        raise ConfigError("machine", f"must be simulated to plan, got {settings.machine['name']}")
+    require_num_gpus(settings, load_strategy(settings.strategy)[1])  # bad settings are told before anything is loaded
+    model = load_model(settings, has_tensors=False)
+    workload = load_workload(settings, model)
+    machine = loaded.build(settings.hardware, model.spec)
+    try:
+        return _built(settings, machine, model, workload, log)
+    except MemoryCapacityError as error:
+        raise _does_not_fit(error, settings, model, workload) from error
+    except ConfigError as error:
+        if error.field not in _SIZES:
+            raise
+        raise _does_not_fit(error, settings, model, workload) from error
+
+
+def _built(settings: Settings, machine: Machine, model: LoadedModel, workload: Workload, log: Log) -> Plan:
+    module, strategy_config = load_strategy(settings.strategy)
+    equip(machine, settings, model.spec, log=log)
+    queue = [engine_sequences.Sequence(request) for request in workload.requests]
+    engine = build_engine(settings, machine, model, queue, weights_tier=weights_tier(strategy_config))
+    strategy = module.build(strategy_config, engine)
+    return Plan(settings=settings, engine=engine, strategy=strategy, data_source=workload.source)
+
+
+def _does_not_fit(error: Exception, settings: Settings, model: LoadedModel, workload: Workload) -> DoesNotFit:
+    longest = max((len(r.prompt_ids) + r.max_new_tokens for r in workload.requests), default=1)
+    needed = least_bytes(
+        model.source,
+        kv_cache_bytes=int(settings.kv_cache_gb * 1e9),
+        longest_tokens=longest,
+        weights_tier=weights_tier(load_strategy(settings.strategy)[1]),
+    )
+    return DoesNotFit(str(error), needed, settings.hardware.capacities_bytes)
+
+
+class _Stop(Exception):
+    """Enough was simulated."""
+
+
+def simulated(
+    plan: Plan, *, max_ops: int | None = None, on_progress: Callable[[int, float], None] = lambda done, rate: None
+) -> Plan:
+    """The plan with the summary of a simulated run: of all of it, or of the passes up to the one that reaches `max_ops`
+    ops. `on_progress` is told finished requests and tokens a second after each pass. A plan is simulated once."""
+    engine, strategy, settings = plan.engine, plan.strategy, plan.settings
+    assert plan.summary is None, "a plan is simulated once"
+    spans = engine.machine.spans
+    engine.machine.drain()
+    spans.clear()
+    passes: list[PassRecord] = []
+    num_finished = 0
+
+    def on_pass(record: PassRecord) -> None:
+        nonlocal num_finished
+        passes.append(record)
+        num_finished += record.num_finished
+        generated = sum(p.generated_tokens for p in passes[-1:])
+        on_progress(num_finished, generated / max(record.end_s - record.start_s, 1e-9))
+        if max_ops is not None and len(spans) >= max_ops:
+            raise _Stop
+
+    stopped = None
+    try:
+        loop.run(engine, strategy, on_pass)
+    except _Stop:
+        if any(s.state not in (State.FINISHED, State.REJECTED) for s in engine.sequences):
+            done = f"{len(passes)} passes, {num_finished} of {len(engine.sequences)} requests finished"
+            stopped = f"stopped after {len(spans):,} ops: {done}"
+    facts = RunFacts(
+        status="ok",
+        label=engine.machine.label,
+        strategy=settings.strategy_name,
+        model=settings.model.name,
+        dataset=settings.dataset.name,
+        machine=engine.machine.name,
+        clock=engine.machine.clock,
+        machine_facts=engine.machine.facts,
+        hardware=settings.hardware.name,
+        gpu_tok_s=strategy.gpu_tok_s,
+        ceilings_gb_s=settings.hardware.link_ceilings_gb_s,
+    )
+    return replace(plan, summary=build_summary(facts, passes, spans), stopped=stopped)

@@ -1,0 +1,96 @@
+"""Tokens that keep their predecessor's experts, layers that follow the layer before; popularity as in `skewed`.
+
+Nothing is remembered: a token looks back, draw by draw, to the token whose noise it shares (its anchor), then from
+layer to layer at that token. Both walks read draws that belong to (request, position) or (request, position, layer), so
+every token that looks at a draw finds the same.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.config import config, require
+from harness.routing.base import RoutedModel, Routing, moe_layers
+from harness.routing.counters import Stream, derive, fractions, stream
+from harness.routing.kinds.skewed import experts_of
+from harness.routing.popularity import Popularity, PopularityConfig, popularity
+
+
+@config
+class Config(PopularityConfig):
+    """`keep_token`: probability that a token has, in all layers, the experts of the token before it in its request.
+    `follow_layer`: probability that a token's experts are the image of its experts one layer before under that layer's
+    fixed mapping, from each expert to the one of equal popularity rank. `lookback`: tokens within which a token without
+    predecessor's experts is certain. The others as in `skewed`."""
+
+    keep_token: float = 0.2
+    follow_layer: float = 0.4
+    lookback: int = 64
+    zipf_exponent: float = 0.0
+    distributions: str | None = None
+    model_seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(2 <= self.lookback <= 4096, "lookback", f"must lie between 2 and 4096, got {self.lookback}")
+        most = 1.0 - 1.0 / self.lookback
+        limit = f"must lie between 0 and 1 - 1/lookback = {most:g}, got {self.keep_token:g}"
+        require(0 <= self.keep_token <= most, "keep_token", limit)
+        require(0 <= self.follow_layer <= 1, "follow_layer", f"must lie between 0 and 1, got {self.follow_layer:g}")
+
+
+class CorrelatedRouting:
+    is_even = False
+
+    def __init__(self, settings: Config, popular: Popularity, model: RoutedModel, seed: int) -> None:
+        self.source = (
+            f"synthetic: {popular.source}, {settings.keep_token:g} of tokens keep their predecessor's experts, "
+            f"{settings.follow_layer:g} of layers follow the one before"
+        )
+        self._settings, self._popular, self._k, self._seed = settings, popular, model.experts_per_token, seed
+        self._first_layer = moe_layers(model).start
+        # One in `lookback` tokens must not keep, the others make up for it, so that the mean is as asked.
+        self._keep = settings.keep_token * settings.lookback / (settings.lookback - 1)
+
+    def experts(self, request_ids: NDArray[np.int64], positions: NDArray[np.int64], layer: int) -> NDArray[np.int64]:
+        anchors = self._anchor_positions(np.asarray(request_ids), np.asarray(positions))
+        layers = self._anchor_layers(np.asarray(request_ids), anchors, layer)
+        keys = stream(self._seed, Stream.EXPERTS, request_ids, anchors, layers)
+        return experts_of(self._popular, keys, layer - self._first_layer, self._k)
+
+    def _anchor_positions(self, request_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[tokens]: the last position up to each one that did not keep its predecessor's experts. It may lie before
+        the first, where no token is: the draw is then as fresh as any."""
+        anchors = positions.astype(np.int64)
+        lookback = self._settings.lookback
+        phases = (stream(self._seed, Stream.RENEWAL, request_ids) % np.uint64(lookback)).astype(np.int64)
+        keys = stream(self._seed, Stream.KEEP, request_ids)
+        rows = np.arange(len(anchors))
+        for _ in range(lookback):
+            at = anchors[rows]
+            keeps = (fractions(derive(keys[rows], at)) < self._keep) & ((at - phases[rows]) % lookback != 0)
+            rows = rows[keeps]
+            if not len(rows):
+                break
+            anchors[rows] -= 1
+        return anchors
+
+    def _anchor_layers(
+        self, request_ids: NDArray[np.int64], anchors: NDArray[np.int64], layer: int
+    ) -> NDArray[np.int64]:
+        """[tokens]: the last layer up to this one in which the anchor did not follow the layer before."""
+        layers = np.full(len(anchors), layer, dtype=np.int64)
+        keys = stream(self._seed, Stream.FOLLOW, request_ids, anchors)
+        rows = np.arange(len(anchors))
+        for below in range(layer - 1, self._first_layer - 1, -1):
+            draws = fractions(derive(keys[rows], below + 1))
+            rows = rows[draws < self._settings.follow_layer]
+            if not len(rows):
+                break
+            layers[rows] = below
+        return layers
+
+
+def build(settings: Config, model: RoutedModel, seed: int) -> Routing:
+    return CorrelatedRouting(settings, popularity(settings, model), model, seed)

@@ -1,0 +1,49 @@
+"""Some experts are popular, others in every layer; tokens and layers independent of one another."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.config import config
+from harness.routing.base import RoutedModel, Routing, moe_layers
+from harness.routing.counters import Stream, stream
+from harness.routing.popularity import Popularity, PopularityConfig, popularity
+from harness.routing.sampling import race
+
+
+@config
+class Config(PopularityConfig):
+    """`zipf_exponent` s: the expert at rank r races with rate r^-s. `distributions`, where given, names a file with
+    each expert's share of its layer's load and comes before the exponent. `model_seed` decides which experts are
+    popular: it belongs to the model, while the run's seed decides what the tokens choose."""
+
+    zipf_exponent: float = 1.0
+    distributions: str | None = None
+    model_seed: int = 0
+
+
+class SkewedRouting:
+    is_even = False
+
+    def __init__(self, popular: Popularity, model: RoutedModel, seed: int) -> None:
+        self.source = f"synthetic: {popular.source}, tokens and layers independent"
+        self._popular, self._k, self._seed = popular, model.experts_per_token, seed
+        self._first_layer = moe_layers(model).start
+
+    def experts(self, request_ids: NDArray[np.int64], positions: NDArray[np.int64], layer: int) -> NDArray[np.int64]:
+        keys = stream(self._seed, Stream.EXPERTS, request_ids, positions, layer)
+        return experts_of(self._popular, keys, layer - self._first_layer, self._k)
+
+
+def experts_of(popular: Popularity, keys: NDArray[np.uint64], row: int, k: int) -> NDArray[np.int64]:
+    """The race for each key [n] in the `row`-th MoE layer -> [n, k]. Noise belongs to ranks, so that one key
+    in another layer gives the experts of like popularity there."""
+    assert row >= 0, "a dense layer has no routing"
+    expert_at = popular.expert_at[row]
+    inverse = None if popular.inverse_rates is None else popular.inverse_rates[row]
+    return expert_at[race(keys, len(expert_at), k, inverse)]
+
+
+def build(settings: Config, model: RoutedModel, seed: int) -> Routing:
+    return SkewedRouting(popularity(settings, model), model, seed)

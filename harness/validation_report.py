@@ -1,0 +1,166 @@
+"""What a validation finds: errors by figure and by kind of op, and whether the aims are met. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+LANES = ("gpu", "cpu", "h2d", "d2h")
+FIGURES = ("throughput_tok_s", "pass_s", *(f"{lane}_busy_s" for lane in LANES))
+MIN_BUSY_SHARE = 0.02  # of a pass: a lane that does less is not compared
+AIMS = {"mean": 0.05, "p90": 0.12}  # of the absolute errors of throughput
+
+Row = Mapping[str, Any]
+
+
+def figures(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What is compared: throughput, and over the steady passes the time of one, each lane's busy time in it, and by
+    kind of op the seconds and the number of ops."""
+    passes = max(summary["num_passes"] - 2, 1) if summary["num_passes"] >= 4 else summary["num_passes"]
+    pass_s = summary["window_s"] / passes
+    busy = {f"{lane}_busy_s": summary["utilization"].get(lane, 0.0) * pass_s for lane in LANES}
+    kinds = {f"{t['lane']} {t['kind']}": [t["busy_s"], t["num_ops"]] for t in summary["where_time_goes"]}
+    return {
+        "throughput_tok_s": summary["throughput_tok_s"],
+        "pass_s": pass_s,
+        "num_passes": summary["num_passes"],
+        "preemptions": summary["preemptions"],
+        **busy,
+        "kinds": kinds,
+    }
+
+
+def compared(name: str, runs: Sequence[Row], imagined: Row) -> dict[str, Any]:
+    """Medians of the emulated runs beside the simulated one; errors are (simulated - emulated) / emulated."""
+    seen = {key: median(run[key] for run in runs) for key in FIGURES}
+    errors = {
+        key: imagined[key] / seen[key] - 1
+        for key in FIGURES
+        if not key.endswith("busy_s") or seen[key] > MIN_BUSY_SHARE * seen["pass_s"]
+    }
+    rates = [run["throughput_tok_s"] for run in runs]
+    return {
+        "setting": name,
+        "emulated": seen,
+        "simulated": {key: imagined[key] for key in FIGURES},
+        "passes": [sorted({run["num_passes"] for run in runs}), imagined["num_passes"]],
+        "preemptions": [sorted({run["preemptions"] for run in runs}), imagined["preemptions"]],
+        "num_runs": len(runs),
+        "spread": (max(rates) - min(rates)) / seen["throughput_tok_s"],
+        "taken_share": max(run["taken_share"] for run in runs),
+        "errors": errors,
+        "kinds": {
+            kind: [*_middle([run["kinds"].get(kind, [0.0, 0]) for run in runs]), *imagined["kinds"].get(kind, [0.0, 0])]
+            for kind in sorted({kind for run in (*runs, imagined) for kind in run["kinds"]})
+        },
+    }
+
+
+def same_passes(row: Row) -> bool:
+    """Whether emulated and simulated runs were the same schedule, as far as passes and preemptions tell."""
+    return all(row[key][0] == [row[key][1]] for key in ("passes", "preemptions"))
+
+
+def aggregates(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Of the absolute errors, by figure: mean, median, 90th percentile, worst, and how many settings had it; `bias` is
+    the mean of the errors with their signs."""
+    found = {}
+    for key in sorted({key for row in rows for key in row["errors"]}):
+        errors = [row["errors"][key] for row in rows if key in row["errors"]]
+        sizes = np.abs(errors)
+        found[key] = {
+            "mean": float(np.mean(sizes)),
+            "median": float(np.median(sizes)),
+            "p90": float(np.percentile(sizes, 90)),
+            "worst": float(np.max(sizes)),
+            "bias": float(np.mean(errors)),
+            "settings": len(sizes),
+        }
+    return found
+
+
+def by_kind(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Every kind of op over all settings: emulated seconds, mean seconds of an op emulated and simulated. The one that
+    takes longest first."""
+    sums: dict[str, np.ndarray] = {}
+    for row in rows:
+        for kind, values in row["kinds"].items():
+            sums[kind] = sums.get(kind, np.zeros(4)) + np.array(values, dtype=float)
+    found = [
+        {
+            "kind": kind,
+            "busy_s": float(emulated_s),
+            "emulated_s": float(emulated_s / emulated_ops),
+            "simulated_s": float(simulated_s / simulated_ops),
+        }
+        for kind, (emulated_s, emulated_ops, simulated_s, simulated_ops) in sums.items()
+        if emulated_ops and simulated_ops
+    ]
+    return sorted(found, key=lambda entry: -entry["busy_s"])
+
+
+def verdict(rows: Sequence[Row]) -> tuple[bool, str]:
+    """Whether the aims are met, and a line that says so."""
+    found = aggregates(rows)["throughput_tok_s"]
+    names = {"mean": "mean error of throughput", "p90": "90th percentile"}
+    parts = [f"{names[key]} {found[key]:.1%} (aim: at most {aim:.0%})" for key, aim in AIMS.items()]
+    met = all(found[key] <= aim for key, aim in AIMS.items())
+    return met, f"aims {'MET' if met else 'MISSED'}: {', '.join(parts)}"
+
+
+def markdown(rows: Sequence[Row], made: str) -> str:
+    """The report: the aims, aggregates, kinds of ops, then every setting, the worst first. `made` tells when, where and
+    how."""
+    num_runs = min(row["num_runs"] for row in rows)
+    others = sum(not same_passes(row) for row in rows)
+    what = f"Medians of {num_runs} emulated runs" if num_runs > 1 else "Single emulated runs, no medians"
+    lines = ["# The simulator against the emulated machine", "", made, ""]
+    lines += [
+        f"{len(rows)} settings, none of them used to calibrate. {what}. Errors of simulated against emulated.",
+        "",
+    ]
+    lines += [f"{verdict(rows)[1]}.", ""]
+    if others:
+        lines += [
+            f"In {others} settings emulated and simulated runs differ in passes or preemptions: marked with `!`.",
+            "",
+        ]
+    lines += ["| figure | mean | median | 90th percentile | worst | bias | settings |", "|" + " --- |" * 7]
+    for key, values in aggregates(rows).items():
+        shares = " | ".join(f"{values[name]:.1%}" for name in ("mean", "median", "p90", "worst"))
+        lines.append(f"| {key} | {shares} | {values['bias']:+.1%} | {values['settings']} |")
+    lines += ["", "| kind of op | seconds in all | an op, emulated | simulated | error |", "|" + " --- |" * 5]
+    for entry in by_kind(rows):
+        error = entry["simulated_s"] / entry["emulated_s"] - 1
+        times = f"{entry['emulated_s'] * 1e6:.0f} us | {entry['simulated_s'] * 1e6:.0f} us"
+        lines.append(f"| {entry['kind']} | {entry['busy_s']:.1f} | {times} | {error:+.0%} |")
+    return "\n".join([*lines, "", *_settings(rows)]) + "\n"
+
+
+def _settings(rows: Sequence[Row]) -> list[str]:
+    keys = FIGURES[1:]
+    heads = ("setting", "emulated tok/s", "simulated", "error", "spread", "passes", "pass", *LANES, "taken")
+    lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
+    for row in sorted(rows, key=lambda row: -abs(row["errors"]["throughput_tok_s"])):
+        errors = row["errors"]
+        cells = [f"{errors[key]:+.1%}" if key in errors else "-" for key in keys]
+        rates = f"{row['emulated']['throughput_tok_s']:.1f} | {row['simulated']['throughput_tok_s']:.1f}"
+        lines.append(
+            f"| {row['setting']} | {rates} | {errors['throughput_tok_s']:+.1%} | {row['spread']:.1%} | "
+            f"{_passes(row)} | {' | '.join(cells)} | {row['taken_share']:.1%} |"
+        )
+    return lines
+
+
+def _passes(row: Row) -> str:
+    seen, imagined = row["passes"]
+    text = "/".join(str(count) for count in seen)
+    return text if same_passes(row) else f"{text}, simulated {imagined} `!`"
+
+
+def _middle(pairs: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Medians of busy seconds and of numbers of ops."""
+    return median(busy_s for busy_s, _ in pairs), median(num_ops for _, num_ops in pairs)

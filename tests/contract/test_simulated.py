@@ -1,0 +1,91 @@
+"""Every strategy on the simulated machine: any model of the papers, on any of their machines, without a tensor."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.plan import make_plan
+from tests.composing import composed, names_in
+
+STRATEGIES = names_in("strategy")
+# Models with the machines on which the papers ran something of their size; device memory must hold two of their layers.
+CASES = [
+    ("mixtral-8x7b", "a40", 70),
+    ("mixtral-8x22b", "a40", 70),
+    ("dbrx", "a40", 70),
+    ("deepseek-v2-lite", "v100-32g", 4),
+    ("qwen3-30b-a3b", "a100-40g-pcie", 4),
+    ("deepseek-r1", "h200", 20),
+    ("gpt-oss-120b", "h200", 20),
+]
+
+
+def planned(*overrides: str):
+    values = composed("machine=simulated", "dataset.num_requests=24", "dataset.max_new_tokens=8", *overrides)
+    return make_plan(values)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("model", "hardware", "kv_cache_gb"), CASES, ids=[model for model, _, _ in CASES])
+def test_every_strategy_runs_every_model(strategy, model, hardware, kv_cache_gb):
+    plan = planned(
+        f"strategy={strategy}",
+        f"model={model}",
+        f"hardware={hardware}",
+        f"kv_cache_gb={kv_cache_gb}",
+        "hardware.pinned_memory_gb=800",
+        "hardware.host_memory_gb=800",
+        "hardware.ram_gb=800",
+    )
+    summary = plan.summary
+    assert summary["label"] == "simulated"
+    assert summary["generated_tokens"] == 24 * 8
+    assert 0 < max(summary["utilization"].values()) <= 1 + 1e-9
+    ceiling = summary["h2d_ceiling_gb_s"]
+    assert summary["h2d_busy_gb_s"] <= ceiling * (1 + 1e-9)
+    for tier in plan.machine.tiers.values():
+        tier.check_integrity()
+
+
+def test_the_same_twice_bit_for_bit():
+    def spans():
+        plan = planned("model=mixtral-8x7b", "hardware=a40", "kv_cache_gb=2", "hardware.device_memory_gb=16")
+        return [(str(s.lane), s.kind, s.layer, s.start_s, s.end_s) for s in plan.machine.spans]
+
+    first = spans()
+    assert len(first) > 1000
+    assert first == spans()
+
+
+@pytest.mark.parametrize("num_gpus", [2, 4])
+@pytest.mark.parametrize("prefetch", ["false", "true"])
+def test_gpus_share_the_weights_and_meet_in_collectives(num_gpus, prefetch):
+    shared = ("strategy=ondemand", f"strategy.prefetch={prefetch}", "model=mixtral-8x7b", "kv_cache_gb=4")
+    one = planned(*shared, "hardware=t4", "hardware.ram_gb=416", "hardware.pinned_memory_gb=416")
+    several = planned(*shared, f"hardware=t4x{num_gpus}")
+    ratio = several.summary["throughput_tok_s"] / one.summary["throughput_tok_s"]
+    assert 0.85 * num_gpus < ratio <= num_gpus * (1 + 1e-9)  # the link is the bottleneck, and each GPU has its own
+    spec, spans = several.engine.spec, list(several.machine.spans)
+    launch_s, p2p_bytes_s = 5e-6, 9.7e9
+    members = [s for s in spans if s.kind == "all-reduce"]
+    assert len(members) == 2 * spec.num_layers * several.summary["num_passes"] * num_gpus
+    sizes = {s.work.link_bytes / (2 * (num_gpus - 1) / num_gpus) / (2 * spec.hidden_dim) for s in members}
+    assert sizes <= {float(n) for n in range(1, 5000)}, "whole tokens, two bytes a number"
+    for meeting in zip(*(iter(members),) * num_gpus, strict=True):
+        assert len({s.lane.rank for s in meeting}) == num_gpus
+        assert max(s.end_s for s in meeting) - min(s.end_s for s in meeting) < 1e-3
+        for s in meeting:
+            assert s.end_s - s.start_s == pytest.approx(launch_s + s.work.link_bytes / p2p_bytes_s, rel=1e-6)
+
+
+def test_a_run_on_the_simulated_machine_is_recorded_like_any_other(tmp_path):
+    from harness.experiment import run_experiment
+
+    values = composed(
+        "machine=simulated", "model=mixtral-8x7b", "hardware=a40", "kv_cache_gb=2", "dataset.num_requests=8",
+        "dataset.max_new_tokens=4", "wandb.mode=disabled", "progress=false", f"results_dir={tmp_path}",
+    )  # fmt: skip
+    summary, folder = run_experiment(values)
+    assert (summary["status"], summary["label"], summary["verify"]["mode"]) == ("ok", "simulated", "off")
+    assert summary["num_finished"] == 8
+    assert {p.name for p in folder.iterdir()} >= {"summary.json", "trace.json", "passes.jsonl", "requests.jsonl"}

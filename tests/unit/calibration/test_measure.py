@@ -1,0 +1,125 @@
+"""Calibration on the tiny model: every kind of op that a strategy submits is measured, and the simulator runs on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+
+from harness.calibration import together, undisturbed
+from harness.calibration.local import CalibrationTable, identity, link_rates, local_table, table_path
+from harness.calibration.measure import measure_all
+from harness.calibration.table import ALONE, BESIDE_GPU, BESIDE_GPU_AND_LINK, BESIDE_LINK
+from harness.command_line import composed_values
+from harness.config import ConfigError
+from harness.hardware.calibrate import report
+from harness.machine.base import LaneKind
+from harness.plan import make_plan
+from harness.preparing import load_model
+from harness.settings import parse_settings
+from tests.composing import names_in
+from tests.contract.running import emulated, engine_on
+
+LOCAL = ("machine=simulated", "hardware=local")
+OVERRIDES = ("model=mixtral-tiny", "kv_cache_gb=0.002", "dataset.num_requests=6", "dataset.max_new_tokens=3")
+
+
+RATES = {LaneKind.H2D: 2e8, LaneKind.D2H: 2e8, LaneKind.PIN: 1e9}
+
+
+@pytest.fixture(scope="module")
+def calibrated(tiny) -> CalibrationTable:
+    """Few and short measurements: what they say does not matter here."""
+    machine = emulated()
+    patch = pytest.MonkeyPatch()
+    patch.setattr(together, "_STREAM_S", 0.05)
+    patch.setattr(undisturbed, "MAX_ATTEMPTS", 1)
+    try:
+        engine = engine_on(machine, tiny, [], kv_blocks=400, block_size=16)
+        held = {name: tier.holders() for name, tier in machine.tiers.items()}
+        table = measure_all(
+            engine, link_bytes_s=RATES, packet_bytes=100_000, ram_bytes=100_000_000, meta={"code": "test"}, repeats=1
+        )
+        assert {name: tier.holders() for name, tier in machine.tiers.items()} == held, "all memory was given back"
+        return table
+    finally:
+        patch.undo()
+        machine.close()
+
+
+def test_costs_and_times_are_positive(calibrated):
+    points = [point for by_key in calibrated.samples.values() for points in by_key.values() for point in points]
+    assert all(seconds >= 0 for _, seconds in points)
+    assert sum(s for _, s in calibrated.samples[ALONE]["gpu: experts x1"]) > 0
+    assert calibrated.host.submit_s > 0
+
+
+def test_every_pair_and_triple_of_lanes_was_measured(calibrated):
+    kinds = ("cpu", "d2h", "gpu", "h2d", "pin")
+    expected = {"+".join(group) for size in (2, 3) for group in combinations(kinds, size)}
+    assert set(calibrated.together) == expected
+    assert all(set(group.split("+")) == set(factors) for group, factors in calibrated.together.items())
+    assert all(factor > 0 for factors in calibrated.together.values() for factor in factors.values())
+
+
+def test_ops_of_each_lane_were_measured_in_its_companies(calibrated):
+    """The gpu beside the link, all others beside link and gpu too: then their slow-downs hold nothing twice."""
+    assert set(calibrated.covered("gpu")) == {ALONE, BESIDE_LINK}
+    for kind in ("cpu", "d2h", "pin"):
+        assert set(calibrated.covered(kind)) == {ALONE, BESIDE_LINK, BESIDE_GPU, BESIDE_GPU_AND_LINK}
+    slowdowns = calibrated.slowdowns()
+    assert slowdowns["cpu+gpu+h2d"]["cpu"] == slowdowns["gpu+h2d"]["gpu"] == 1.0
+    assert slowdowns["gpu+h2d"]["h2d"] == calibrated.together["gpu+h2d"]["h2d"]
+
+
+def test_memory_was_measured_on_one_thread_and_on_all(calibrated):
+    rates = {name: values for name, values in calibrated.memory.items() if name != "working_set_gb"}
+    assert {"read_1_thread", "copy_1_thread"} <= set(rates)
+    assert all(0.1 < rate < 10_000 for values in rates.values() for rate in values)
+
+
+@pytest.mark.parametrize("strategy", [*([n] for n in names_in("strategy")), ["moelens", "strategy.attention=gpu"]])
+def test_the_simulator_runs_strategies_on_it(calibrated, strategy, tmp_path, monkeypatch):
+    """No op of theirs was forgotten: an op without a measurement is an error."""
+    monkeypatch.setenv("MOE_HARNESS_CACHE", str(tmp_path))
+    values = composed_values([f"strategy={strategy[0]}", *strategy[1:], *LOCAL, *OVERRIDES])
+    settings = parse_settings(values)
+    calibrated.write(table_path(settings, load_model(settings, has_tensors=False).spec))
+    summary = make_plan(values).summary
+    assert summary["generated_tokens"] == 6 * 3
+    assert summary["throughput_tok_s"] > 0
+
+
+def test_a_table_is_found_again_by_what_was_measured(calibrated, tmp_path, monkeypatch):
+    monkeypatch.setenv("MOE_HARNESS_CACHE", str(tmp_path))
+    settings = parse_settings(composed_values(["machine=simulated", "hardware=local", *OVERRIDES]))
+    spec = load_model(settings, has_tensors=False).spec
+    calibrated.write(table_path(settings, spec))
+    assert local_table(settings, spec).together == calibrated.together
+    for free in ("hardware.h2d_gb_s=1", "kv_cache_gb=0.001", "strategy=ondemand"):
+        other = parse_settings(composed_values([*LOCAL, *OVERRIDES, free]))
+        assert identity(other, spec) == identity(settings, spec), f"{free} is not part of the measurement"
+    for part in ("hardware.cpu_gb_s=1", "hardware.device_memory_gb=0.1", "kv_block_tokens=8"):
+        other = parse_settings(composed_values([*LOCAL, *OVERRIDES, part]))
+        assert table_path(other, spec) != table_path(settings, spec)
+
+
+def test_links_need_a_rate():
+    settings = parse_settings(composed_values([*LOCAL, "hardware.h2d_gb_s=1"]))
+    assert link_rates(settings.hardware)[LaneKind.H2D] == 1e9
+    unlimited = parse_settings(composed_values([*LOCAL, "hardware.h2d_gb_s=null"]))
+    with pytest.raises(ConfigError, match=r"hardware.h2d_gb_s: must be stated"):
+        link_rates(unlimited.hardware)
+
+
+def test_the_report_names_every_op(calibrated):
+    from rich.console import Console
+
+    console = Console(record=True, width=160)
+    console.print(report(replace(calibrated, meta={**calibrated.meta, "disturbed": []})))
+    text = console.export_text()
+    assert all(key in text for key in calibrated.samples[ALONE])
+    assert "cpu+gpu+h2d" in text and "GB/s" in text and "no measurement stayed disturbed" in text
+    console.print(report(replace(calibrated, meta={**calibrated.meta, "disturbed": ["ops alone"] * 7})))
+    assert "DISTURBED all the same, 7: ops alone; " in console.export_text()

@@ -1,0 +1,179 @@
+"""The calibration table: written and read back, asked for costs, and refused where it does not fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.calibration.table import (
+    ALONE,
+    BESIDE_GPU,
+    BESIDE_GPU_AND_LINK,
+    BESIDE_LINK,
+    CalibratedCosts,
+    CalibrationTable,
+    HostTimes,
+)
+from harness.machine.base import CPU, D2H, GPU, H2D, LaneKind, MachineError, Op, Work
+
+
+class Measured(Op):
+    kind = "measured"
+
+    def __init__(self, size: float = 4.0, link_bytes: float = 0.0) -> None:
+        self.size, self.link_bytes = size, link_bytes
+
+    def work(self) -> Work:
+        return Work(flops=1.0, link_bytes=self.link_bytes)
+
+    def cost_features(self) -> tuple[float, ...]:
+        return (self.size,)
+
+
+class Free(Op):
+    kind = "free"
+
+
+LINE = [((2.0,), 0.2), ((6.0,), 0.6)]
+
+
+def longer(times: float):
+    return [(features, round(times * seconds, 6)) for features, seconds in LINE]
+
+
+def table(**changes) -> CalibrationTable:
+    """The gpu's op in two companies, the cpu's in three, the link's alone."""
+    values = {
+        "meta": {"code": "x"},
+        "samples": {
+            ALONE: {
+                "gpu: measured": LINE, "cpu: measured": LINE, "h2d: measured": [((2.0,), 0.01), ((6.0,), 0.01)],
+            },
+            BESIDE_LINK: {"gpu: measured": longer(2)},
+            BESIDE_GPU: {"cpu: measured": longer(3)},
+            BESIDE_GPU_AND_LINK: {"cpu: measured": longer(4)},
+        },
+        "together": {
+            "cpu+gpu": {"cpu": 1.5, "gpu": 1.2},
+            "gpu+h2d": {"gpu": 1.25, "h2d": 1.1},
+            "cpu+h2d": {"cpu": 1.05, "h2d": 1.0},
+            "cpu+gpu+h2d": {"cpu": 1.8, "gpu": 2.0, "h2d": 1.2},
+        },
+        "memory": {"working_set_gb": [1.0], "read_1_thread": [10.0, 11.0]},
+        "host": HostTimes(submit_s=1e-5, wake_s=2e-5, pass_s=1e-3, sequence_s=1e-6, handover_s=5e-5),
+    }  # fmt: skip
+    return CalibrationTable(**(values | changes))
+
+
+def costs(*busy: LaneKind) -> CalibratedCosts:
+    return CalibratedCosts(table(), {LaneKind.H2D: 1e9, LaneKind.D2H: 1e9}, lambda kind: kind in busy)
+
+
+def test_it_is_read_back_as_written(tmp_path):
+    table().write(tmp_path / "deep" / "table.json")
+    assert CalibrationTable.read(tmp_path / "deep" / "table.json") == table()
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["table.json"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"version": 99}'])
+def test_what_is_no_table_is_named(tmp_path, content):
+    path = tmp_path / "table.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"table\.json"):
+        CalibrationTable.read(path)
+
+
+def test_costs_follow_the_measurements():
+    op = Measured(4.0)
+    assert costs().seconds(GPU, op, op.work()) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("lane", "busy", "expected"),
+    [
+        (GPU, (LaneKind.H2D,), 0.8),
+        (GPU, (LaneKind.GPU, LaneKind.H2D), 0.8),  # the op itself keeps its lane busy
+        (GPU, (LaneKind.CPU, LaneKind.D2H), 0.4),
+        (CPU, (LaneKind.GPU,), 1.2),
+        (CPU, (LaneKind.GPU, LaneKind.H2D), 1.6),
+        (CPU, (LaneKind.H2D,), 0.4),  # not measured in that company: the nearest one with fewer lanes
+    ],
+)
+def test_company_counts_as_it_was_measured(lane, busy, expected):
+    op = Measured(4.0)
+    assert costs(*busy).seconds(lane, op, op.work()) == pytest.approx(expected)
+
+
+def test_a_link_takes_its_stated_rate_beside_what_was_measured():
+    op = Measured(4.0, link_bytes=5e8)
+    assert costs(LaneKind.GPU).seconds(H2D, op, op.work()) == pytest.approx(0.51)
+
+
+def test_what_was_not_measured_is_refused_unless_it_is_no_work():
+    with pytest.raises(MachineError, match="no measurement of 'measured'"):
+        costs().seconds(D2H, Measured(), Measured().work())
+    assert costs().seconds(D2H, Free(), Free().work()) == 0.0
+
+
+class Weighted(Measured):
+    """Uses weights that come over the link."""
+
+    def __init__(self, *weights: str) -> None:
+        super().__init__(4.0)
+        self.weight_keys = weights
+
+
+class Copied(Measured):
+    def __init__(self, *weights: str) -> None:
+        super().__init__(4.0, link_bytes=1.0)
+        self.writes = weights
+
+
+def test_weights_are_cheaper_the_second_time():
+    """Read once since they came over the link, they lie in a cache; new ones, or other ones, do not."""
+    samples = {**table().samples, BESIDE_LINK: {}}
+    samples[ALONE] = {**samples[ALONE], "gpu: measured, again": longer(0.5)}
+    asked = CalibratedCosts(table(samples=samples), {LaneKind.H2D: 1e9, LaneKind.D2H: 1e9}, lambda kind: False)
+
+    def seconds(lane, op) -> float:
+        return asked.seconds(lane, op, op.work())
+
+    seconds(H2D, Copied("a"))
+    seconds(H2D, Copied("b"))
+    assert [seconds(GPU, Weighted("a")), seconds(GPU, Weighted("a"))] == pytest.approx([0.4, 0.2])
+    assert seconds(GPU, Weighted("a", "b")) == pytest.approx(0.4), "one of its weights is new"
+    assert seconds(GPU, Weighted("a", "b")) == pytest.approx(0.2)
+    seconds(H2D, Copied("a"))
+    assert seconds(GPU, Weighted("a")) == pytest.approx(0.4), "came once more"
+    assert seconds(GPU, Measured(4.0)) == pytest.approx(0.4), "no weights, no difference"
+
+
+def test_what_was_never_measured_again_costs_as_the_first_time():
+    asked = CalibratedCosts(table(), {LaneKind.H2D: 1e9, LaneKind.D2H: 1e9}, lambda kind: kind is LaneKind.H2D)
+    op = Weighted("resident")
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.8)
+
+
+def test_slowdowns_hold_nothing_that_the_samples_hold():
+    found = table().slowdowns()
+    assert found["cpu+gpu"] == {"cpu": 1.0, "gpu": 1.2}
+    assert found["gpu+h2d"] == {"gpu": 1.0, "h2d": 1.1}
+    assert found["cpu+h2d"] == {"cpu": 1.05, "h2d": 1.0}
+    assert found["cpu+gpu+h2d"] == {"cpu": 1.0, "gpu": pytest.approx(2.0 / 1.25), "h2d": 1.2}
+
+
+def test_merging_keeps_all_samples_and_every_disturbance():
+    slower = table(
+        samples={company: {key: longer(3) for key in by_key} for company, by_key in table().samples.items()},
+        together={group: {lane: f + 1 for lane, f in factors.items()} for group, factors in table().together.items()},
+        meta={"disturbed": ["ops alone"]},
+    )
+    merged = CalibrationTable.merged([table(), slower])
+    assert merged.samples[BESIDE_LINK]["gpu: measured"] == [*longer(2), *longer(3)]
+    assert merged.together["cpu+gpu"]["gpu"] == pytest.approx(1.7)
+    assert merged.meta["disturbed"] == ["ops alone"] and merged.meta["merged"] == 2
+    assert table().samples[ALONE]["gpu: measured"] == LINE, "the merged ones stay as they were"
+
+
+def test_fits_and_spreads_are_told_by_op():
+    assert table().worst_fit()["gpu: measured"] == pytest.approx(0.0)
+    assert set(table().spread()) == set(table().samples[ALONE])

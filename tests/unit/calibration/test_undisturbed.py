@@ -1,0 +1,86 @@
+"""Measurements beside which others had the cores are made again; what stays disturbed is told by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.calibration import memory, undisturbed
+from harness.calibration.undisturbed import MAX_ATTEMPTS, Undisturbed
+
+
+class Times:
+    """Readings of a machine on which others have the given shares of the cores, one measurement after another."""
+
+    def __init__(self, shares: list[float]) -> None:
+        self._shares = iter(shares)
+
+    def taken_share_since(self, earlier) -> float:
+        return next(self._shares)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Runs one measurement, numbered by attempts, beside the given disturbances."""
+    slept: list[float] = []
+    monkeypatch.setattr(undisturbed.time, "sleep", slept.append)
+
+    def run(shares: list[float], patience_s: float = 1e9):
+        times = Times(shares)
+        monkeypatch.setattr(undisturbed, "read_cpu_times", lambda: times)
+        monkeypatch.setattr(undisturbed, "PATIENCE_S", patience_s)
+        told: list[str] = []
+        watch, numbers = Undisturbed(told.append), iter(range(100))
+        return watch("a measurement", lambda: next(numbers)), watch, told
+
+    return run
+
+
+def test_the_first_quiet_one_counts(measured):
+    result, watch, told = measured([0.5, 0.1, 0.0, 0.9])
+    assert (result, watch.num_rejected, watch.disturbed, told) == (2, 2, [], [])
+
+
+def test_the_least_disturbed_of_all_is_kept_and_told(measured):
+    result, watch, told = measured([0.5, 0.4, 0.2, 0.3, 0.6, 0.5])
+    assert MAX_ATTEMPTS == 6
+    assert result == 2
+    assert watch.disturbed == ["a measurement"]
+    assert told == ["DISTURBED: others had 20% of the cores during: a measurement"]
+
+
+def test_disturbed_samples_count_only_where_there_is_no_other():
+    from harness.calibration.op_costs import OpCosts
+    from harness.calibration.table import ALONE
+
+    costs = OpCosts(None, None, link_bytes_s={}, undisturbed=None, max_tokens=1, max_context=1)
+    costs.samples = {ALONE: {"gpu: a": [((1.0,), 0.1)]}}
+    costs._spare = {ALONE: {"gpu: a": [((1.0,), 9.0), ((2.0,), 0.3)], "gpu: b": [((1.0,), 0.5)]}}
+    costs._fill_gaps()
+    assert costs.samples == {ALONE: {"gpu: a": [((1.0,), 0.1), ((2.0,), 0.3)], "gpu: b": [((1.0,), 0.5)]}}
+
+
+def test_patience_ends(measured):
+    result, watch, _ = measured([0.5], patience_s=0.0)
+    assert (result, watch.num_rejected, watch.disturbed) == (0, 0, ["a measurement"])
+
+
+def test_systems_that_do_not_tell_are_believed(monkeypatch):
+    monkeypatch.setattr(undisturbed, "read_cpu_times", lambda: None)
+    assert Undisturbed()("m", lambda: 7) == 7
+
+
+@pytest.mark.parametrize(
+    ("cache_bytes", "ram_bytes", "expected"),
+    [(0, 64e9, 512e6), (33e6, 64e9, 512e6), (500e6, 64e9, 2000e6), (500e6, 8e9, 1200e6)],
+    ids=["unknown cache", "small cache", "large cache", "little memory"],
+)
+def test_memory_is_measured_beyond_the_caches(cache_bytes, ram_bytes, expected):
+    assert memory.working_set_bytes(int(cache_bytes), int(ram_bytes)) == expected
+
+
+@pytest.mark.parametrize(("text", "expected"), [("491520K\n", 503316480), ("32M", 33554432), ("4096", 4096)])
+def test_the_last_cache_is_what_the_system_says(text, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "_LAST_CACHE", tmp_path / "size")
+    assert memory.last_cache_bytes() == 0
+    (tmp_path / "size").write_text(text)
+    assert memory.last_cache_bytes() == expected

@@ -1,0 +1,118 @@
+"""Copies of the CUDA machine's lanes: any source, any target, any size, and nothing that blocks where it need not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.machine.base import D2H, GPU, H2D, Op
+from harness.machine.device.staging import StagingRing
+
+
+class Run(Op):
+    """Calls a function of the context."""
+
+    kind = "run"
+
+    def __init__(self, run, **touches: tuple) -> None:
+        self._run = run
+        self.reads, self.writes = touches.get("reads", ()), touches.get("writes", ())
+
+    def run(self, ctx, packet):
+        return self._run(ctx)
+
+
+@pytest.fixture
+def moved(cuda):
+    """Sends a source to the device and back by the ways that `to_device` and `to_host` are, and gives what comes."""
+    machine = cuda(staging_mb=0.05)
+    device, pinned = (machine.tiers[name].reserve("data", 1 << 20) for name in ("device", "pinned"))
+
+    def roundtrip(source: torch.Tensor, *, through_pinned: bool, pad: int = 0) -> np.ndarray:
+        shape = tuple(source.shape)
+        names = {v: k for k, v in {"float32": torch.float32, "int64": torch.int64}.items()}
+        dtype = names[source.dtype]
+
+        def up(ctx):
+            src = source
+            if through_pinned:
+                src = ctx.tensor(pinned, shape, dtype)
+                src.copy_(source)
+            ctx.move(ctx.tensor(device, shape, dtype), src)
+
+        machine.submit(H2D, Run(up, writes=(device,)))
+        ticket = machine.submit(D2H, Run(lambda ctx: ctx.host_value(ctx.tensor(device, shape, dtype)), reads=(device,)))
+        return machine.wait(ticket)
+
+    return roundtrip
+
+
+SOURCES = {
+    "contiguous": torch.arange(600, dtype=torch.float32).view(20, 30),
+    "transposed": torch.arange(600, dtype=torch.int64).view(20, 30).T,
+    "strided": torch.arange(600, dtype=torch.float32)[::3],
+    "larger than the staging memory": torch.arange(30_000, dtype=torch.int64),
+    "scalar": torch.tensor(7.0),
+    "empty": torch.empty(0, 3),
+}
+
+
+@pytest.mark.parametrize("through_pinned", [False, True])
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES.keys())
+def test_what_goes_to_the_device_comes_back(moved, device, source, through_pinned):
+    device.blocking.clear()
+    value = moved(source, through_pinned=through_pinned)
+    assert value.shape == tuple(source.shape)
+    assert np.array_equal(value, source.numpy())
+    too_large = source.nbytes > 50_000
+    assert ("copy_now" in device.blocking) == too_large
+
+
+def test_values_of_several_fetches_stay_what_they_were(cuda, device):
+    """Their staging memory is used again; a strategy may keep a value for ever."""
+    machine = cuda(staging_mb=0.002)
+    buffer = machine.tiers["device"].reserve("data", 1 << 12)
+    tickets = []
+    for number in range(50):
+        machine.submit(GPU, Run(lambda ctx, n=number: ctx.tensor(buffer, (100,), "int64").fill_(n), writes=(buffer,)))
+        fetch = Run(lambda ctx: ctx.host_value(ctx.tensor(buffer, (100,), "int64")), reads=(buffer,))
+        tickets.append(machine.submit(D2H, fetch, urgent=number % 3 == 0))
+    values = [machine.wait(ticket) for ticket in tickets]
+    assert [set(value.tolist()) for value in values] == [{number} for number in range(50)]
+    assert "copy_now" not in device.blocking
+
+
+def test_a_compute_lane_moves_nothing(cuda):
+    machine = cuda()
+    buffer = machine.tiers["device"].reserve("data", 64)
+    ticket = machine.submit(GPU, Run(lambda ctx: ctx.move(ctx.tensor(buffer, (8,), "uint8"), np.zeros(8, np.uint8))))
+    with pytest.raises(RuntimeError, match="copy lanes do"):
+        machine.wait(ticket)
+
+
+@given(st.lists(st.tuples(st.integers(0, 900), st.integers(0, 3)), max_size=60))
+def test_slots_of_a_ring_never_overlap_and_come_when_there_is_room(steps):
+    """Against intervals written down; each step takes a slot and gives some of the oldest back."""
+    ring, held = StagingRing(torch.zeros(2048, dtype=torch.uint8)), []
+    for number, (nbytes, num_back) in enumerate(steps):
+        slot = ring.take(nbytes)
+        if slot is None:
+            assert held, "an empty ring has room for anything that fits it"
+        else:
+            assert slot.memory.numel() == nbytes
+            slot.memory.fill_(number % 251)
+            held.append((slot, number % 251))
+        for kept, value in held:
+            assert (kept.memory == value).all(), "a slot was handed out twice"
+        for _ in range(min(num_back, len(held))):
+            ring.give_back(held.pop(0)[0])
+
+
+def test_more_than_a_ring_holds_is_refused():
+    ring = StagingRing(torch.zeros(1024, dtype=torch.uint8))
+    assert ring.take(1025) is None
+    assert ring.take(1024) is not None
+    assert ring.take(1) is None

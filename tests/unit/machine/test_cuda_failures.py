@@ -1,0 +1,117 @@
+"""Whatever goes wrong on a device ends the run with its cause: never a hang, and no memory freed under a copy."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from harness.machine import cuda as cuda_module
+from harness.machine.base import D2H, GPU, H2D, Lane, LaneKind, MachineError
+from harness.machine.device import pinned
+from harness.machine.device.pinned import HostMemory, PinnedMemoryError, free_bytes_by_limit
+from tests.fake_device import FakeDevice, cuda_machine
+from tests.unit.machine.ops import Quick, Raising, Sleeping
+
+
+def test_an_error_at_launch_names_the_op(cuda):
+    machine = cuda()
+    with pytest.raises(MachineError, match="raising layer 7 mb 1 on h2d failed: OutOfMemoryError: none left") as error:
+        machine.wait(machine.submit(H2D, Raising(torch.OutOfMemoryError("none left"))))
+    assert isinstance(error.value.__cause__, torch.OutOfMemoryError)
+
+
+def test_an_error_that_the_device_finds_later_names_what_was_under_way(cuda, device):
+    """As an illegal access does: the next event tells, and nothing runs any more."""
+    machine = cuda()
+    device.hold(True)
+    bad = machine.submit(GPU, Raising(RuntimeError("an illegal memory access was encountered")))
+    machine.submit(GPU, Quick())
+    copied = machine.submit(D2H, Quick(), after=[bad])
+    while copied not in machine._launched:
+        machine.now()
+    device.hold(False)
+    with pytest.raises(MachineError, match="raising layer 7 mb 1 on gpu.*illegal memory access"):
+        machine.wait(copied)
+    with pytest.raises(MachineError, match="illegal memory access"):
+        machine.submit(GPU, Quick())
+    machine.close()
+    assert not any(worker.is_alive() for worker in machine._workers)
+
+
+def test_a_device_that_hangs_is_reported_and_its_memory_is_kept(cuda, device, monkeypatch):
+    monkeypatch.setattr(cuda_module, "_never_freed", [])
+    monkeypatch.setattr("harness.machine.threaded.CLOSE_TIMEOUT_S", 0.3)
+    machine = cuda(watchdog_s=0.3)
+    device.hold(True)
+    ticket = machine.submit(GPU, Quick())
+    with pytest.raises(MachineError, match="(?s)watchdog: no packet finished.*quick on gpu runs"):
+        machine.wait(ticket)
+    machine.close()
+    assert cuda_module._never_freed == [machine._memory]
+    assert device.pinned
+
+
+def test_close_waits_for_copies_under_way_and_then_frees(cuda, device):
+    machine = cuda()
+    machine.submit(GPU, Sleeping(0.05, packets=100))
+    begun_s = time.monotonic()
+    machine.close()
+    machine.close()
+    assert time.monotonic() - begun_s < 8
+    assert not device.pinned
+    with pytest.raises(MachineError, match="closed"):
+        machine.submit(GPU, Quick())
+
+
+def test_there_is_one_gpu(cuda):
+    machine = cuda()
+    with pytest.raises(MachineError, match="one GPU"):
+        machine.submit(Lane(LaneKind.GPU, 1), Quick())
+
+
+def test_a_reservation_that_the_device_refuses_is_an_error_at_once(cuda, device):
+    device.limit_memory(1000)
+    with pytest.raises(torch.OutOfMemoryError):
+        cuda().tiers["device"].reserve("weights", 2000)
+
+
+def test_pinning_that_is_refused_names_the_setting_and_the_limits():
+    device = FakeDevice()
+    device.unpinnable_from = 10_000
+    with pytest.raises(PinnedMemoryError) as error:
+        cuda_machine({"pinned": 1 << 20}, device=device, staging_mb=0.02)
+    text = str(error.value)
+    for expected in ("hardware.pinned_memory_gb", "'h2d staging'", "out of memory", "RLIMIT_MEMLOCK", "MemAvailable"):
+        assert expected in text
+
+
+def test_memory_that_the_system_does_not_have_is_not_touched(monkeypatch):
+    """Else the process would be killed. What grows while it is waited for is taken."""
+    monkeypatch.setattr(pinned, "_CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr(pinned, "_TELL_FROM_BYTES", 1 << 20)
+    device, told = FakeDevice(), []
+    limits = {"memory.max of the control group": 512 << 20, "MemAvailable of /proc/meminfo": 9 << 30}
+    memory = HostMemory(threads=1, patience_s=0.0, read_limits=lambda: limits)
+    with pytest.raises(PinnedMemoryError, match="the limit is memory.max of the control group, of which 0.5369 GB"):
+        memory.pinned(1 << 22, "weights", device, told.append)
+    grown = iter([512 << 20, 2 << 30, 2 << 30])
+    memory = HostMemory(threads=2, patience_s=5.0, read_limits=lambda: {"limit": next(grown)})
+    assert memory.pinned(1 << 22, "weights", device, told.append).sum() == 0
+    assert told[-1].startswith("weights: 0.0 GB pinned in")
+
+
+def test_limits_are_read_from_the_system(tmp_path):
+    def put(path, text):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    assert free_bytes_by_limit(tmp_path) == {}
+    put("proc/meminfo", "MemTotal: 9 kB\nMemAvailable:  2048 kB\n")
+    put("sys/fs/cgroup/memory.max", "max\n")
+    assert free_bytes_by_limit(tmp_path) == {"MemAvailable of /proc/meminfo": 2048 * 1024}
+    put("proc/self/cgroup", "0::/job/1\n")
+    put("sys/fs/cgroup/job/1/memory.max", "5000\n")
+    put("sys/fs/cgroup/job/1/memory.current", "1500\n")
+    assert free_bytes_by_limit(tmp_path)["memory.max of the control group"] == 3500

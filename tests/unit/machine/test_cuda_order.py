@@ -1,0 +1,154 @@
+"""Random programs on streams: what ran on the device ran in an order that the oracle allows."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.machine.base import CPU, D2H, GPU, H2D, LaneKind, Work
+from harness.machine.device.issuing import IssueBoard
+from tests.fake_device import FakeDevice, cuda_machine
+from tests.unit.machine import programs
+from tests.unit.machine.ops import Gated, Quick
+
+LANES = programs.LANES
+COPY_LANES = (LaneKind.H2D, LaneKind.D2H)
+
+
+Recorded = programs.Recorded
+
+
+class OnStream(Recorded):
+    """What a copy lane's op leaves in its stream is what counts there, not when its code ran."""
+
+    def run(self, ctx, packet):
+        if ctx.lane.kind in COPY_LANES:
+            ctx._runtime.launch(ctx._stream, lambda: Recorded.run(self, ctx, packet))
+            return self.number
+        return Recorded.run(self, ctx, packet)
+
+
+@settings(max_examples=40, deadline=None)
+@given(programs.programs(max_size=16), st.integers(0, 99), st.sampled_from((1, 2, 16)))
+def test_every_dependency_and_the_order_of_every_stream(steps, seed, depth):
+    device = FakeDevice(seed)
+    machine = cuda_machine({}, device=device, copies_in_flight=depth, gpu_ops_in_flight=depth, launch_mb=0.0)
+    programs.Recorded = OnStream
+    try:
+        run = programs.run_program(machine, steps)
+    finally:
+        programs.Recorded = Recorded
+        machine.close()
+        device.close()
+    programs.check_order(steps, run)
+    for lane in range(len(LANES)):
+        for urgent in (False, True):
+            mine = [n for n, s in enumerate(steps) if (s.lane, s.urgent) == (lane, urgent) and n not in run.cancelled]
+            assert run.log.first_packets(mine) == mine, "a FIFO class ran out of order"
+            spans = [s for s in machine.spans if s.lane == LANES[lane] and (s.urgent == urgent or lane == 0)]
+            spans.sort(key=lambda s: s.start_s)
+            assert all(a.end_s <= b.start_s for a, b in pairwise(spans)), "a stream ran two packets at once"
+
+
+def test_a_device_op_follows_another_before_that_has_ended_and_a_host_op_does_not(cuda, device):
+    machine = cuda()
+    device.hold(True)
+    weights = machine.submit(H2D, Quick(writes=("w",)))
+    compute = machine.submit(GPU, Quick(reads=("w",), writes=("x",)))
+    back = machine.submit(D2H, Quick(reads=("x",), writes=("h",)))
+    host = machine.submit(CPU, Quick(reads=("h",)))
+    while back not in machine._launched:  # three lanes, each ordered behind the one before by streams alone
+        machine.now()
+    assert not any(t.settled for t in (weights, compute, back, host))
+    assert not host.ready
+    device.hold(False)
+    machine.wait(host)
+    assert weights.finished_s <= compute.started_s + 1e-3
+
+
+def test_no_more_packets_are_launched_ahead_than_asked(cuda, device):
+    machine = cuda(copies_in_flight=2, launch_mb=0.0)
+    device.hold(True)
+    ticket = machine.submit(H2D, Quick(packets=10))
+    stream = machine._lanes[H2D].streams[0]
+    while len(stream.under_way) < 2:
+        machine.now()
+    urgent = machine.submit(H2D, Quick("first"), urgent=True)
+    while urgent not in machine._launched:  # on a stream of its own, behind nothing that is under way
+        machine.now()
+    assert len(stream.under_way) == 2
+    device.hold(False)
+    machine.wait(ticket)
+    order = [(s.ticket, s.packet) for s in machine.spans]
+    assert order.index((urgent.number, 0)) <= 3
+
+
+def test_an_urgent_op_is_launched_at_the_next_packet_boundary(cuda):
+    machine, launched = cuda(), []
+
+    class Logged(Gated):
+        def run(self, ctx, packet):
+            launched.append((self.name, packet))
+            return super().run(ctx, packet)
+
+    def logged(name: str, packets: int = 1) -> Logged:
+        op = Logged(packets)
+        op.name = name
+        return op
+
+    large, urgent, later = logged("large", 3), logged("urgent"), logged("later")
+    machine.submit(H2D, large)
+    large.await_packet(0)
+    machine.submit(H2D, urgent, urgent=True)
+    machine.submit(H2D, later)
+    for op in (large, urgent, later):
+        op.open()
+    machine.drain()
+    assert launched == [("large", 0), ("urgent", 0), ("large", 1), ("large", 2), ("later", 0)]
+
+
+class Copying(Quick):
+    """So many bytes over the link."""
+
+    def __init__(self, nbytes: int, packets: int) -> None:
+        super().__init__(packets=packets)
+        self.nbytes, self.launched = nbytes, []
+
+    def work(self):
+        return Work(link_bytes=self.nbytes)
+
+    def run(self, ctx, packet):
+        self.launched.append(packet)
+        return packet
+
+
+@pytest.mark.parametrize(("launch_mb", "groups"), [(1.0, [3, 3, 3, 1]), (0.0, [1] * 10), (9.0, [10])])
+def test_small_packets_are_launched_together(cuda, launch_mb, groups):
+    machine, op = cuda(launch_mb=launch_mb), Copying(3_000_000, 10)
+    assert machine.wait(machine.submit(H2D, op)) == 9
+    assert op.launched == list(range(10))
+    spans = sorted(machine.spans, key=lambda s: s.packet)
+    assert [s.work.link_bytes for s in spans] == pytest.approx([300_000 * count for count in groups])
+    assert [s.packet for s in spans] == [sum(groups[:i]) for i in range(len(groups))]
+
+
+def test_readiness_by_issue_counts_every_dependency_once():
+    """A gpu op behind a copy (met when issued), a host op (met when done), and one that was issued before it came."""
+    board = IssueBoard()
+    early = board.submit(H2D, Quick(writes=("a",)), (), urgent=False)
+    board.start(early, 0.0)
+    assert board.issue(early) == []
+    copy = board.submit(H2D, Quick(writes=("b",)), (), urgent=False)
+    host = board.submit(CPU, Quick(writes=("c",)), (), urgent=False)
+    last = board.submit(GPU, Quick(reads=("a", "b", "c")), (), urgent=False)
+    assert (last.num_unmet, last.unmet) == (2, {early, copy, host})
+    assert board.finish(early, 1.0) == []
+    board.start(host, 1.0)
+    assert board.finish(host, 2.0) == []
+    board.start(copy, 1.0)
+    assert board.issue(copy) == [last]
+    assert board.finish(copy, 3.0) == []
+    assert last.ready

@@ -1,0 +1,82 @@
+"""Weights made in memory: right scales, no two parts alike, and an engine runs on them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness.config import ConfigError
+from harness.model import random_weights
+from harness.model.checkpoint import part_views
+from harness.model.random_weights import RandomWeights
+from harness.preparing import load_model
+from harness.settings import parse_settings
+from tests.composing import composed
+
+SMALL = [f"model.spec.{name}={value}" for name, value in {"num_layers": 2, "hidden_dim": 64, "num_heads": 4,
+         "num_kv_heads": 2, "head_dim": 16, "expert_dim": 96, "vocab_size": 384}.items()]  # fmt: skip
+
+
+def settings(*overrides: str):
+    return parse_settings(composed("model=mixtral-8x7b", "model.path=random", "verify=off", *SMALL, *overrides))
+
+
+def parts(source):
+    spec, family = source.spec, source.family
+    layers = [(i, part) for i in range(spec.num_layers) for part in family.layer_parts(spec, i)]
+    return [*layers, (None, family.embedding_part(spec)), (None, family.head_part(spec))]
+
+
+def read(source, layer, part) -> torch.Tensor:
+    out = torch.full((part.nbytes,), 0xFF, dtype=torch.uint8)
+    source.read_part(layer, part, out)
+    return out
+
+
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "mixtral-tiny"])
+def test_every_tensor_is_filled_to_scale(model, monkeypatch):
+    monkeypatch.setattr(random_weights, "_BLOCK_NUMBERS", 7919)
+    small = SMALL if model == "mixtral-8x7b" else []
+    source = RandomWeights(parse_settings(composed(f"model={model}", "model.path=random", *small)).model)
+    seen = []
+    for layer, part in parts(source):
+        out = read(source, layer, part)
+        for name, tensor in part_views(part, out).items():
+            assert torch.isfinite(tensor.float()).all()
+            if tensor.dim() == 1:
+                assert (tensor == 1).all()
+                continue
+            wanted = 1.0 if name == "embed" else source.spec.hidden_dim**-0.5
+            assert tensor.float().std().item() == pytest.approx(wanted, rel=0.15)
+            assert (tensor[0] != tensor[1]).any(), "rows repeat"
+            seen.append(tensor.flatten()[:64].float())
+    alike = [i for i in range(len(seen)) for j in range(i) if torch.equal(seen[i], seen[j])]
+    assert not alike, "two matrices begin alike"
+
+
+def test_threads_and_pieces_do_not_show_and_a_seed_repeats_itself(monkeypatch):
+    model = settings().model
+    whole = RandomWeights(model, seed=3, threads=1)
+    other = RandomWeights(model, seed=4)
+    monkeypatch.setattr(random_weights, "_PIECE_NUMBERS", 1000)
+    pieces = RandomWeights(model, seed=3, threads=4)
+    for layer, part in parts(whole):
+        assert torch.equal(read(whole, layer, part), read(pieces, layer, part))
+    layer, part = parts(whole)[-1]
+    assert not torch.equal(read(whole, layer, part), read(other, layer, part))
+
+
+def test_tokens_of_random_weights_cannot_be_verified():
+    with pytest.raises(ConfigError, match="verify: must be off for model.path=random"):
+        load_model(settings("verify=sample"), has_tensors=True)
+
+
+def test_the_simulated_machine_knows_the_same_model():
+    planned, random = (load_model(settings(), has_tensors=h).source.spec for h in (False, True))
+    assert planned == random
+
+
+def test_a_family_without_math_is_refused():
+    values = composed("model=dbrx", "model.path=random", "verify=off")
+    with pytest.raises(ConfigError, match="family"):
+        load_model(parse_settings(values), has_tensors=True)

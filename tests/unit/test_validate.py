@@ -1,0 +1,116 @@
+"""The validation's arithmetic and its settings; the runs themselves are the emulated machine's and the simulator's."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness import validate
+from harness.command_line import composed_values
+from harness.settings import load_strategy, parse_settings
+from harness.validate import Report, settings_of
+from harness.validation_report import aggregates, by_kind, compared, figures, markdown, verdict
+
+SUMMARY = {
+    "num_passes": 12,
+    "window_s": 5.0,
+    "throughput_tok_s": 40.0,
+    "preemptions": 1,
+    "utilization": {"gpu": 0.5, "cpu": 0.01, "h2d": 0.9},
+    "where_time_goes": [{"lane": "gpu", "kind": "experts", "busy_s": 2.5, "num_ops": 100}],
+}
+
+
+def test_there_are_enough_settings_and_all_are_valid():
+    settings = settings_of()
+    assert len(settings) >= 40
+    assert len({setting.name for setting in settings}) == len(settings)
+    for setting in settings:
+        for machine in (validate.EMULATED, validate.SIMULATED):
+            parsed = parse_settings(composed_values([f"strategy={setting.strategy}", *machine, *setting.overrides]))
+            load_strategy(parsed.strategy)
+
+
+def test_figures_cover_the_steady_passes():
+    assert figures(SUMMARY)["pass_s"] == pytest.approx(0.5)
+    assert figures(SUMMARY)["gpu_busy_s"] == pytest.approx(0.25)
+    assert figures({**SUMMARY, "num_passes": 2})["pass_s"] == pytest.approx(2.5)
+
+
+def row(*, emulated: tuple[float, ...], simulated: float, **imagined) -> dict:
+    runs = [figures({**SUMMARY, "throughput_tok_s": rate}) | {"taken_share": 0.0} for rate in emulated]
+    return compared(f"k={simulated}", runs, figures({**SUMMARY, "throughput_tok_s": simulated, **imagined}))
+
+
+def test_the_median_run_counts_and_the_spread_is_told():
+    found = row(emulated=(30.0, 40.0, 90.0), simulated=50.0)
+    assert found["errors"]["throughput_tok_s"] == pytest.approx(0.25)
+    assert found["spread"] == pytest.approx(1.5)
+    assert found["errors"]["gpu_busy_s"] == 0.0
+    assert "cpu_busy_s" not in found["errors"], "a lane that does nothing to speak of is not compared"
+
+
+def test_the_report_has_sizes_of_errors_and_the_worst_first():
+    rows = [row(emulated=(40.0,), simulated=rate) for rate in (38.0, 44.0, 40.0)]
+    found = aggregates(rows)["throughput_tok_s"]
+    assert (found["mean"], found["median"], found["worst"]) == pytest.approx((0.05, 0.05, 0.10))
+    assert found["bias"] == pytest.approx(0.05 / 3)
+    text = markdown(rows, "Made today.")
+    assert text.index("k=44.0") < text.index("k=38.0") < text.index("k=40.0")
+    assert "no medians" in text and "Made today." in text
+    assert "Medians of 3" in markdown([row(emulated=(40.0, 41.0, 42.0), simulated=40.0)], "")
+
+
+@pytest.mark.parametrize(
+    ("rates", "met"),
+    [((40.0, 41.0, 42.0), True), ((43.0, 43.0, 43.0), False), ((40.0,) * 8 + (46.0,) * 2, False)],
+    ids=["small", "mean too large", "90th percentile too large"],
+)
+def test_the_report_says_whether_the_aims_are_met(rates, met):
+    """Mean at most 5 %, 90th percentile at most 12 %."""
+    rows = [row(emulated=(40.0,), simulated=rate) for rate in rates]
+    found, text = verdict(rows)
+    assert found == met
+    assert text in markdown(rows, "Made today.")
+    assert ("MET" if met else "MISSED") in text
+
+
+def test_other_schedules_are_marked():
+    same = row(emulated=(40.0,), simulated=40.0)
+    other = row(emulated=(40.0,), simulated=41.0, num_passes=13)
+    assert "`!`" not in markdown([same], "")
+    text = markdown([same, other], "")
+    assert "In 1 settings emulated and simulated runs differ" in text
+    assert "12, simulated 13 `!`" in text
+    assert "`!`" in markdown([row(emulated=(40.0,), simulated=41.0, preemptions=2)], "")
+
+
+def test_kinds_of_ops_are_compared_over_all_settings():
+    slower = [{"lane": "gpu", "kind": "experts", "busy_s": 3.0, "num_ops": 100}]
+    rows = [row(emulated=(40.0,), simulated=40.0), row(emulated=(40.0,), simulated=40.0, where_time_goes=slower)]
+    (found,) = by_kind(rows)
+    assert found["kind"] == "gpu experts"
+    assert (found["busy_s"], found["emulated_s"], found["simulated_s"]) == pytest.approx((5.0, 0.025, 0.0275))
+    assert "| gpu experts | 5.0 | 25000 us | 27500 us | +10% |" in markdown(rows, "Made today.")
+
+
+def test_runs_of_other_code_are_not_mixed(tmp_path):
+    where = {"num_cores": 2, "processor": "a processor"}
+    header = {"sources": "a", "date": "today", "code": "c0de", "environment": where, "command": "python -m x"}
+    report = Report(tmp_path, header, resume=False)
+    report.runs["s"] = [{"throughput_tok_s": 1.0}]
+    report.write([row(emulated=(40.0,), simulated=41.0)])
+    text = (tmp_path / "validation.md").read_text()
+    assert "Made on today with code c0de on 2 cores of a processor by `python -m x`." in text
+    assert Report(tmp_path, {"sources": "a"}, resume=True).runs == report.runs
+    assert Report(tmp_path, {"sources": "b"}, resume=False).runs == {}
+    with pytest.raises(ValueError, match="of other code"):
+        Report(tmp_path, {"sources": "b"}, resume=True)
+    with pytest.raises(SystemExit) as error:
+        validate.main(["--out", str(tmp_path), "--resume"])
+    assert error.value.code == 2
+
+
+def test_a_disturbed_run_is_made_again_and_the_better_one_kept(monkeypatch):
+    shares = iter([0.2, 0.01, 0.3, 0.4, 0.0])
+    monkeypatch.setattr(validate, "_emulated_once", lambda setting: {"taken_share": next(shares)})
+    assert [validate.emulated(None)["taken_share"] for _ in range(3)] == [0.01, 0.3, 0.0]
