@@ -16,6 +16,7 @@ from harness.engine.engine import Engine
 from harness.engine.sequences import Sequence, State
 from harness.engine.strategy import Strategy, weights_tier
 from harness.hardware.steal import read_cpu_times
+from harness.interrupts import interrupts_kept
 from harness.machine.base import MachineError
 from harness.machine.build import chosen_machine, load_machine
 from harness.memory.tiers import MemoryCapacityError
@@ -64,7 +65,7 @@ def run_experiment(values: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
         sink.start(config, meta)
         try:
             console = Console(stderr=True, quiet=not settings.progress)
-            with Progress(settings.dataset.num_requests, console) as progress:
+            with interrupts_kept(), Progress(settings.dataset.num_requests, console) as progress:
                 _execute(settings, module, strategy_config, state, folder, sink, progress)
         except BaseException as error:
             status = record_failure(error, settings, state, folder, sink)

@@ -69,6 +69,7 @@ for _row in (
     "calibration",
     "simulating",
     "report",
+    "interrupts",
     "experiment",
     "planning",
     "plan_tables",

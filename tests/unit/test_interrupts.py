@@ -1,0 +1,42 @@
+"""Ctrl-C in places where Python drops it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from harness.interrupts import interrupts_kept
+
+
+class _InterruptedWhenFinalised:
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)  # the exception is raised here, and dropped
+
+
+def test_an_interrupt_within_a_finaliser_takes_effect():
+    before = sys.unraisablehook
+    with pytest.raises(KeyboardInterrupt), interrupts_kept():
+        dropped = _InterruptedWhenFinalised()
+        del dropped
+        for _ in range(500):
+            time.sleep(0.01)
+        raise AssertionError("the interrupt was dropped")
+    assert sys.unraisablehook is before
+
+
+def test_other_faults_of_finalisers_are_reported_as_before(monkeypatch):
+    class Faulty:
+        def __del__(self) -> None:
+            raise ValueError("of a finaliser")
+
+    reported = []
+    monkeypatch.setattr(sys, "unraisablehook", reported.append)
+    with interrupts_kept():
+        faulty = Faulty()
+        del faulty
+    assert [each.exc_type for each in reported] == [ValueError]
