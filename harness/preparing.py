@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.config import ConfigError, require
@@ -66,6 +66,12 @@ def _random_model(settings: Settings) -> LoadedModel:
     return LoadedModel(source=source, weights_source=f"random weights made in memory, {source.spec.dtype}")
 
 
+def with_host_memory(settings: Settings, model: LoadedModel) -> Settings:
+    """The settings, with host memory in gigabytes where the hardware states it relative to model and KV cache."""
+    needed_bytes = _model_bytes(model, settings) + int(settings.kv_cache_gb * 1e9)
+    return replace(settings, hardware=settings.hardware.holding(needed_bytes))
+
+
 def load_workload(settings: Settings, model: LoadedModel) -> Workload:
     return build_workload(
         settings.dataset,
@@ -112,8 +118,7 @@ def build_engine(
 
 
 def _require_host_memory(machine: Machine, model: LoadedModel, settings: Settings, weights_tier: str) -> None:
-    first, *others = rank_sources(model.source, settings.hardware.num_gpus)
-    weights_gb = (stored_bytes(first) + sum(stored_bytes(other, ends=False) for other in others)) / 1e9
+    weights_gb = _model_bytes(model, settings) / 1e9
     for tier in (PINNED, PAGEABLE):
         wanted = {"the weights": weights_gb} if tier == weights_tier else {}
         wanted |= {"kv_cache_gb": settings.kv_cache_gb} if tier == PINNED else {}
@@ -121,6 +126,12 @@ def _require_host_memory(machine: Machine, model: LoadedModel, settings: Setting
             held = " and ".join(f"{name} ({size_gb:.4g} GB)" for name, size_gb in wanted.items())
             field = f"{tier}_memory_gb"
             raise ConfigError(f"hardware.{field}", f"must hold {held}, got {getattr(settings.hardware, field):g}")
+
+
+def _model_bytes(model: LoadedModel, settings: Settings) -> int:
+    """Of all GPUs' shares together."""
+    first, *others = rank_sources(model.source, settings.hardware.num_gpus)
+    return stored_bytes(first) + sum(stored_bytes(other, ends=False) for other in others)
 
 
 def _require_two_layers(model: LoadedModel, settings: Settings) -> None:
