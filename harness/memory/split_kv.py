@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 class SplitAllocator:
     """Device blocks and host blocks behind one face. A sequence has all of its blocks on one side: when it takes its
-    first ones, on the side that is filled less, so that sequences admitted together are on both sides in the
-    proportion of the sides' sizes; where that side has too few, on the other."""
+    first ones, on the device where there are enough of them, otherwise on the host."""
 
     def __init__(self, device: BlockAllocator, host: BlockAllocator) -> None:
         assert device.on_device and not host.on_device, "one side each"
@@ -62,10 +61,8 @@ class SplitAllocator:
             side.check_integrity([s for s in sequences if not s.blocks or s.kv_on_device is side.on_device])
 
     def _open_to(self, sequence: Sequence) -> list[BlockAllocator]:
-        """Where it may take blocks, the side filled less first."""
-        if sequence.blocks:
-            return [self._side_of(sequence)]
-        return sorted(self._sides, key=lambda side: side.num_used / max(1, side.num_blocks))
+        """Where it may take blocks, the device first."""
+        return [self._side_of(sequence)] if sequence.blocks else list(self._sides)
 
     def _side_of(self, sequence: Sequence) -> BlockAllocator:
         return self._sides[0] if sequence.kv_on_device else self._sides[1]

@@ -14,11 +14,13 @@ from harness.engine.strategy import Prediction
 from harness.memory.tiers import PAGEABLE, PINNED
 from strategies.common.micro_batch_memory import MicroBatchMemory
 from strategies.common.offload_memory import (
+    KV_CACHE,
     Deployment,
     Storage,
     Switches,
     WeightSizes,
     WorkloadShape,
+    held_bytes,
     kv_staging_bytes,
     micro_batch_kv_tokens,
     pool_sizes,
@@ -54,6 +56,11 @@ class OffloadPlan:
             cached_tokens=ceil(micro_batch_kv_tokens(self.deployment.shape, size)),
             kv_staging_bytes=staged,
         )
+
+    @property
+    def device_kv_bytes(self) -> int:
+        """Of the batch's KV cache, what lies on the device."""
+        return held_bytes(self.deployment, self.policy)["device"][KV_CACHE]
 
     @property
     def prediction(self) -> Prediction | None:

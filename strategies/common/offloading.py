@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from harness.config import require
 from harness.engine.engine import Engine
+from harness.engine.kv_placement import place_kv
 from harness.engine.strategy import Strategy
 from strategies.common.micro_batch_pipeline import MicroBatchPipeline
 from strategies.common.offload_planner import OffloadPlan, plan_policy
@@ -33,7 +34,7 @@ def complete_policy(
     chosen = gpu_attention if given.gpu_attention is None else given.gpu_attention
     return plan_policy(
         engine,
-        replace(given, gpu_attention=chosen, gpu_ffn=True, resident_kv=0.0),
+        replace(given, gpu_attention=chosen, gpu_ffn=True),
         packet_bytes=int(packet_mb * 1e6),
         padded=padded,
         min_micro_batches=min_micro_batches,
@@ -45,11 +46,6 @@ def require_supported(given: GivenPolicy, *, min_micro_batches: int = 1) -> None
     """What these pipelines cannot run yet, by the field below `strategy`."""
     field = "strategy.policy"
     require(given.gpu_ffn is not False, f"{field}.gpu_ffn", "must be true: experts on the CPU are not built")
-    require(
-        not given.resident_kv,
-        f"{field}.resident_kv",
-        f"must be 0: the KV cache lies in host memory, got {given.resident_kv}",
-    )
     if given.batch_size is not None and given.micro_batch_size is not None:
         require(
             -(-given.batch_size // given.micro_batch_size) >= min(min_micro_batches, given.batch_size),
@@ -70,6 +66,7 @@ def build_offloading(
 ) -> Strategy:
     """With `paging` a layer's weights come in as many pages as there are micro-batches, otherwise as one block."""
     policy, memory = planned.policy, planned.memory
+    _place_kv(engine, planned)
     num_pages = policy.num_micro_batches if paging else 1
     pipeline = MicroBatchPipeline(
         engine,
@@ -95,8 +92,17 @@ def build_offloading(
         "pages_per_layer": num_pages,
         "page_mb": pipeline.weights.page_bytes / 1e6,
         "resident_weights_gb": pipeline.weights.resident_bytes / 1e9,
+        "resident_kv_gb": planned.device_kv_bytes / 1e9,
         "prefill_micro_batch_tokens": memory.pool.largest,
         "prefill_pass_tokens": memory.pool.in_pass,
         "hidden_states_wait_in": "pinned memory" if memory.pool.kept else "device memory",
     }
     return Strategy(scheduler=scheduler, pipeline=pipeline, prediction=planned.prediction, plan=plan)
+
+
+def _place_kv(engine: Engine, planned: OffloadPlan) -> None:
+    """r_c of the batch's KV cache on the device, beside the host's cache."""
+    blocks = engine.kv.allocator
+    block_bytes = blocks.block_size * engine.spec.kv_bytes_per_token
+    if planned.device_kv_bytes >= block_bytes:
+        place_kv(engine, host_bytes=blocks.num_blocks * block_bytes, device_bytes=planned.device_kv_bytes)

@@ -98,8 +98,10 @@ class Steps:
         self._emit.offload_qkv(self._its[j], i)
 
     def cpu_attn(self, i: int, j: int) -> None:
-        """The new keys and values into the cache, and attention over it."""
+        """The new keys and values into the cache, and attention over it: by the CPU, and by the GPU of sequences whose
+        cache is in device memory."""
         self._emit.append_kv(self._its[j], i)
+        self._emit.attend_in_place(self._its[j], i)
         self._emit.attend_on_host(self._its[j], i)
 
     def load_h(self, i: int, j: int) -> None:
@@ -109,11 +111,16 @@ class Steps:
     # -- attention on the GPU -------------------------------------------------------------------------------------
 
     def load_kv(self, i: int, j: int) -> None:
-        """The cached keys and values of a micro-batch, into the buffer that the one before it does not use."""
-        self._emit.load_kv(self._its[j], i, self._rows(j), self._staging(i, j))
+        """The keys and values of a micro-batch that lie in host memory, into the buffer that the one before it does not
+        use."""
+        if rows := self._rows(j):
+            self._emit.load_kv(self._its[j], i, rows, self._staging(i, j))
 
     def gpu_attn(self, i: int, j: int) -> None:
-        self._emit.attend_on_device(self._its[j], i, self._rows(j), self._staging(i, j))
+        """Over what was loaded, and over what is in device memory."""
+        self._emit.attend_in_place(self._its[j], i)
+        if rows := self._rows(j):
+            self._emit.attend_on_device(self._its[j], i, rows, self._staging(i, j))
 
     def offload_kv(self, i: int, j: int) -> None:
         """New keys and values into the cache."""
@@ -121,7 +128,8 @@ class Steps:
         self._emit.append_kv(self._its[j], i)
 
     def _rows(self, j: int) -> range:
-        return range(len(self._its[j].batch.decode))
+        """Of sequences with a cache in host memory."""
+        return range(self._its[j].batch.on_host.num_decode)
 
     def _staging(self, i: int, j: int) -> Buffer:
         return self._kv_staging[(i * self.num_micro_batches + j) % len(self._kv_staging)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import takewhile
 
 import pytest
 import yaml
@@ -152,6 +153,32 @@ def test_padded_prompts_are_computed_kept_and_read_as_long_as_the_longest_of_the
     assert report.ok and report.checked == 12, report.first_mismatch
 
 
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", NAMES)
+def test_a_share_of_the_kv_cache_on_the_device_is_attended_to_there(tiny, name, seed):
+    """r_c of the batch's cache, counted in device memory; none of it crosses the link."""
+    machine = Recording(seed)
+    policy = {"batch_size": 12, "micro_batch_size": 3, "resident_kv": 0.5, "resident_weights": 0.0}
+    engine, strategy = run(tiny, name, {"policy": policy}, machine)
+    cache = engine.kv.device
+    assert cache is not None and engine.kv.host is not None
+    nbytes = cache.allocator.num_blocks * 4 * tiny.spec.kv_bytes_per_token
+    needed = [-(-s.max_tokens // 4) * 4 * tiny.spec.kv_bytes_per_token for s in engine.sequences]
+    assert 0 <= strategy.plan["resident_kv_gb"] * 1e9 - nbytes < 4 * tiny.spec.kv_bytes_per_token
+    assert strategy.plan["resident_kv_gb"] * 1e9 == pytest.approx(0.5 * sum(needed))
+    ops = [op for _, op in machine.ops]
+    uploaded = [op.batch for op in ops if op.kind == "upload tokens"]
+    first_batch = [s for batch in takewhile(lambda batch: batch.prefill, uploaded) for s in batch.prefill]
+    there = sum(needed[s.request.request_id] for s in first_batch if s.kv_on_device)
+    assert nbytes - max(needed) < there <= nbytes, "full but for a rest"
+    assert {"append kv", "append kv (device)", "decode attention (paged)"} <= {op.kind for op in ops}
+    for op in ops:
+        if op.kind in ("load kv", "decode attention"):
+            assert not any(s.kv_on_device for s in op.batch.decode[: op.batch.on_host.num_decode])
+    report = check_tokens(tiny, engine.sequences)
+    assert report.ok and report.checked == 12, report.first_mismatch
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", NAMES)
 def test_hidden_states_that_do_not_fit_the_device_wait_in_pinned_memory(tiny, name, seed):
@@ -174,7 +201,6 @@ def test_a_device_too_small_for_the_policy_is_refused(tiny):
 
 MISTAKES = [
     ("moelightning", {"gpu_ffn": False}, "strategy.policy.gpu_ffn", "not built"),
-    ("moelightning", {"resident_kv": 0.5}, "strategy.policy.resident_kv", "host memory"),
     ("moelightning", {"batch_size": 4, "micro_batch_size": 4}, "strategy.policy.micro_batch_size", "at least 2"),
     ("flexgen", {"gpu_attention": False}, "strategy.policy.gpu_attention", "flexgen_c"),
     ("flexgen_c", {"gpu_attention": True}, "strategy.policy.gpu_attention", "flexgen"),

@@ -71,6 +71,15 @@ def test_with_attention_on_the_gpu_the_cache_crosses_the_link():
     assert "cpu" not in busy
 
 
+def test_who_has_a_cache_on_the_device_is_attended_to_there():
+    """Half of the sequences: half of the CPU's attention, of queries and of results, and no new keys over the link."""
+    busy, without = decode(resident_kv=0.5), decode()
+    assert busy["cpu"] == pytest.approx(without["cpu"] / 2)
+    assert busy["gpu"] - without["gpu"] == pytest.approx(252 * CONTEXT * KV / 240e9)
+    assert busy["offload"] == pytest.approx(252 * (KV + 4096 * 2) / 12e9)
+    assert busy["link"] == pytest.approx((LAYER + 252 * 4096 * 2) / 12e9)
+
+
 def test_experts_on_the_cpu_stay_off_the_link():
     busy = decode(gpu_ffn=False)
     assert busy["link"] == pytest.approx((LAYER - EXPERTS + 2 * 504 * 4096 * 2) / 12e9)
