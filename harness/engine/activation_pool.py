@@ -12,6 +12,7 @@ from harness.engine.activations import (
     attention_bytes,
     expert_bytes,
     host_attention_bytes,
+    host_expert_bytes,
     state_bytes,
 )
 from harness.machine.base import Machine
@@ -22,7 +23,8 @@ from harness.model.spec import ModelSpec
 @dataclass(frozen=True, kw_only=True)
 class PoolSizes:
     """In tokens. `in_pass`: all micro-batches together; `largest`: of one micro-batch; `in_attention`: those between
-    QKV and output projection; `hidden`: whose hidden states the device holds; `kept`: those that pinned memory holds.
+    QKV and output projection; `hidden`: whose hidden states the device holds; `kept`: those that pinned memory holds;
+    `host_experts`: of a pass whose experts run on the host.
     """
 
     in_pass: int
@@ -30,6 +32,7 @@ class PoolSizes:
     in_attention: int
     hidden: int
     kept: int
+    host_experts: int = 0
 
     def device_bytes(self, spec: ModelSpec) -> int:
         state = dict(state_bytes(spec))
@@ -38,7 +41,8 @@ class PoolSizes:
         return hidden_bytes + self.in_pass * _sum(state) + self.in_attention * attention + self.largest * expert
 
     def pinned_bytes(self, spec: ModelSpec) -> int:
-        return self.in_attention * _sum(host_attention_bytes(spec)) + self.kept * state_bytes(spec)["hidden"]
+        kept_bytes = self.kept * state_bytes(spec)["hidden"] + self.host_experts * _sum(host_expert_bytes(spec))
+        return self.in_attention * _sum(host_attention_bytes(spec)) + kept_bytes
 
 
 class PooledActivations(Activations):
@@ -56,6 +60,7 @@ class ActivationPool:
     """Reserved once, cut anew for each pass. What lives from layer to layer is a micro-batch's own; buffers around
     attention are taken in turns, and those behind it are one for all, since the gpu lane runs one op at a time.
 
+    Where experts run on the host, they are still at it while others compute, so their rows are each micro-batch's own.
     Passes must not overlap: the last op of one has finished before the next is laid out.
     """
 
@@ -72,6 +77,7 @@ class ActivationPool:
             (device, expert_bytes(spec), dict.fromkeys(expert_bytes(spec), sizes.largest)),
             (pinned, host_attention_bytes(spec), dict.fromkeys(host_attention_bytes(spec), sizes.in_attention)),
             (pinned, {"kept_hidden": state_bytes(spec)["hidden"]}, {"kept_hidden": sizes.kept}),
+            (pinned, host_expert_bytes(spec), dict.fromkeys(host_expert_bytes(spec), sizes.host_experts)),
         )
         for tier, bytes_per_token, tokens in groups:
             for name, nbytes in bytes_per_token.items():
@@ -80,6 +86,7 @@ class ActivationPool:
                 self._bytes[name] = nbytes
         self._turn_names = (*attention_bytes(spec), *host_attention_bytes(spec))
         self._shared_names = tuple(expert_bytes(spec))
+        self._host_expert_names = tuple(host_expert_bytes(spec))
 
     def layout(self, sizes: Seq[int]) -> list[PooledActivations]:
         """Buffers for micro-batches of so many tokens each."""
@@ -91,9 +98,10 @@ class ActivationPool:
         turns = self._in_turns(self._turn_names, largest, min(limits.in_attention, len(sizes) * largest))
         shared = {name: self._range(name, 0, largest) for name in self._shared_names}
         hidden = self._in_turns(("hidden",), largest, limits.hidden) if is_kept else None
+        own_names = ("tokens", "sampled", *(self._host_expert_names if in_pass <= limits.host_experts else ()))
         laid_out, start = [], 0
         for index, size in enumerate(sizes):
-            own = {name: self._range(name, start, size) for name in ("tokens", "sampled")}
+            own = {name: self._range(name, start, size) for name in own_names}
             own |= turns(index) | shared
             own |= hidden(index) if hidden else {"hidden": self._range("hidden", start, size)}
             kept = self._range("kept_hidden", start, size) if is_kept else None

@@ -35,14 +35,27 @@ class Activations:
     host_k: Buffer
     host_v: Buffer
     host_attention: Buffer
+    host_normed: Buffer  # this and what follows only where experts run on the host
+    host_expert_ids: Buffer
+    host_expert_weights: Buffer
+    host_moe_out: Buffer
 
     def __init__(
-        self, machine: Machine, spec: ModelSpec, *, max_tokens: int, name: str, host: bool = True, rank: int = 0
+        self,
+        machine: Machine,
+        spec: ModelSpec,
+        *,
+        max_tokens: int,
+        name: str,
+        host: bool = True,
+        host_experts: bool = False,
+        rank: int = 0,
     ) -> None:
         self._machine = machine
         self.max_tokens = max_tokens
         device = {**state_bytes(spec), **attention_bytes(spec), **expert_bytes(spec)}
         pinned = {what: host * nbytes for what, nbytes in host_attention_bytes(spec).items()}
+        pinned |= host_expert_bytes(spec) if host_experts else {}
         for tier, sizes in ((device_tier(rank), device), (PINNED, pinned)):
             for what, nbytes in sizes.items():
                 label, backed = f"{name} {what.replace('_', ' ')}", what not in UNBACKED
@@ -99,6 +112,16 @@ def expert_bytes(spec: ModelSpec) -> Mapping[str, int]:
         "expert_weights": spec.experts_per_token * 4,
         "moe_out": spec.hidden_dim * 4,
         "workspace": workspace_bytes_per_token(spec),
+    }
+
+
+def host_expert_bytes(spec: ModelSpec) -> Mapping[str, int]:
+    """What experts on the host read and write, in pinned memory."""
+    return {
+        "host_normed": spec.hidden_dim * spec.dtype_bytes,
+        "host_expert_ids": spec.experts_per_token * 8,
+        "host_expert_weights": spec.experts_per_token * 4,
+        "host_moe_out": spec.hidden_dim * 4,
     }
 
 

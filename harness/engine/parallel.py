@@ -182,6 +182,12 @@ class ParallelEmitter:
     def experts(self, it: InFlight, layer: int, parts: Any) -> Ticket | None:
         return self._step(Emitter.experts, it, layer, parts)
 
+    def experts_on_host(self, it: InFlight, layer: int) -> list[Ticket]:
+        return self._step(Emitter.experts_on_host, it, layer)
+
+    def load_expert_sums(self, it: InFlight, layer: int) -> None:
+        self._step(Emitter.load_expert_sums, it, layer)
+
     def combine(self, it: InFlight, layer: int, extra: Any = ()) -> Ticket:
         assert not extra, "only the GPUs' own sums are added"
         return self._all_reduce(it, layer, "hidden")

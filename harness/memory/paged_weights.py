@@ -29,7 +29,8 @@ class _Progress:
 class PagedWeights:
     """`num_pages` pages a layer. Of every layer whole parts worth at most `resident_share` of its bytes stay on the
     device for good: the last ones (experts), so that {norm, QKV} lies in the earliest pages and a layer can be begun
-    before its last page has landed. A `PlacedPart` reads the keys of all pages that it lies in.
+    before its last page has landed. A `PlacedPart` reads the keys of all pages that it lies in. Without `experts` a
+    layer is all but its experts: for passes in which these are computed on the host. `prefix`: of names in memory.
 
     All layers share one page size, that of the largest: a smaller layer has fewer pages. Pages go in order, and each
     once: `stage` and `load` request what is missing up to the page they name. Nothing is staged where the store itself
@@ -37,19 +38,30 @@ class PagedWeights:
     """
 
     def __init__(
-        self, machine: Machine, store: WeightStore, *, num_pages: int, packet_bytes: int, resident_share: float = 0.0
+        self,
+        machine: Machine,
+        store: WeightStore,
+        *,
+        num_pages: int,
+        packet_bytes: int,
+        resident_share: float = 0.0,
+        experts: bool = True,
+        prefix: str = "",
     ) -> None:
         assert num_pages >= 1, "a layer has at least one page"
         self._machine, self._store = machine, store
         self.num_pages, self._packet_bytes = num_pages, packet_bytes
         layers = range(len(store.layers))
-        self._streamed = [streamed_parts(store, layer, resident_share) for layer in layers]
+        self._names = [part_names(store, layer, experts=experts) for layer in layers]
+        self._streamed = [streamed_parts(store, layer, resident_share, experts=experts) for layer in layers]
         self.slot_bytes = max(self._bytes(layer) for layer in layers)
         self.page_bytes = page_bytes(self.slot_bytes, num_pages)
         self._sources = [self._cut(layer) for layer in layers]
         self._roots: list[Buffer] = []
-        self._device = [self._reserve("device", f"weight pages {slot}") for slot in range(_SLOTS)]
-        self._staging = [self._reserve("pinned", f"staged pages {slot}") for slot in range(_SLOTS) if store.is_pageable]
+        self._device = [self._reserve("device", f"{prefix}weight pages {slot}") for slot in range(_SLOTS)]
+        self._staging = [
+            self._reserve("pinned", f"{prefix}staged pages {slot}") for slot in range(_SLOTS) if store.is_pageable
+        ]
         self._parts = [[self._place(slot, layer) for layer in layers] for slot in range(_SLOTS)]
         self._resident = self._load_resident()
         self._progress: dict[int, _Progress] = {}  # by index, from its first request to its release
@@ -167,8 +179,8 @@ class PagedWeights:
 
     def _load_resident(self) -> list[dict[str, PlacedPart]]:
         kept = [
-            {name: part for name, part in parts.items() if name not in streamed}
-            for parts, streamed in zip(self._store.layers, self._streamed, strict=True)
+            {name: parts[name] for name in names if name not in streamed}
+            for parts, names, streamed in zip(self._store.layers, self._names, self._streamed, strict=True)
         ]
         total_bytes = sum(part.layout.nbytes for parts in kept for part in parts.values())
         if not total_bytes:
@@ -184,11 +196,15 @@ class PagedWeights:
         return kept
 
 
-def streamed_parts(store: WeightStore, layer: int, resident_share: float) -> tuple[str, ...]:
+def part_names(store: WeightStore, layer: int, *, experts: bool = True) -> list[str]:
+    """Of a layer, in transfer order; without `experts` all others, which come first."""
+    return [name for name in store.part_names(layer) if experts or not name.startswith("expert.")]
+
+
+def streamed_parts(store: WeightStore, layer: int, resident_share: float, *, experts: bool = True) -> tuple[str, ...]:
     """All parts of a layer but those at its end that `resident_share` of its bytes hold."""
-    parts = store.layers[layer]
-    allowed_bytes = resident_share * sum(part.layout.nbytes for part in parts.values())
-    names = list(parts)
+    names, parts = part_names(store, layer, experts=experts), store.layers[layer]
+    allowed_bytes = resident_share * sum(parts[name].layout.nbytes for name in names)
     while names and parts[names[-1]].layout.nbytes <= allowed_bytes:
         allowed_bytes -= parts[names.pop()].layout.nbytes
     return tuple(names)

@@ -98,7 +98,7 @@ def plan_policy(
     micro-batch's prompts fit neither way, it is prefilled in parts. Raises ConfigError naming the memory that is too
     small.
     """
-    rates = rates or RateProbe(engine, packet_bytes=packet_bytes).measure()
+    rates = rates or RateProbe(engine, packet_bytes=packet_bytes, cpu_ffn=given.gpu_ffn is not True).measure()
     deployment = deployment_of(engine, padded=padded)
 
     def task(storage: Storage) -> Search:

@@ -34,7 +34,7 @@ def complete_policy(
     chosen = gpu_attention if given.gpu_attention is None else given.gpu_attention
     return plan_policy(
         engine,
-        replace(given, gpu_attention=chosen, gpu_ffn=True),
+        replace(given, gpu_attention=chosen),
         packet_bytes=int(packet_mb * 1e6),
         padded=padded,
         min_micro_batches=min_micro_batches,
@@ -45,7 +45,6 @@ def complete_policy(
 def require_supported(given: GivenPolicy, *, min_micro_batches: int = 1) -> None:
     """What these pipelines cannot run yet, by the field below `strategy`."""
     field = "strategy.policy"
-    require(given.gpu_ffn is not False, f"{field}.gpu_ffn", "must be true: experts on the CPU are not built")
     if given.batch_size is not None and given.micro_batch_size is not None:
         require(
             -(-given.batch_size // given.micro_batch_size) >= min(min_micro_batches, given.batch_size),
@@ -75,6 +74,7 @@ def build_offloading(
         num_pages=num_pages,
         resident_share=policy.resident_weights,
         packet_bytes=int(packet_mb * 1e6),
+        gpu_ffn=policy.gpu_ffn,
     )
     scheduler = BatchScheduler(
         engine.sequences,

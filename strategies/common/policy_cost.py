@@ -105,9 +105,12 @@ class CostModel:
             on_cpu.append(
                 _roofs("experts", rates.cpu_ffn, *_experts(d, BATCH, switches.micro_batch_size, MICRO_BATCHES))
             )
-            hidden = BATCH * (spec.hidden_dim * row_bytes)
-            to_gpu.append(_task("expert results", link=hidden / rates.h2d_bytes_s))
-            to_host.append(_task("hidden states", link=hidden / rates.d2h_bytes_s))
+            sums, inputs = (
+                BATCH * (spec.hidden_dim * 4),
+                BATCH * (spec.hidden_dim * row_bytes + 12 * spec.experts_per_token),
+            )
+            to_gpu.append(_task("expert sums", link=sums / rates.h2d_bytes_s))
+            to_host.append(_task("expert inputs", link=inputs / rates.d2h_bytes_s))
         return self._layer(to_gpu, to_host, on_gpu, on_cpu, weights=weights, in_decode=True)
 
     def prefill(self, switches: Switches) -> LayerTime:

@@ -201,14 +201,19 @@ class _Program:
 
     @property
     def _step(self) -> float:
-        """The unknown for r_w counts these: the pipeline's smallest share, or the whole where any share will do."""
-        given = self.task.given.resident_weights is not None
-        return 1.0 if given else self.task.deployment.storage.resident_step or 1.0
+        """The unknown for r_w counts these: the pipeline's smallest share, or the whole where any share will do. Of
+        what is no expert, the pipeline keeps all or nothing."""
+        step = self.task.deployment.storage.resident_step
+        return step if step is not None and self._has_steps and self.gpu_ffn else 1.0
+
+    @property
+    def _has_steps(self) -> bool:
+        return self.task.given.resident_weights is None and self.task.deployment.storage.resident_step is not None
 
     def _policy(self, solution: Any) -> Policy:
         batch, _, steps, on_device = solution[:_NUM_UNKNOWNS]
         given = self.task.given
-        resident = (steps if self._step == 1.0 else round(steps)) * self._step
+        resident = (round(steps) if self._has_steps else steps) * self._step
         size = round(batch)
         kv = given.resident_kv if given.resident_kv is not None else min(max(float(on_device) / size, 0.0), 1.0)
         weights = given.resident_weights if given.resident_weights is not None else min(max(float(resident), 0.0), 1.0)
@@ -226,7 +231,7 @@ class _Program:
         whole = np.zeros(self._num_columns)
         if integer:
             whole[:2] = 1
-            whole[2] = self._step != 1.0
+            whole[2] = self._has_steps
         constraints = [*self._constraints, *more]
         result = milp(objective, constraints=constraints, bounds=self._bounds, integrality=whole, options=_SOLVER)
         if result.status == 2:  # infeasible

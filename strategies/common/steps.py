@@ -19,6 +19,8 @@ class Steps:
     Micro-batches leave a layer in ascending order. `i` may be the number of layers where weights are meant: that is
     layer 0 of the next pass, at whose start its pages have all been requested. `first_index` is the pass's layer 0 in
     the stream of weights; `kv_staging` are two device buffers for cached keys and values, none where the CPU attends.
+    With `cpu_experts` the CPU has the experts, and a micro-batch takes their sums when it enters the next layer, so
+    that the GPU has other micro-batches in the meantime.
     """
 
     def __init__(
@@ -30,12 +32,15 @@ class Steps:
         first_index: int,
         num_layers: int,
         kv_staging: Seq[Buffer] = (),
+        cpu_experts: bool = False,
     ) -> None:
         self._emit, self._weights = emit, weights
         self._its = [InFlight(batch, acts) for batch, acts in micro_batches]
         self._kept = [acts.kept_hidden for _, acts in micro_batches]
         self._first_index, self._kv_staging = first_index, kv_staging
         self.num_layers, self.num_micro_batches = num_layers, len(micro_batches)
+        self._cpu_experts = cpu_experts
+        self._at_experts: dict[int, int] = {}  # micro-batches whose layer the CPU has not given back yet
         self.sampled: list[Ticket] = []  # in the order of the micro-batches, once the last layer has been submitted
 
     def ahead(self, i: int, j: int, by: int) -> tuple[int, int] | None:
@@ -70,6 +75,7 @@ class Steps:
     def pre_attn(self, i: int, j: int) -> None:
         """Norm, QKV, and in front of layer 0 the embedding."""
         it, kept = self._its[j], self._kept[j]
+        self._take_sums(j)
         if i == 0:
             self._emit.look_up(it)
         elif kept is not None:
@@ -80,14 +86,32 @@ class Steps:
         """Output projection, router and experts, and behind the last layer the head."""
         it, kept, index = self._its[j], self._kept[j], self._first_index + i
         self._emit.attention_out(it, i, self._weights.part(index, "attention_out"))
-        self._emit.experts(it, i, self._weights.experts(index))
+        if self._cpu_experts and self._emit.experts_on_host(it, i):
+            assert kept is None, "its hidden states stay on the device until the sums are there"
+            self._at_experts[j] = i
+        else:
+            self._emit.experts(it, i, self._weights.experts(index))
+            self._leave(i, j)
+        if j == self.num_micro_batches - 1:
+            self._weights.release(index)
+
+    def end(self) -> None:
+        """Behind the schedule: what the CPU still has of the last layer."""
+        for j in sorted(self._at_experts):
+            self._take_sums(j)
+
+    def _take_sums(self, j: int) -> None:
+        if (i := self._at_experts.pop(j, None)) is not None:
+            self._emit.load_expert_sums(self._its[j], i)
+            self._leave(i, j)
+
+    def _leave(self, i: int, j: int) -> None:
+        it, kept = self._its[j], self._kept[j]
         self._emit.combine(it, i)
         if i == self.num_layers - 1:
             self.sampled.append(self._emit.head(it))
         elif kept is not None:
             self._emit.offload_hidden(it, i, kept)
-        if j == self.num_micro_batches - 1:
-            self._weights.release(index)
 
     def prefill_attn(self, i: int, j: int) -> None:
         self._emit.prefill_attention(self._its[j], i)

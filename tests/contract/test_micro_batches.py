@@ -11,6 +11,7 @@ import yaml
 from harness.config import ConfigError
 from harness.engine.ops.compute import DecodeAttentionDevice
 from harness.engine.ops.data import LoadHidden, LoadKv, OffloadHidden
+from harness.engine.ops.host_experts import ExpertOnHost, LoadExpertSums, OffloadExpertInput
 from harness.machine.base import CPU, D2H, GPU, H2D, PIN, MachineError
 from harness.machine.shuffled import ShuffledMachine
 from harness.memory.ops import CopyPage, StagePage
@@ -36,7 +37,9 @@ class Recording(ShuffledMachine):
 
 
 def run(tiny, name: str, change: dict, machine: ShuffledMachine, *, count: int = 12, longest: int = 40):
+    """What `change` leaves open of the policy is the search's, but for what decides which ops there are."""
     values = YAMLS[name] | change
+    values["policy"] = {"gpu_ffn": True, "resident_kv": 0.0} | values["policy"]
     work = requests(count, vocab_size=tiny.spec.vocab_size, longest=longest, max_new_tokens=6, seed=4)
     work = [replace(request, max_new_tokens=5) for request in work]
     engine = engine_on(machine, tiny, work, kv_blocks=400, values=values)
@@ -70,7 +73,8 @@ def on_lane(step, lane, *kinds):
 def test_cgopipe_is_algorithm_1(tiny):
     """A step's lanes, written down anew from the paper: 12 sequences in 4 micro-batches, 4 layers, 4 pages."""
     machine = Recording()
-    run(tiny, "moelightning", {"policy": {"batch_size": 12, "micro_batch_size": 3}}, machine)
+    policy = {"batch_size": 12, "micro_batch_size": 3, "gpu_attention": False}
+    run(tiny, "moelightning", {"policy": policy}, machine)
     layers, m = tiny.spec.num_layers, 4
     step = decode_steps(machine)[1]
     order = [(i, j) for i in range(layers) for j in range(m)]
@@ -153,6 +157,35 @@ def test_padded_prompts_are_computed_kept_and_read_as_long_as_the_longest_of_the
     assert report.ok and report.checked == 12, report.first_mismatch
 
 
+def test_experts_on_the_cpu_leave_the_link_to_the_rest_and_the_gpu_to_other_micro_batches(tiny):
+    """F_g = 0: no expert's weights in decode; a micro-batch takes its sums when it enters the next layer."""
+    machine = Recording()
+    policy = {
+        "batch_size": 12,
+        "micro_batch_size": 3,
+        "gpu_attention": False,
+        "gpu_ffn": False,
+        "resident_weights": 0.0,
+    }
+    run(tiny, "moelightning", {"policy": policy}, machine)
+    step, layers, m = decode_steps(machine)[1], tiny.spec.num_layers, 4
+    order = [(i, j) for i in range(layers) for j in range(m)]
+    gpu = [("attention in", *at) for at in order[:2]]
+    for place, at in enumerate(order):
+        gpu.append(("attention out", *at))
+        for i, j in order[place + 2 : place + 3]:
+            gpu += [("combine", i - 1, j)] * (i > 0) + [("attention in", i, j)]
+    for j in range(m):
+        gpu += [("combine", layers - 1, j), ("head", None, j)]
+    assert on_lane(step, GPU, "attention in", "attention out", "experts", "combine", "head") == gpu
+    on_cpu = [at for at in order for _ in range(tiny.spec.num_experts)]
+    assert on_lane(step, CPU, "experts") == [("experts", *at) for at in on_cpu]
+    parts = [part for layer in range(layers) for part in tiny.family.layer_parts(tiny.spec, layer)]
+    dense = sum(part.nbytes for part in parts if not part.name.startswith("expert."))
+    streamed = sum(op.nbytes for lane, op in step if lane == H2D and op.kind == "weights")
+    assert streamed == pytest.approx(dense, rel=0.01)
+
+
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", NAMES)
 def test_a_share_of_the_kv_cache_on_the_device_is_attended_to_there(tiny, name, seed):
@@ -200,7 +233,6 @@ def test_a_device_too_small_for_the_policy_is_refused(tiny):
 
 
 MISTAKES = [
-    ("moelightning", {"gpu_ffn": False}, "strategy.policy.gpu_ffn", "not built"),
     ("moelightning", {"batch_size": 4, "micro_batch_size": 4}, "strategy.policy.micro_batch_size", "at least 2"),
     ("flexgen", {"gpu_attention": False}, "strategy.policy.gpu_attention", "flexgen_c"),
     ("flexgen_c", {"gpu_attention": True}, "strategy.policy.gpu_attention", "flexgen"),
@@ -226,15 +258,20 @@ FORGOTTEN = {
     "cached keys are loaded undeclared": (LoadKv, "writes", "flexgen"),
     "attention on the device reads undeclared": (DecodeAttentionDevice, "reads", "flexgen"),
     "attention on the device is undeclared": (DecodeAttentionDevice, "writes", "flexgen"),
+    "experts' input is offloaded unread": (OffloadExpertInput, "reads", "fastdecode"),
+    "experts' input is offloaded undeclared": (OffloadExpertInput, "writes", "fastdecode"),
+    "experts on the CPU read undeclared": (ExpertOnHost, "reads", "fastdecode"),
+    "experts' sums are loaded unread": (LoadExpertSums, "reads", "fastdecode"),
+    "experts' sums are loaded undeclared": (LoadExpertSums, "writes", "fastdecode"),
 }
 
 
 def outcome(tiny, name: str, seed: int) -> str:
+    """`fastdecode` stands for experts on the CPU."""
+    policy = {"batch_size": 24, "micro_batch_size": 4, "gpu_ffn": name != "fastdecode"}
     try:
         machine = ShuffledMachine(capacities_bytes=SMALL_DEVICE, seed=seed)
-        engine, _ = run(
-            tiny, name, {"policy": {"batch_size": 24, "micro_batch_size": 4}}, machine, count=24, longest=100
-        )
+        engine, _ = run(tiny, name, {"policy": policy}, machine, count=24, longest=100)
         return "right" if check_tokens(tiny, engine.sequences).ok else "wrong tokens"
     except (MachineError, AssertionError):
         return "error"

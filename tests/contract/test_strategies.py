@@ -26,9 +26,15 @@ VARIANTS = {
         {"padding": True, "policy": {"batch_size": 2}},
         {"policy": {"batch_size": 3, "resident_kv": 0.5}},
         {"policy": {"gpu_attention": True, "resident_kv": 0.3}},
+        {"policy": {"gpu_ffn": False}},
+        {"policy": {"batch_size": 6, "micro_batch_size": 2, "gpu_ffn": False, "resident_weights": 1.0}},
+        {"paging": False, "padding": True, "policy": {"gpu_ffn": False, "gpu_attention": True, "batch_size": 2}},
     ],
     "fastdecode": [{"staging": True, "padding": True}],
-    "flexgen_c": [{"staging": True, "policy": {"micro_batch_size": 3}}, {"policy": {"resident_kv": 1.0}}],
+    "flexgen_c": [
+        {"staging": True, "policy": {"micro_batch_size": 3}},
+        {"policy": {"resident_kv": 1.0, "gpu_ffn": False}},
+    ],
     "flexgen": [
         {"staging": True, "policy": {"micro_batch_size": 1}},
         {"padding": True, "policy": {"resident_kv": 0.5}},
