@@ -14,7 +14,8 @@ from harness.engine.activations import Activations
 from harness.engine.batch import assemble
 from harness.engine.emitter import Emitter, InFlight
 from harness.engine.engine import Engine
-from harness.engine.ops import data, paged
+from harness.engine.ops import data, host_experts, paged
+from harness.engine.ops.views import weights
 from harness.engine.sequences import Sequence, State
 from harness.machine.base import CPU, D2H, GPU, H2D, PIN, Context, Op, Ticket, Work
 from harness.memory.kv_cache import BlockAllocator, Blocks, KVCache
@@ -45,13 +46,14 @@ class Shape:
 
 
 class CpuExpert(Op):
-    """One expert on the cpu lane with the kernel that a CPU has for it. The weights are a stored expert's bytes read as
-    gate, up and down one after the other, whatever their real layout: only the time counts."""
+    """One expert on the cpu lane. In bfloat16 with the kernel that a CPU has for it, whose weights are a stored
+    expert's bytes read as gate, up and down one after the other, whatever their real layout: only the time counts. In
+    others with the family's math."""
 
     kind: ClassVar[str] = "experts"
 
-    def __init__(self, spec: ModelSpec, part: PlacedPart, tokens: Buffer, num_tokens: int) -> None:
-        self.spec, self.part, self.tokens, self.num_tokens = spec, part, tokens, num_tokens
+    def __init__(self, family: Any, spec: ModelSpec, part: PlacedPart, tokens: Buffer, num_tokens: int) -> None:
+        self.family, self.spec, self.part, self.tokens, self.num_tokens = family, spec, part, tokens, num_tokens
         self.reads, self.writes = part.keys, (tokens,)
 
     def work(self) -> Work:
@@ -69,10 +71,13 @@ class CpuExpert(Op):
 
     def run(self, ctx: Context, packet: int) -> Any:
         spec = self.spec
+        rows = ctx.tensor(self.tokens, (2, self.num_tokens, spec.hidden_dim), spec.dtype)
+        if spec.dtype != "bfloat16":
+            rows[1].copy_(self.family.expert(spec, weights(ctx, self.part), rows[0]))
+            return
         size, shape = spec.expert_dim * spec.hidden_dim, (spec.expert_dim, spec.hidden_dim)
         flat = ctx.tensor(self.part.buffer, (3 * size,), "bfloat16")
         gate, up = flat[:size].view(shape), flat[size : 2 * size].view(shape)
-        rows = ctx.tensor(self.tokens, (2, self.num_tokens, spec.hidden_dim), "bfloat16")
         kernels.expert_ffn(
             rows[0], gate, up, flat[2 * size :].view(shape[::-1]), rows[1], num_threads=ctx.num_threads()
         )
@@ -88,9 +93,16 @@ class Bench:
         self.packet_bytes = packet_bytes
         machine, spec = engine.machine, engine.spec
         self.stream = WeightStream(machine, engine.store, depth=2, packet_bytes=packet_bytes, name="bench slot")
-        self.acts = [Activations(machine, spec, max_tokens=max_tokens, name=f"bench {i}") for i in (0, 1)]
+        self.acts = [
+            Activations(machine, spec, max_tokens=max_tokens, name=f"bench {i}", host_experts=True) for i in (0, 1)
+        ]
+        self.kept = machine.tiers["pinned"].reserve(
+            "bench kept hidden", max_tokens * spec.hidden_dim * spec.dtype_bytes
+        )
         self.staging = machine.tiers["device"].reserve("bench kv staging", _STAGING_BYTES)
-        self.rows = machine.tiers["pinned"].reserve("bench expert rows", 4 * max_tokens * spec.hidden_dim)
+        self.rows = machine.tiers["pinned"].reserve(
+            "bench expert rows", 2 * max_tokens * spec.hidden_dim * spec.dtype_bytes
+        )
         self.staged = self._pageable_part()
         block_size = engine.kv.allocator.block_size
         self.kv = KVCache(machine, spec, capacity_bytes=_DEVICE_KV_BYTES, block_size=block_size, tier=DEVICE)
@@ -211,6 +223,10 @@ class Bench:
         emit.append_kv(it, layer)
         emit.decode_attention(it, layer)
         emit.fetch_routing(it, layer)
+        emit.offload_hidden(it, layer, self.kept)
+        emit.load_hidden(it, layer, self.kept)
+        emit.submit(D2H, host_experts.OffloadExpertInput(self.engine.spec, it.batch, it.acts, layer))
+        emit.load_expert_sums(it, layer)
 
     def device_attention(self, emit: Emitter, it: InFlight, layer: int) -> None:
         """Decode attention where the gpu lane has it: keys and values over the link, or in device memory. Too long
@@ -240,11 +256,10 @@ class Bench:
             emit.submit(PIN, self.stage())
 
     def cpu_expert(self, emit: Emitter, num_tokens: int) -> None:
-        """An expert over its share of so many tokens, where the weights are such that the kernel takes them."""
-        spec = self.engine.spec
-        if spec.dtype == "bfloat16":
-            share = -(-num_tokens * spec.experts_per_token // spec.num_experts)
-            emit.submit(CPU, CpuExpert(spec, self._stored_expert(), self.rows, share))
+        """An expert over its share of so many tokens."""
+        spec, family = self.engine.spec, self.engine.family
+        share = -(-num_tokens * spec.experts_per_token // spec.num_experts)
+        emit.submit(CPU, CpuExpert(family, spec, self._stored_expert(), self.rows, share))
 
     def _fits_staging(self, it: InFlight) -> bool:
         nbytes = it.batch.on_host.num_context_tokens * self.engine.spec.kv_bytes_per_token_layer
@@ -274,6 +289,7 @@ class Bench:
         tiers["device"].release(self.staging)
         self.kv.close()
         tiers["pinned"].release(self.rows)
+        tiers["pinned"].release(self.kept)
         if self.staged is not None:
             tiers["host"].release(self.staged[0].buffer)
             tiers["pinned"].release(self.staged[1])

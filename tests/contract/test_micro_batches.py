@@ -15,6 +15,7 @@ from harness.engine.ops.host_experts import ExpertOnHost, LoadExpertSums, Offloa
 from harness.machine.base import CPU, D2H, GPU, H2D, PIN, MachineError
 from harness.machine.shuffled import ShuffledMachine
 from harness.memory.ops import CopyPage, StagePage
+from harness.model.checkpoint import Checkpoint
 from tests.conftest import ROOT
 from tests.contract.running import CAPACITIES_BYTES, check_tokens, engine_on, requests, run_to_end, strategy_of
 
@@ -184,6 +185,14 @@ def test_experts_on_the_cpu_leave_the_link_to_the_rest_and_the_gpu_to_other_micr
     dense = sum(part.nbytes for part in parts if not part.name.startswith("expert."))
     streamed = sum(op.nbytes for lane, op in step if lane == H2D and op.kind == "weights")
     assert streamed == pytest.approx(dense, rel=0.01)
+
+
+def test_experts_on_the_cpu_in_bfloat16(tiny):
+    """With the kernel that CPUs have for it; every choice near the best of a float32 reference."""
+    checkpoint = Checkpoint(tiny.folder, "bfloat16")
+    engine, _ = run(checkpoint, "flexgen_c", {"policy": {"gpu_ffn": False}}, Recording())
+    report = check_tokens(checkpoint, engine.sequences)
+    assert report.ok and report.checked == 12, report.first_mismatch
 
 
 @pytest.mark.parametrize("seed", range(2))

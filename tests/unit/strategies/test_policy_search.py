@@ -154,6 +154,17 @@ def test_a_slow_cpu_leaves_attention_to_the_gpu_where_its_memory_holds_the_cache
     assert task.rate(found) > 1.05 * task.rate(search(replace(task, given=GivenPolicy(resident_kv=0.0))))
 
 
+def test_experts_go_to_the_cpu_where_that_is_better():
+    """Few sequences behind a link of a tenth: reading experts where they lie beats bringing them."""
+    task = s1()
+    shape = replace(task.deployment.shape, num_requests=16)
+    cost = replace(task.cost, deployment=replace(task.deployment, shape=shape))
+    slow = replace(task, cost=replace(cost, rates=replace(cost.rates, h2d_bytes_s=1.2e9)))
+    found = search(slow)
+    assert not found.gpu_ffn
+    assert slow.rate(found) > 2 * slow.rate(search(replace(slow, given=GivenPolicy(gpu_ffn=True))))
+
+
 def test_what_is_given_stays_and_the_rest_is_searched():
     found = search(replace(s1(), given=GivenPolicy(batch_size=504, micro_batch_size=36)))
     assert (found.batch_size, found.num_micro_batches, found.gpu_attention) == (504, 14, False)
