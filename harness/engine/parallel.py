@@ -14,9 +14,10 @@ from harness.engine.activation_pool import ActivationPool, PooledActivations, Po
 from harness.engine.activations import Activations
 from harness.engine.emitter import Emitter
 from harness.engine.engine import Engine
-from harness.engine.parallel_emitter import ParallelEmitter
+from harness.engine.parallel_emitter import EachGpuEmitter, ParallelEmitter
 from harness.engine.sharded import Sharded, ShardedActivations
-from harness.machine.base import Ticket
+from harness.machine.base import Lane, LaneKind, Machine, Ticket
+from harness.memory.ops import AllGather
 from harness.memory.paged_weights import PagedWeights
 from harness.memory.tiers import Buffer, device_tier
 from harness.memory.weights import WeightStream
@@ -29,6 +30,13 @@ def emitter(engine: Engine, *, serial: bool = False, fifo: bool = False) -> Emit
     return cast(Emitter, ParallelEmitter(engine, serial=serial, fifo=fifo))  # a test holds that it has the same methods
 
 
+def each_gpu_emitter(engine: Engine, *, serial: bool = False) -> Emitter:
+    """For all GPUs of the engine, each with a micro-batch of its own."""
+    if len(engine.ranks) == 1:
+        return Emitter(engine, serial=serial)
+    return cast(Emitter, EachGpuEmitter(engine, serial=serial))
+
+
 def weight_stream(engine: Engine, *, depth: int, packet_bytes: int, name: str = "weight buffer") -> WeightStream:
     """For all GPUs of the engine, each over its own link."""
     streams = [
@@ -36,6 +44,25 @@ def weight_stream(engine: Engine, *, depth: int, packet_bytes: int, name: str = 
         for each in engine.ranks
     ]
     return streams[0] if len(streams) == 1 else cast(WeightStream, ParallelStream(streams))
+
+
+def gathered_stream(engine: Engine, *, depth: int, packet_bytes: int, name: str = "weight buffer") -> WeightStream:
+    """Whole layers on all GPUs of the engine: each brings its share over its own link, and has the rest from the
+    others."""
+    num_gpus = len(engine.ranks)
+    streams = [
+        WeightStream(
+            each.machine,
+            each.store,
+            depth=depth,
+            packet_bytes=packet_bytes,
+            name=name,
+            rank=each.rank,
+            num_shares=num_gpus,
+        )
+        for each in engine.ranks
+    ]
+    return streams[0] if num_gpus == 1 else cast(WeightStream, GatheredStream(engine.machine, streams))
 
 
 def paged_weights(engine: Engine, *, num_pages: int, packet_bytes: int, resident_share: float = 0.0) -> PagedWeights:
@@ -116,6 +143,38 @@ class ParallelStream(Sharded[WeightStream]):
     def close(self) -> None:
         for stream in self.shards:
             stream.close()
+
+
+class GatheredStream(ParallelStream):
+    """Streams that bring a share each: `part` makes it whole on all GPUs, when it is first asked for. The gpu lanes do
+    that, so it waits for the slowest link and lets nothing be computed meanwhile."""
+
+    def __init__(self, machine: Machine, shards: Iterable[WeightStream]) -> None:
+        super().__init__(shards)
+        self._machine = machine
+        self._gathered: set[tuple[int, str]] = set()
+
+    def part(self, index: int, part_name: str) -> Sharded[Any]:
+        parts = super().part(index, part_name)
+        if (index, part_name) not in self._gathered:
+            self._gathered.add((index, part_name))
+            buffers, nbytes = [part.buffer for part in parts.shards], parts.shards[0].layout.nbytes
+            for rank in range(len(buffers)):
+                op = AllGather(buffers, rank, nbytes=nbytes, layer=self.layer(index))
+                self._machine.submit(Lane(LaneKind.GPU, rank), op)
+        return parts
+
+    def release(self, index: int, part_name: str) -> None:
+        self._gathered.discard((index, part_name))
+        super().release(index, part_name)
+
+    def advance(self, index: int, part_name: str) -> None:
+        self._gathered.discard((index, part_name))
+        super().advance(index, part_name)
+
+    def cancel_all(self) -> None:
+        self._gathered.clear()
+        super().cancel_all()
 
 
 class ParallelPages(Sharded[PagedWeights]):

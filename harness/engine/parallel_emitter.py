@@ -1,4 +1,4 @@
-"""The steps of an emitter on all GPUs that share every layer (tensor parallelism)."""
+"""The steps of an emitter on several GPUs: each with a micro-batch of its own, or all with one and the same."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from harness.memory.weights import WeightStream
 T = TypeVar("T")
 
 
-class ParallelEmitter:
-    """The steps of `Emitter` on all GPUs, rank after rank, with sums over GPUs where a layer needs them.
+class EachGpuEmitter:
+    """The steps of `Emitter` on all GPUs, rank after rank, each with its own micro-batch (data parallelism): one in
+    flight has a `Sharded` batch, with None for a GPU that has nothing to do.
 
     With `serial` a step follows the one before it on all GPUs; within a step they work side by side. Tickets that are
-    returned are the first GPU's.
+    returned are the first GPU's, but for the head's.
     """
 
     def __init__(self, engine: Engine, *, serial: bool = False, fifo: bool = False) -> None:
@@ -53,8 +54,7 @@ class ParallelEmitter:
         self._step(partial(Emitter.offload_qkv, queries=queries), it, layer)
 
     def offload_hidden(self, it: InFlight, layer: int, to: Any) -> None:
-        """All GPUs have the same."""
-        self._first(lambda emit: emit.offload_hidden(self._on(it, 0), layer, to))
+        self._step(Emitter.offload_hidden, it, layer, to)
 
     def load_hidden(self, it: InFlight, layer: int, source: Any) -> None:
         self._step(Emitter.load_hidden, it, layer, source)
@@ -84,6 +84,71 @@ class ParallelEmitter:
         self._step(Emitter.decode_attention_on_device, it, layer, staging)
 
     def attention_out(self, it: InFlight, layer: int, part: Any) -> Ticket:
+        return self._step(Emitter.attention_out, it, layer, part)
+
+    def fetch_routing(self, it: InFlight, layer: int) -> Ticket:
+        return self._step(Emitter.fetch_routing, it, layer)
+
+    def experts(self, it: InFlight, layer: int, parts: Any) -> Ticket | None:
+        return self._step(Emitter.experts, it, layer, parts)
+
+    def combine(self, it: InFlight, layer: int, extra: Any = ()) -> Ticket:
+        return self._step(partial(Emitter.combine, extra=extra), it, layer)
+
+    def head(self, it: InFlight) -> Any:
+        """A ticket for each GPU, None for one without a micro-batch."""
+        return Sharded(self._on_each(Emitter.head, it))
+
+    def poison(self, buffers: Iterable[Buffer]) -> None:
+        by_rank: dict[int, list[Buffer]] = defaultdict(list)
+        for buffer in buffers:
+            by_rank[gpu_of(buffer.tier)].append(buffer)
+        self._each(lambda rank, emit: emit.poison(by_rank[rank]))
+
+    # -- how a step reaches the GPUs ------------------------------------------------------------------------------
+
+    def _step(self, method: Callable[..., Any], it: InFlight, *arguments: Any) -> Any:
+        return self._on_each(method, it, *arguments)[0]
+
+    def _on_each(self, method: Callable[..., Any], it: InFlight, *arguments: Any) -> list[Any]:
+        """A step of the ordinary emitter on every GPU that has a micro-batch."""
+
+        def run(rank: int, emit: Emitter) -> Any:
+            mine = self._on(it, rank)
+            if mine.batch is None:
+                return None
+            return method(emit, mine, *(shard_of(argument, rank) for argument in arguments))
+
+        return self._each(run)
+
+    def _each(self, run: Callable[[int, Emitter], Any]) -> list[Any]:
+        before, results = self._ranks[0].tail, []
+        after: dict[Ticket, None] = {}  # an ordered set
+        for rank, emit in enumerate(self._ranks):
+            emit.tail = before
+            results.append(run(rank, emit))
+            after |= dict.fromkeys(emit.tail)
+        self._follow(tuple(after))
+        return results
+
+    def _follow(self, tail: tuple[Ticket, ...]) -> None:
+        for emit in self._ranks:
+            emit.tail = tail
+
+    @staticmethod
+    def _on(it: InFlight, rank: int) -> InFlight:
+        """What a GPU has of a micro-batch, in its buffers."""
+        return InFlight(shard_of(it.batch, rank), shard_of(it.acts, rank))
+
+
+class ParallelEmitter(EachGpuEmitter):
+    """All GPUs with one micro-batch, each with its share of every layer (tensor parallelism), and with sums over GPUs
+    where a layer needs them. All have the same hidden states."""
+
+    def offload_hidden(self, it: InFlight, layer: int, to: Any) -> None:
+        self._first(lambda emit: emit.offload_hidden(self._on(it, 0), layer, to))
+
+    def attention_out(self, it: InFlight, layer: int, part: Any) -> Ticket:
         def op_of(kind: Any) -> Callable[[Engine, InFlight, int], Op]:
             return lambda on, mine, rank: kind(on.family, on.spec, it.batch, mine.acts, shard_of(part, rank), layer)
 
@@ -97,9 +162,6 @@ class ParallelEmitter:
     def fetch_routing(self, it: InFlight, layer: int) -> Ticket:
         return self._first(lambda emit: emit.fetch_routing(self._on(it, 0), layer))
 
-    def experts(self, it: InFlight, layer: int, parts: Any) -> Ticket | None:
-        return self._step(Emitter.experts, it, layer, parts)
-
     def combine(self, it: InFlight, layer: int, extra: Any = ()) -> Ticket:
         assert not extra, "only the GPUs' own sums are added"
         return self._all_reduce(it, layer, "hidden")
@@ -107,26 +169,11 @@ class ParallelEmitter:
     def head(self, it: InFlight) -> Ticket:
         return self._first(lambda emit: emit.head(self._on(it, 0)))
 
-    def poison(self, buffers: Iterable[Buffer]) -> None:
-        by_rank: dict[int, list[Buffer]] = defaultdict(list)
-        for buffer in buffers:
-            by_rank[gpu_of(buffer.tier)].append(buffer)
-        self._each(lambda rank, emit: emit.poison(by_rank[rank]))
-
-    # -- how a step reaches the GPUs ------------------------------------------------------------------------------
-
-    def _step(self, method: Callable[..., Any], it: InFlight, *arguments: Any) -> Any:
-        """A step of the ordinary emitter on every GPU."""
-
-        def run(rank: int, emit: Emitter) -> Any:
-            return method(emit, self._on(it, rank), *(shard_of(argument, rank) for argument in arguments))
-
-        return self._each(run)
-
     def _ops(self, it: InFlight, make: Callable[[Engine, InFlight, int], Op]) -> Ticket:
-        """One op on the gpu lane of every GPU."""
+        """One op on the gpu lane of every GPU; the first one's ticket."""
         engines = self._engine.ranks
-        return self._each(lambda rank, emit: emit.submit(GPU, make(engines[rank], self._on(it, rank), rank)))
+        tickets = self._each(lambda rank, emit: emit.submit(GPU, make(engines[rank], self._on(it, rank), rank)))
+        return cast(Ticket, tickets[0])
 
     def _all_reduce(self, it: InFlight, layer: int, to: Any) -> Ticket:
         """All members in one call, so that they are in the same order on all lanes."""
@@ -137,27 +184,8 @@ class ParallelEmitter:
 
         return self._ops(it, member)
 
-    def _each(self, run: Callable[[int, Emitter], Any]) -> Any:
-        before, results = self._ranks[0].tail, []
-        after: dict[Ticket, None] = {}  # an ordered set
-        for rank, emit in enumerate(self._ranks):
-            emit.tail = before
-            results.append(run(rank, emit))
-            after |= dict.fromkeys(emit.tail)
-        self._follow(tuple(after))
-        return results[0]
-
     def _first(self, run: Callable[[Emitter], T]) -> T:
         """On the first GPU alone."""
         result = run(self._ranks[0])
         self._follow(self._ranks[0].tail)
         return result
-
-    def _follow(self, tail: tuple[Ticket, ...]) -> None:
-        for emit in self._ranks:
-            emit.tail = tail
-
-    @staticmethod
-    def _on(it: InFlight, rank: int) -> InFlight:
-        """The micro-batch in the buffers of one GPU."""
-        return InFlight(it.batch, shard_of(it.acts, rank))

@@ -27,6 +27,11 @@ def shard_of(value: Any, rank: int) -> Any:
     return value
 
 
+def shards_of(value: Any) -> tuple[Any, ...]:
+    """What the GPUs have, by rank; or the one thing that there is."""
+    return value.shards if isinstance(value, Sharded) else (value,)
+
+
 class ShardedActivations(Sharded[PooledActivations]):
     """A micro-batch's share of the pools of all GPUs, the first of which keeps the hidden states for all."""
 

@@ -159,7 +159,7 @@ class CostModel:
         return LayerTime(resources={name: tasks for name, tasks in resources.items() if tasks})
 
     def _sums(self, tokens: Linear) -> list[Task]:
-        """Partial sums of O projection and experts over all GPUs: two rings, in each of which a GPU sends 2 (R - 1) / R."""
+        """Partial sums of O projection and experts over all GPUs: two rings, to which each sends 2 (R - 1) / R of it."""
         spec, num_gpus = self.deployment.spec, self.deployment.num_gpus
         if num_gpus == 1:
             return []

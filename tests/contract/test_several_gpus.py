@@ -19,6 +19,8 @@ SEVERAL = [
     ("fastdecode", {}),
     ("flexgen_c", {"staging": True}),
     ("flexgen", {}),
+    ("deepspeed_zero", {}),
+    ("deepspeed_zero", {"prefetch": False, "batch_size": 2}),
 ]
 
 
@@ -46,7 +48,10 @@ def test_shuffled_machine(tiny, name, change, num_gpus):
         run(tiny, shuffled(seed, num_gpus=num_gpus), name, change, num_gpus)
 
 
-@pytest.mark.parametrize(("name", "num_gpus"), [("moelightning", 2), ("moelightning", 4), ("flexgen", 2)])
+@pytest.mark.parametrize(
+    ("name", "num_gpus"),
+    [("moelightning", 2), ("moelightning", 4), ("flexgen", 2), ("deepspeed_zero", 2), ("deepspeed_zero", 4)],
+)
 def test_emulated_machine(tiny, name, num_gpus):
     """Every GPU brings and computes a share; the host's lanes are one."""
     engine, _ = run(tiny, emulated(num_gpus=num_gpus), name, {}, num_gpus)
