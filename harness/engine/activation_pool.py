@@ -15,7 +15,7 @@ from harness.engine.activations import (
     state_bytes,
 )
 from harness.machine.base import Machine
-from harness.memory.tiers import PINNED, Buffer
+from harness.memory.tiers import PINNED, Buffer, device_tier
 from harness.model.spec import ModelSpec
 
 
@@ -56,13 +56,23 @@ class ActivationPool:
     """Reserved once, cut anew for each pass. What lives from layer to layer is a micro-batch's own; buffers around
     attention are taken in turns, and those behind it are one for all, since the gpu lane runs one op at a time.
 
-    Passes must not overlap: the last op of one has finished before the next is laid out.
+    Passes must not overlap: the last op of one has finished before the next is laid out. The device is that of GPU
+    `rank`, and `spec` what it computes of the model. GPUs that share a layer have the same hidden states, which wait in
+    pinned memory once: only one of their pools `keeps` them.
     """
 
-    def __init__(self, machine: Machine, spec: ModelSpec, sizes: PoolSizes) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        spec: ModelSpec,
+        sizes: PoolSizes,
+        *,
+        rank: int = 0,
+        keeps: bool = True,
+    ) -> None:
         assert sizes.largest <= min(sizes.in_pass, sizes.in_attention, sizes.hidden), f"a micro-batch exceeds {sizes}"
         self._sizes = sizes
-        device, pinned = machine.tiers["device"], machine.tiers[PINNED]
+        device, pinned = machine.tiers[device_tier(rank)], machine.tiers[PINNED]
         self._bytes: dict[str, int] = {}
         self._roots: dict[str, Buffer] = {}
         counts = {"tokens": sizes.in_pass, "sampled": sizes.in_pass, "hidden": sizes.hidden}
@@ -71,7 +81,7 @@ class ActivationPool:
             (device, attention_bytes(spec), dict.fromkeys(attention_bytes(spec), sizes.in_attention)),
             (device, expert_bytes(spec), dict.fromkeys(expert_bytes(spec), sizes.largest)),
             (pinned, host_attention_bytes(spec), dict.fromkeys(host_attention_bytes(spec), sizes.in_attention)),
-            (pinned, {"kept_hidden": state_bytes(spec)["hidden"]}, {"kept_hidden": sizes.kept}),
+            (pinned, {"kept_hidden": state_bytes(spec)["hidden"]} if keeps else {}, {"kept_hidden": sizes.kept}),
         )
         for tier, bytes_per_token, tokens in groups:
             for name, nbytes in bytes_per_token.items():
@@ -96,7 +106,7 @@ class ActivationPool:
             own = {name: self._range(name, start, size) for name in ("tokens", "sampled")}
             own |= turns(index) | shared
             own |= hidden(index) if hidden else {"hidden": self._range("hidden", start, size)}
-            kept = self._range("kept_hidden", start, size) if is_kept else None
+            kept = self._range("kept_hidden", start, size) if is_kept and "kept_hidden" in self._roots else None
             laid_out.append(PooledActivations(size, own, kept))
             start += size
         return laid_out

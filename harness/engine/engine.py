@@ -17,8 +17,9 @@ from harness.model.spec import ModelSpec
 class Engine:
     """One loaded model on one machine, and the requests it is to serve, in the order of their arrival.
 
-    Where several GPUs share the model (tensor parallelism), this is GPU 0 and `peers` are the others, each an engine of
-    its own over its part of every layer. `spec` is then that part: what each GPU stores and computes of the model.
+    Where several GPUs share the model, this is GPU 0 and `peers` are the others, each an engine of its own. Under
+    tensor parallelism `spec`, store and cache are the part of every layer that the GPU stores and computes; otherwise
+    all have the whole model's, and who computes what is the pipeline's matter.
     """
 
     machine: Machine

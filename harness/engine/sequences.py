@@ -40,6 +40,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     num_cached: int = 0
     kv_on_device: bool = False  # where its blocks lie
+    kv_rank: int = 0  # and in the memory of which GPU
     partition: int = 0  # KV dependencies are derived by (layer, partition); constant while blocks are held
     num_preemptions: int = 0
     reject_reason: str | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -16,6 +16,17 @@ def weights_tier(config: Any) -> str:
     """The tier of host memory in which a strategy wants the model: what its Config has as `weights_tier`, or pinned."""
     tier: str = getattr(config, "weights_tier", PINNED)
     return tier
+
+
+# How several GPUs share the model: the layers' dimensions ("tensor"); the requests, while each brings a share of every
+# layer to all ("data"); or the layers ("pipeline").
+Parallelism = Literal["tensor", "data", "pipeline"]
+
+
+def parallelism(config: Any) -> Parallelism:
+    """What a strategy's Config has as `parallelism`. One without it runs on one GPU, which is all the same."""
+    chosen: Parallelism = getattr(config, "parallelism", "tensor")
+    return chosen
 
 
 class Scheduler(Protocol):

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 
-from harness.engine.activation_pool import ActivationPool
+from harness.engine import parallel
 from harness.engine.batch import PassPlan, assemble
-from harness.engine.emitter import Emitter
 from harness.engine.engine import Engine
 from harness.engine.sequences import Sequence
 from harness.engine.strategy import PassResult
-from harness.memory.paged_weights import PagedWeights
 from harness.memory.tiers import Buffer
 from strategies.common.micro_batch_memory import MicroBatchMemory
 from strategies.common.steps import Schedule, Steps, zigzag
@@ -20,6 +18,7 @@ from strategies.common.steps import Schedule, Steps, zigzag
 class MicroBatchPipeline:
     """Prefill in zigzag order, decode by `schedule`; the scheduler cuts its passes into micro-batches and keeps the two
     phases apart. Where the prompts of one exceed the buffers, its prefill goes in several. Lanes are plain FIFOs.
+    Several GPUs share every layer if the engine has them.
     """
 
     def __init__(
@@ -32,15 +31,14 @@ class MicroBatchPipeline:
         resident_share: float,
         packet_bytes: int,
     ) -> None:
-        machine = engine.machine
         self._engine, self._schedule, self._memory = engine, schedule, memory
-        self._emit = Emitter(engine, fifo=True)
-        self.weights = PagedWeights(
-            machine, engine.store, num_pages=num_pages, packet_bytes=packet_bytes, resident_share=resident_share
+        self._emit = parallel.emitter(engine, fifo=True)
+        self.weights = parallel.paged_weights(
+            engine, num_pages=num_pages, packet_bytes=packet_bytes, resident_share=resident_share
         )
-        self._pool = ActivationPool(machine, engine.spec, memory.pool)
+        self._pool = parallel.activation_pool(engine, memory.pool)
         self._kv_staging: list[Buffer] = [
-            machine.tiers["device"].reserve(f"kv staging {i}", memory.kv_staging_bytes)
+            parallel.device_buffer(engine, f"kv staging {i}", memory.kv_staging_bytes)
             for i in range(2 if memory.kv_staging_bytes else 0)
         ]
         self._first_index = 0  # of the current pass's layer 0 in the stream of weights

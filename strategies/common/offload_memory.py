@@ -146,13 +146,18 @@ class Switches:
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """A model and a workload on a machine: everything about memory but the policy."""
+    """A model and a workload on a machine: everything about memory but the policy.
+
+    Of several GPUs that share every layer, `spec` and `sizes` are the share of one, with the ends, which the first has.
+    What the host holds is theirs together.
+    """
 
     spec: ModelSpec
     sizes: WeightSizes
     shape: WorkloadShape
     capacities_bytes: Mapping[str, int]  # by tier; those that are missing hold anything
     storage: Storage = Storage()
+    num_gpus: int = 1
 
     @property
     def limits_bytes(self) -> dict[str, int]:
@@ -174,14 +179,15 @@ def demands(deployment: Deployment, switches: Switches) -> dict[str, dict[str, L
     never stay there, and r_w is the share of everything else.
     """
     sizes, storage = deployment.sizes, deployment.storage
-    kv_bytes = (BATCH - DEVICE_SEQUENCES) * kv_bytes_per_sequence(deployment)
+    num_gpus = deployment.num_gpus
+    kv_bytes = (BATCH - DEVICE_SEQUENCES) * (num_gpus * kv_bytes_per_sequence(deployment))
     given = storage.kv_cache_bytes
     tiers: dict[str, dict[str, Linear]] = {
         "device": _on_device(deployment, switches),
         PINNED: _in_pinned(deployment, switches) | {KV_CACHE: kv_bytes if given is None else Linear(given)},
         PAGEABLE: {},
     }
-    tiers[storage.weights_tier]["weights"] = Linear(sizes.layers_bytes + sizes.ends_bytes)
+    tiers[storage.weights_tier]["weights"] = Linear(num_gpus * sizes.layers_bytes + sizes.ends_bytes)
     tiers[RAM] = {name: nbytes for tier in _IN_RAM for name, nbytes in tiers[tier].items()}
     if given is not None:
         tiers[KV_CACHE] = {KV_CACHE: kv_bytes}
@@ -198,7 +204,7 @@ def streamed_bytes(sizes: WeightSizes, *, gpu_ffn: bool, prefill: bool = False) 
 
 
 def kv_bytes_per_sequence(deployment: Deployment) -> float:
-    """At the sequence's end, over all layers."""
+    """At the sequence's end, over all layers; of each GPU's heads."""
     return deployment.shape.kv_tokens * deployment.spec.kv_bytes_per_token
 
 
@@ -255,15 +261,16 @@ def micro_batch_kv_tokens(shape: WorkloadShape, micro_batch_size: int) -> float:
 
 
 def _in_pinned(deployment: Deployment, switches: Switches) -> dict[str, Linear]:
-    spec, tokens = deployment.spec, pool_tokens(deployment, switches)
+    """The hidden states are the same on all GPUs."""
+    spec, tokens, num_gpus = deployment.spec, pool_tokens(deployment, switches), deployment.num_gpus
     held = {
-        "host rows": tokens["in_attention"] * sum(host_attention_bytes(spec).values()),
+        "host rows": num_gpus * (tokens["in_attention"] * sum(host_attention_bytes(spec).values())),
         "kept hidden states": tokens["kept"] * state_bytes(spec)["hidden"],
         "pinned slack": Linear(_SLACK_BYTES),
     }
     if deployment.storage.weights_tier == PAGEABLE:
         staged = streamed_bytes(deployment.sizes, gpu_ffn=switches.gpu_ffn, prefill=True)
-        held["weight staging"] = _LAYERS_BUFFERED * staged
+        held["weight staging"] = num_gpus * _LAYERS_BUFFERED * staged
     return held
 
 

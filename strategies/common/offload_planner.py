@@ -120,7 +120,9 @@ def deployment_of(engine: Engine) -> Deployment:
     step = sizes.experts_bytes / max(engine.spec.num_experts, 1) / sizes.layer_bytes
     storage = Storage(
         weights_tier=PAGEABLE if engine.store.is_pageable else PINNED,
-        kv_cache_bytes=blocks.num_blocks * blocks.block_size * engine.spec.kv_bytes_per_token,
+        kv_cache_bytes=blocks.num_blocks
+        * blocks.block_size
+        * sum(each.spec.kv_bytes_per_token for each in engine.ranks),
         resident_step=step * (1 + _MARGIN),
     )
     return Deployment(
@@ -129,6 +131,7 @@ def deployment_of(engine: Engine) -> Deployment:
         shape=_shape(engine.sequences, blocks.num_blocks, blocks.block_size),
         capacities_bytes={name: tier.capacity_bytes for name, tier in tiers.items()},
         storage=storage,
+        num_gpus=len(engine.ranks),
     )
 
 
