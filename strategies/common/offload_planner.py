@@ -78,6 +78,7 @@ def plan_policy(
     given: GivenPolicy,
     *,
     packet_bytes: int,
+    padded: bool = False,
     min_micro_batches: int = 1,
     max_micro_batches: int | None = None,
     overlap: Overlap = "all",
@@ -85,12 +86,13 @@ def plan_policy(
 ) -> OffloadPlan:
     """The best policy for the engine's model, requests, machine and KV cache; null `rates`: measured now.
 
+    `padded`: prompts will be padded to the longest of their batch, so all are planned for as long as the longest.
     Hidden states of a prefill wait on the device or in pinned memory, whichever allows the better policy. Where a given
     micro-batch's prompts fit neither way, it is prefilled in parts. Raises ConfigError naming the memory that is too
     small.
     """
     rates = rates or RateProbe(engine, packet_bytes=packet_bytes).measure()
-    deployment = deployment_of(engine)
+    deployment = deployment_of(engine, padded=padded)
 
     def task(storage: Storage) -> Search:
         cost = CostModel(deployment=replace(deployment, storage=storage), rates=rates, overlap=overlap)
@@ -113,7 +115,7 @@ def plan_policy(
     raise refused
 
 
-def deployment_of(engine: Engine) -> Deployment:
+def deployment_of(engine: Engine, *, padded: bool = False) -> Deployment:
     """What the engine has loaded. Requests that fit no KV cache are left out: they will be rejected."""
     blocks, tiers = engine.kv.allocator, engine.machine.tiers
     sizes = WeightSizes.of_store(engine.store)
@@ -128,17 +130,17 @@ def deployment_of(engine: Engine) -> Deployment:
     return Deployment(
         spec=engine.spec,
         sizes=sizes,
-        shape=_shape(engine.sequences, blocks.num_blocks, blocks.block_size),
+        shape=_shape(engine.sequences, blocks.num_blocks, blocks.block_size, padded=padded),
         capacities_bytes={name: tier.capacity_bytes for name, tier in tiers.items()},
         storage=storage,
         num_gpus=len(engine.ranks),
     )
 
 
-def _shape(sequences: list[Sequence], num_blocks: int, block_size: int) -> WorkloadShape:
+def _shape(sequences: list[Sequence], num_blocks: int, block_size: int, *, padded: bool) -> WorkloadShape:
     fitting = [s for s in sequences if -(-s.max_tokens // block_size) <= num_blocks]
     if fitting:
-        return WorkloadShape.of_sequences(fitting, block_tokens=block_size)
+        return WorkloadShape.of_sequences(fitting, block_tokens=block_size, padded=padded)
     return WorkloadShape.of_lengths(1, 1, longest_prompt=1, num_requests=0, block_tokens=block_size)
 
 
