@@ -4,7 +4,7 @@ Without a name, what is committed and what takes no run is drawn to results/figu
 """
 
 from paper_figures.drawing import make
-from paper_figures.moelightning import fig10, hrm_plots, systems, table5
+from paper_figures.moelightning import fig10, hrm_accuracy, hrm_plots, systems, table4, table5
 from paper_figures.reports import Report, main
 from paper_figures.support import REFERENCE
 
@@ -18,7 +18,12 @@ REPORTS = {
         compute=systems.compute, tables=systems.tables, pictures={"fig7-systems": systems.draw}, note=systems.NOTE,
         folder=SIMULATED,
     ),
+    "table4": Report(compute=table4.compute, tables=table4.tables, note=table4.NOTE, folder=SIMULATED),
     "table5": Report(compute=table5.compute, tables=table5.tables, note=table5.NOTE, folder=SIMULATED),
+    "hrm_accuracy": Report(
+        compute=hrm_accuracy.compute, tables=hrm_accuracy.tables, pictures={"hrm-accuracy": hrm_accuracy.draw},
+        note=hrm_accuracy.NOTE, folder=SIMULATED,
+    ),
 }  # fmt: skip
 
 if __name__ == "__main__" and not main("moelightning", REPORTS):

@@ -7,16 +7,17 @@ prompts that are all as long as the longest: to every lane that is the same as p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 from harness.engine.strategy import Prediction
 from harness.record.summary import accuracy
 from paper_figures.passes import Batch, first_batch, planned
 
-LONGEST_PROMPT = 418  # MoE-Lightning Table 3, MTBench
+LONGEST_PROMPT = {"mtbench_lightning": 418, "synthetic_reasoning": 256, "summarization": 1984}  # Table 3
 MOST_REQUESTS = 5000  # "thousands of questions" (section 5.1); the memory allows no system more in one batch
-KV_GB = 84.0  # of 192 GB of host memory, beside 93.4 GB of weights and what is staged
-PADDED = (f"dataset.lengths.mean={LONGEST_PROMPT}", "dataset.lengths.shape=constant")
+KV_GB = 84.0  # of 192 GB of host memory, beside 93.4 GB of weights and what is staged; more where a policy needs it
+_BLOCK_TOKENS, _KV_BYTES_PER_TOKEN = 16, 2**17  # kv_block_tokens of conf/config.yaml; Mixtral-8x7B
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,7 @@ class Case:
     setting: str
     hardware: str
     g: int
+    dataset: str = "mtbench_lightning"
     padded: bool = True
     batch_size: int | None = None
     micro_batch_size: int | None = None
@@ -36,14 +38,22 @@ class Case:
     max_steps: int | None = None  # decode steps that are simulated; null: all
 
     @property
+    def kv_gb(self) -> float:
+        kept = -(-(LONGEST_PROMPT[self.dataset] + self.g - 1) // _BLOCK_TOKENS) * _BLOCK_TOKENS
+        return max(KV_GB, ceil((self.batch_size or 0) * kept * _KV_BYTES_PER_TOKEN / 1e8) / 10)
+
+    @property
     def overrides(self) -> list[str]:
         """As `python -m harness.plan` takes them."""
         given = {"batch_size": self.batch_size, "micro_batch_size": self.micro_batch_size}
-        policy = [f"strategy.policy.{name}={value}" for name, value in given.items() if value is not None]
+        field = "strategy" if self.strategy == "deepspeed_zero" else "strategy.policy"
+        policy = [f"{field}.{name}={value}" for name, value in given.items() if value is not None]
+        longest = LONGEST_PROMPT[self.dataset]
+        padded = (f"dataset.lengths.mean={longest}", "dataset.lengths.shape=constant") if self.padded else ()
         return [
             *(f"strategy={self.strategy}", "model=mixtral-8x7b", f"hardware={self.hardware}"),
-            *("dataset=mtbench_lightning", *(PADDED if self.padded else ()), f"dataset.max_new_tokens={self.g}"),
-            *(f"dataset.num_requests={self.batch_size or MOST_REQUESTS}", f"kv_cache_gb={KV_GB:g}"),
+            *(f"dataset={self.dataset}", "dataset.synthetic=lengths", *padded, f"dataset.max_new_tokens={self.g}"),
+            *(f"dataset.num_requests={self.batch_size or MOST_REQUESTS}", f"kv_cache_gb={self.kv_gb:g}"),
             *("strategy.packet_mb=100", *policy, *self.more),
         ]
 
@@ -56,6 +66,7 @@ def row(case: Case) -> dict[str, Any]:
     return {
         "system": case.system,
         "setting": case.setting,
+        "dataset": case.dataset,
         "g": case.g,
         "padded": case.padded,
         "policy_source": case.policy_source,

@@ -1,8 +1,8 @@
 """MoE-Lightning Table 5 (S1, MTBench, g = 128): FlexGen with two policies and MoE-Lightning(p), from the simulator.
 
 Twice: with the rates of conf/hardware/t4.yaml, and with the two lower ones that its sources name for a T4 in the cloud
-and in long runs. For where the rest of the difference to the paper lies, the times of its runs are taken apart: N is 504
-at every g, so differences of runs are decode steps, and what is left is prefill.
+and in long runs. For where the rest of the difference to the paper lies, the times of its runs are taken apart: N = 504
+at every g, so differences of runs are decode steps and the rest is prefill.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from paper_figures.moelightning.batches import Case, row
+from paper_figures.moelightning.batches import LONGEST_PROMPT, Case, row
 from paper_figures.moelightning.published import S1_SECONDS, TABLE5
 from paper_figures.moelightning.systems import HARDWARE, STEPS, STRATEGIES
-from paper_figures.support import markdown_table
+from paper_figures.support import markdown_table, model_spec
 
 NOTE = "Mixtral-8x7B, T4, MTBench padded to 418 tokens, g = 128; published: MoE-Lightning Table 5"
 G = 128
+_S1_BATCH = TABLE5[-1].sizes.batch_size
 PROFILES = {  # overrides; sources in conf/hardware/t4.yaml, at h2d_gb_s and gemm_tflop_s.float16
     "t4.yaml": (),
     "cloud": ("hardware.h2d_gb_s=9.7", "hardware.gemm_tflop_s.float16=24"),
@@ -79,9 +80,11 @@ def tables(data: dict[str, Any]) -> str:
     }
     phases = data["published_phases"]
     low, high = phases["prefill_s"]
+    flops = model_spec("mixtral-8x7b").flops_per_token * LONGEST_PROMPT["mtbench_lightning"] * _S1_BATCH
     steps = ", ".join(f"{seconds:.2f} s for tokens {which}" for which, seconds in phases["step_s"].items())
     return (
         f"# Table 5 (simulated)\n\n{markdown_table(columns, data['rows'])}\n"
         f"MoE-Lightning(p) as published, from its runs' times: a decode step takes {steps}; its prefill took "
-        f"{low:.0f} to {high:.0f} s.\n"
+        f"{low:.0f} to {high:.0f} s, which is {flops / high / 1e12:.1f} to {flops / low / 1e12:.1f} TFLOP/s without "
+        "attention.\n"
     )
