@@ -121,11 +121,11 @@ def deployment_of(engine: Engine, *, num_stages: int = 1) -> Deployment:
     blocks, tiers = engine.kv.allocator, engine.machine.tiers
     sizes = WeightSizes.of_store(engine.store, num_stages=num_stages)
     step = sizes.experts_bytes / max(engine.spec.num_experts, 1) / sizes.layer_bytes
+    sharing = engine.ranks if num_stages == 1 else engine.ranks[:1]
+    kv_bytes_per_token = sum(each.spec.kv_bytes_per_token for each in sharing)
     storage = Storage(
         weights_tier=PAGEABLE if engine.store.is_pageable else PINNED,
-        kv_cache_bytes=blocks.num_blocks
-        * blocks.block_size
-        * sum(each.spec.kv_bytes_per_token for each in engine.ranks),
+        kv_cache_bytes=blocks.num_blocks * blocks.block_size * kv_bytes_per_token,
         resident_step=step * (1 + _MARGIN),
     )
     return Deployment(
