@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from harness.config import require
 from harness.engine.engine import Engine
 from harness.engine.kv_placement import make_kv
 from harness.engine.sequences import Sequence
@@ -13,6 +14,10 @@ from harness.memory.weights import PartSource, Resident, ShardedSource, WeightSt
 
 def rank_sources(source: ShardedSource, num_gpus: int, parallelism: Parallelism = "tensor") -> list[PartSource]:
     """What each GPU computes with. Raises ConfigError("hardware.num_gpus", ...) where the model cannot be divided."""
+    num_layers = source.spec.num_layers
+    if parallelism == "pipeline":
+        valid, message = num_layers % num_gpus == 0, f"must divide the model's {num_layers} layers, got {num_gpus}"
+        require(valid, "hardware.num_gpus", message)
     if num_gpus == 1 or parallelism != "tensor":
         return [source] * num_gpus
     return [source.shard(rank, num_gpus) for rank in range(num_gpus)]

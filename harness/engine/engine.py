@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from harness.engine.sequences import Sequence
@@ -37,3 +37,8 @@ class Engine:
     def ranks(self) -> tuple[Engine, ...]:
         """All GPUs, this one first."""
         return (self, *self.peers)
+
+    @property
+    def stages(self) -> tuple[Engine, ...]:
+        """Each GPU as if it were the only one."""
+        return tuple(replace(each, peers=()) for each in self.ranks)

@@ -65,7 +65,14 @@ def gathered_stream(engine: Engine, *, depth: int, packet_bytes: int, name: str 
     return streams[0] if num_gpus == 1 else cast(WeightStream, GatheredStream(engine.machine, streams))
 
 
-def paged_weights(engine: Engine, *, num_pages: int, packet_bytes: int, resident_share: float = 0.0) -> PagedWeights:
+def paged_weights(
+    engine: Engine,
+    *,
+    num_pages: int,
+    packet_bytes: int,
+    resident_share: float = 0.0,
+    layers: range | None = None,
+) -> PagedWeights:
     """For all GPUs of the engine, each over its own link; they take turns at the host's staging copies."""
     pages = [
         PagedWeights(
@@ -75,6 +82,7 @@ def paged_weights(engine: Engine, *, num_pages: int, packet_bytes: int, resident
             packet_bytes=packet_bytes,
             resident_share=resident_share,
             rank=each.rank,
+            layers=layers,
         )
         for each in engine.ranks
     ]
@@ -91,10 +99,11 @@ def activations(engine: Engine, *, max_tokens: int, name: str) -> Activations:
     return each_acts[0] if len(each_acts) == 1 else cast(Activations, Sharded(each_acts))
 
 
-def activation_pool(engine: Engine, sizes: PoolSizes) -> ActivationPool:
-    """For all GPUs of the engine."""
+def activation_pool(engine: Engine, sizes: PoolSizes, *, keeps: bool = True) -> ActivationPool:
+    """For all GPUs of the engine, of which the first keeps hidden states in pinned memory, if any does."""
     pools = [
-        ActivationPool(each.machine, each.spec, sizes, rank=each.rank, keeps=each.rank == 0) for each in engine.ranks
+        ActivationPool(each.machine, each.spec, sizes, rank=each.rank, keeps=keeps and each is engine)
+        for each in engine.ranks
     ]
     return pools[0] if len(pools) == 1 else cast(ActivationPool, ParallelPool(pools))
 
@@ -219,6 +228,6 @@ class ParallelPages(Sharded[PagedWeights]):
 class ParallelPool(Sharded[ActivationPool]):
     """The activation pools of all GPUs, cut alike: see `ActivationPool`."""
 
-    def layout(self, sizes: Seq[int]) -> list[PooledActivations]:
-        by_rank = [pool.layout(sizes) for pool in self.shards]
+    def layout(self, sizes: Seq[int], number: int = 0) -> list[PooledActivations]:
+        by_rank = [pool.layout(sizes, number) for pool in self.shards]
         return [cast(PooledActivations, ShardedActivations(each)) for each in zip(*by_rank, strict=True)]

@@ -56,6 +56,9 @@ class EachGpuEmitter:
     def offload_hidden(self, it: InFlight, layer: int, to: Any) -> None:
         self._step(Emitter.offload_hidden, it, layer, to)
 
+    def send_hidden(self, it: InFlight, layer: int, to: Any) -> None:
+        self._step(Emitter.send_hidden, it, layer, to)
+
     def load_hidden(self, it: InFlight, layer: int, source: Any) -> None:
         self._step(Emitter.load_hidden, it, layer, source)
 

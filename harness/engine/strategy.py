@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -9,6 +11,7 @@ import numpy as np
 
 from harness.engine.batch import MicroBatch, PassPlan
 from harness.engine.sequences import Sequence
+from harness.machine.base import Ticket
 from harness.memory.tiers import PINNED
 
 
@@ -44,17 +47,20 @@ class Scheduler(Protocol):
 
 @dataclass(eq=False, slots=True)
 class PassResult:
-    """Micro-batches as they ran, each with the sampled ids of its sequences in order."""
+    """Micro-batches as they run, each with the sampled ids of its sequences in order, or the ticket that will bring
+    them. Where a pipeline holds ops of a pass back, `complete` submits them, and only then are all of `sampled` there.
+    """
 
     micro_batches: list[MicroBatch]
-    sampled: list[np.ndarray]
+    sampled: Seq[np.ndarray | Ticket]
+    complete: Callable[[], None] = lambda: None
 
 
 class Pipeline(Protocol):
     """Decides which ops run in which order on which lanes."""
 
     def run(self, plan: PassPlan) -> PassResult:
-        """Submit one pass and wait for its sampled ids."""
+        """Submit one pass, or as much of it as its order among other passes in flight allows."""
 
     def finish(self) -> None:
         """The last pass is over; withdraw what was prefetched in vain."""
@@ -76,5 +82,6 @@ class Strategy:
     scheduler: Scheduler
     pipeline: Pipeline
     prediction: Prediction | None = None
+    passes_in_flight: int = 1  # passes that the pipeline can have under way, each of sequences of its own
     gpu_tok_s: float | None = None  # tokens per second at which the GPU is saturated (T_GPU)
     plan: dict[str, Any] = field(default_factory=dict)  # the planner's decisions, for the records

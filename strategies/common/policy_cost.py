@@ -159,9 +159,9 @@ class CostModel:
         return LayerTime(resources={name: tasks for name, tasks in resources.items() if tasks})
 
     def _sums(self, tokens: Linear) -> list[Task]:
-        """Partial sums of O projection and experts over all GPUs: two rings, to which each sends 2 (R - 1) / R of it."""
+        """Partial sums of O projection and experts over all GPUs: two rings; each GPU sends 2 (R - 1) / R of it."""
         spec, num_gpus = self.deployment.spec, self.deployment.num_gpus
-        if num_gpus == 1:
+        if num_gpus == self.deployment.blocks_in_flight:
             return []
         assert self.rates.peer_bytes_s is not None, "GPUs that share layers have a rate between them"
         sent_bytes = 2 * 2 * (num_gpus - 1) / num_gpus * spec.hidden_dim * spec.dtype_bytes

@@ -35,8 +35,9 @@ class RateProbe:
     will be used; for
     the rest the first stands for all."""
 
-    def __init__(self, engine: Engine, *, packet_bytes: int) -> None:
+    def __init__(self, engine: Engine, *, packet_bytes: int, shares_layers: bool = True) -> None:
         self._engine, self._packet_bytes = engine, packet_bytes
+        self._adds_up = shares_layers and len(engine.ranks) > 1
         self._emit = Emitter(engine, fifo=True)
         self._layer = engine.spec.num_layers - 1  # leading layers may be dense
         fitting = tokens_that_fit(engine, num_layers_buffered=2, num_micro_batches=1)
@@ -52,7 +53,7 @@ class RateProbe:
             gpu = self._gpu(weights, acts)
             cpu = self._cpu(weights, acts)
             d2h_bytes_s = self._offload(acts)
-            peer_bytes_s = self._sums(all_acts) if engine.peers else None
+            peer_bytes_s = self._sums(all_acts) if self._adds_up else None
         finally:
             all_weights.close()
             for rank in range(len(engine.ranks)):

@@ -18,7 +18,9 @@ SEVERAL = [
     ("moelightning", {"paging": False, "staging": False}),
     ("fastdecode", {}),
     ("flexgen_c", {"staging": True}),
-    ("flexgen", {}),
+    ("flexgen", {"parallelism": "tensor"}),
+    ("flexgen", {"staging": True, "policy": {"batch_size": 3, "micro_batch_size": 1}}),
+    ("flexgen", {"policy": {"resident_weights": 0.4}}),
     ("deepspeed_zero", {}),
     ("deepspeed_zero", {"prefetch": False, "batch_size": 2}),
 ]
