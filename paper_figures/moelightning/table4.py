@@ -15,7 +15,7 @@ OURS = "MoE-Lightning(p)"
 
 
 def cases() -> list[Case]:
-    """DeepSpeed has the largest batch that fits here: its published one, 102 or 156 sequences, does not."""
+    """DeepSpeed has the largest batch that fits here: of the published ones 102 on S1 does not."""
     found = []
     for cell in TABLE4:
         case = Case(
