@@ -1,8 +1,8 @@
 """One batch of a system on a simulated machine, beside what the performance model predicts for it.
 
-Systems run one batch after another; the first one is simulated and stands for all. A padded system gets prompts that are
-all as long as the longest: to every lane that is the same as padding. One that does not pad gets as many requests as its
-policy has sequences: request batching takes the longest first, so of more requests the first batch would not be typical.
+Systems run one batch after another; the first one is simulated and stands for all. A padded system gets prompts that
+are all as long as the longest: to every lane that is the same as padding. One that does not pad gets as many requests
+as its policy has sequences: request batching takes the longest first, so the first batch of more is not typical.
 """
 
 from __future__ import annotations

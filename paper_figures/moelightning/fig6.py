@@ -31,22 +31,21 @@ LETTERS = {
 }  # fmt: skip
 N, MU, PROMPT, LAYERS = 128, 32, 384, 2
 SETTING = (
-    *("machine=emulated", "model=mixtral-mini", "dataset=mtbench", "wandb.mode=disabled", "progress=false"),
-    *("verify=off", "hardware.cpu_gb_s=1.0", "strategy.packet_mb=2"),
+    *("dataset=mtbench", "wandb.mode=disabled", "progress=false", "verify=off", "hardware.cpu_gb_s=1.0"),
+    "strategy.packet_mb=2",
 )
 
 
-def overrides(strategy: str, *, n: int = N, mu: int = MU, prompt: int = PROMPT, steps: int = 6) -> list[str]:
+def overrides(
+    strategy: str, *, n: int = N, mu: int = MU, prompt: int = PROMPT, steps: int = 6, model: str = "mixtral-mini"
+) -> list[str]:
     """As `python run.py` takes them."""
+    policy = {"batch_size": n, "micro_batch_size": mu, "resident_weights": 0}
     return [
-        *(
-            f"strategy={strategy}",
-            *SETTING,
-            f"strategy.policy.batch_size={n}",
-            f"strategy.policy.micro_batch_size={mu}",
-        ),
-        *("strategy.policy.resident_weights=0", f"dataset.num_requests={n}", f"dataset.max_new_tokens={steps}"),
-        *(f"dataset.lengths.mean={prompt}", "dataset.lengths.shape=constant", f"dataset.lengths.max={prompt}"),
+        *("machine=emulated", f"strategy={strategy}", f"model={model}", *SETTING),
+        *(f"strategy.policy.{name}={value}" for name, value in policy.items()),
+        *(f"dataset.num_requests={n}", f"dataset.max_new_tokens={steps}", "dataset.lengths.shape=constant"),
+        *(f"dataset.lengths.mean={prompt}", f"dataset.lengths.max={prompt}", "dataset.lengths.min=1"),
         f"kv_cache_gb={n * (prompt + steps + 16) * _KV_BYTES / 1e9:.4f}",
     ]
 
@@ -54,7 +53,7 @@ def overrides(strategy: str, *, n: int = N, mu: int = MU, prompt: int = PROMPT, 
 _KV_BYTES = 6 * 2 * 2 * 64 * 2  # a token's of mixtral-mini: layers, keys and values, heads, head_dim, bfloat16
 
 
-def recorded(strategy: str, results: Path, **sizes: int) -> dict[str, Any]:
+def recorded(strategy: str, results: Path, **sizes: Any) -> dict[str, Any]:
     """A run's window, with the seconds of all its decode steps; its folder is not kept."""
     summary, folder = run_experiment(composed(f"results_dir={results}", *overrides(strategy, **sizes)))
     found = timelines.window(folder, LAYERS)
@@ -67,7 +66,7 @@ def recorded(strategy: str, results: Path, **sizes: int) -> dict[str, Any]:
     }
 
 
-def compute(strategies: Sequence[str] = tuple(SCHEDULES), **sizes: int) -> dict[str, Any]:
+def compute(strategies: Sequence[str] = tuple(SCHEDULES), **sizes: Any) -> dict[str, Any]:
     with TemporaryDirectory() as results:
         windows = [recorded(strategy, Path(results), **sizes) for strategy in strategies]
     return {"label": "emulated", "layers": LAYERS, "windows": windows}
