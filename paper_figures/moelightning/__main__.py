@@ -4,12 +4,16 @@ Without a name, what is committed and what takes no run is drawn to results/figu
 """
 
 from paper_figures.drawing import make
-from paper_figures.moelightning import fig10, hrm_accuracy, hrm_plots, several_gpus, systems, table4, table5
+from paper_figures.moelightning import fig6, fig10, hrm_accuracy, hrm_plots, several_gpus, systems, table4, table5
 from paper_figures.reports import Report, main
 from paper_figures.support import REFERENCE
 
-SIMULATED = REFERENCE / "moelightning-simulated"
+SIMULATED, EMULATED = REFERENCE / "moelightning-simulated", REFERENCE / "moelightning-emulated"
 REPORTS = {
+    "fig6": Report(
+        compute=fig6.compute, tables=fig6.tables, pictures={"fig6-timelines": fig6.draw}, note=fig6.NOTE,
+        folder=EMULATED,
+    ),
     "fig10": Report(
         compute=fig10.compute, tables=fig10.tables, pictures={"fig10-policies": fig10.draw}, note=fig10.NOTE,
         folder=SIMULATED,

@@ -1,12 +1,13 @@
 """One batch of a system on a simulated machine, beside what the performance model predicts for it.
 
-Systems run one batch after another, so the first one stands for all; only that one is simulated. A padded system gets
-prompts that are all as long as the longest: to every lane that is the same as padding.
+Systems run one batch after another; the first one is simulated and stands for all. A padded system gets prompts that
+are all as long as the longest: to every lane that is the same as padding. One that does not pad gets as many requests
+as its policy has sequences: request batching takes the longest first, so the first batch of more is not typical.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -39,8 +40,11 @@ class Case:
 
     @property
     def kv_gb(self) -> float:
+        """More than `KV_GB` where a given policy pads to more."""
+        if not self.padded or self.batch_size is None:
+            return KV_GB
         kept = -(-(LONGEST_PROMPT[self.dataset] + self.g - 1) // _BLOCK_TOKENS) * _BLOCK_TOKENS
-        return max(KV_GB, ceil((self.batch_size or 0) * kept * _KV_BYTES_PER_TOKEN / 1e8) / 10)
+        return max(KV_GB, ceil(self.batch_size * kept * _KV_BYTES_PER_TOKEN / 1e8) / 10)
 
     @property
     def overrides(self) -> list[str]:
@@ -61,6 +65,10 @@ class Case:
 def row(case: Case) -> dict[str, Any]:
     """The facts of a case that tables and figures need; seconds, tokens a second, shares of 1."""
     plan = planned(case.overrides)
+    if not case.padded and case.batch_size is None:  # Algorithm 2 would take the longest of all requests
+        policy = plan.strategy.plan
+        case = replace(case, batch_size=policy["batch_size"], micro_batch_size=policy["micro_batch_size"])
+        plan = planned(case.overrides)
     batch = first_batch(plan, max_steps=case.max_steps)
     policy = plan.strategy.plan
     return {

@@ -29,6 +29,7 @@ SCALES = tuple(range(1, 11))
 GPU_GB, GPU_GB_S, GPU_TFLOP_S = 160, 4000, 600
 HOST_GB, HOST_GB_S, HOST_TFLOP_S = 200, 100, 1.6
 MOST_REQUESTS = 20_000
+_SAME_RATE = 1e-3  # as in the search: policies this close count as equal
 SIZES = (1, 2, 3, 4, *range(36, 1029, 32))  # of micro-batches, as the artifact's optimiser tries them
 
 
@@ -61,10 +62,12 @@ def candidates(cost: CostModel, sizes: Sequence[int]) -> Iterator[tuple[float, P
 
 
 def best(scale: float, link_gb_s: float, sizes: Sequence[int] = SIZES) -> dict[str, Any]:
-    """The best policy of one machine, and by how much it beats the best with attention on the other side."""
+    """The best policy of one machine, the smallest batch of equals, and by how much it beats the best with attention on
+    the other side."""
     cost = cost_model(scale, link_gb_s)
     found = list(candidates(cost, sizes))
-    rate, policy = max(found, key=lambda one: one[0])
+    rate = max(reached for reached, _ in found)
+    policy = min((p for reached, p in found if reached >= rate * (1 - _SAME_RATE)), key=lambda p: p.batch_size)
     other = max((r for r, p in found if p.gpu_attention != policy.gpu_attention), default=0.0)
     layer = cost.decode(Switches.of(policy))
     kv_bytes = policy.batch_size * cost.deployment.shape.kv_tokens * cost.deployment.spec.kv_bytes_per_token

@@ -98,8 +98,8 @@ def tables(data: dict[str, Any]) -> str:
     ranked = sorted(rows, key=lambda r: r["accuracy"])
     mean = fmean(r["accuracy"] for r in rows)
     return (
-        f"# HRM against the simulator\n\nMean accuracy {mean:.1%} over {len(rows)} cases (1 - |predicted - simulated| / "
-        f"simulated).\n\n{markdown_table(columns, by_system(rows))}\n"
+        f"# HRM against the simulator\n\nMean accuracy (1 - |predicted - simulated| / simulated) {mean:.1%} over "
+        f"{len(rows)} cases.\n\n{markdown_table(columns, by_system(rows))}\n"
         f"## The ten worst\n\n{markdown_table(worst, ranked[:10])}"
     )
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from paper_figures.moelightning.batches import Case, row
-from paper_figures.moelightning.published import FIG7_TOK_S, GENERATED, POLICIES
+from paper_figures.moelightning.published import FIG7_TOK_S, GENERATED, POLICIES, Sizes
 from paper_figures.support import markdown_table, new_figure
 
 if TYPE_CHECKING:
@@ -45,11 +45,11 @@ def cases(settings: Sequence[str] = tuple(HARDWARE), generated: Sequence[int] = 
                 )  # fmt: skip
                 yield case
                 if system in POLICIES[setting]:
-                    yield with_published_policy(case)
+                    yield with_sizes(case, POLICIES[setting][system][GENERATED.index(g)])
 
 
-def with_published_policy(case: Case) -> Case:
-    sizes = POLICIES[case.setting][case.system][GENERATED.index(case.g)]
+def with_sizes(case: Case, sizes: Sizes) -> Case:
+    """The case with a published policy."""
     return replace(
         case, batch_size=sizes.batch_size, micro_batch_size=sizes.micro_batch_size, policy_source="published"
     )
