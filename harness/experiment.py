@@ -14,7 +14,7 @@ from rich.console import Console
 from harness.engine import loop
 from harness.engine.engine import Engine
 from harness.engine.sequences import Sequence, State
-from harness.engine.strategy import Strategy, weights_tier
+from harness.engine.strategy import Strategy
 from harness.hardware.steal import read_cpu_times
 from harness.interrupts import interrupts_kept
 from harness.machine.base import MachineError
@@ -114,8 +114,7 @@ def _execute(
     state.num_to_verify = len(sampled)
     for sequence in state.sequences if settings.record_routing else sampled:
         sequence.records_routing = True
-    tier = weights_tier(strategy_config)
-    engine = build_engine(settings, machine, model, state.sequences, weights_tier=tier)
+    engine = build_engine(settings, machine, model, state.sequences, strategy_config)
     progress.stage("planning")
     state.strategy = strategy = module.build(strategy_config, engine)
     planned = {"label": machine.label, "plan": strategy.plan, "prediction": strategy.prediction}

@@ -87,7 +87,7 @@ def _built(settings: Settings, machine: Machine, model: LoadedModel, workload: W
     module, strategy_config = load_strategy(settings.strategy)
     equip(machine, settings, model.spec, log=log)
     queue = [engine_sequences.Sequence(request) for request in workload.requests]
-    engine = build_engine(settings, machine, model, queue, weights_tier=weights_tier(strategy_config))
+    engine = build_engine(settings, machine, model, queue, strategy_config)
     strategy = module.build(strategy_config, engine)
     return Plan(settings=settings, engine=engine, strategy=strategy, data_source=workload.source)
 

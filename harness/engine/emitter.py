@@ -11,7 +11,7 @@ import numpy as np
 from harness.engine.activations import ATTENDED_BY, Activations
 from harness.engine.batch import MicroBatch
 from harness.engine.engine import Engine
-from harness.engine.ops import compute, data, host, host_experts, paged
+from harness.engine.ops import collective, compute, data, host, host_experts, paged
 from harness.machine.base import CPU, D2H, GPU, H2D, HOST_KINDS, LANES, Lane, Op, Ticket
 from harness.memory.kv_cache import KVCache
 from harness.memory.ops import Poison
@@ -86,6 +86,10 @@ class Emitter:
 
     def offload_hidden(self, it: InFlight, layer: int, to: Buffer) -> None:
         self.submit(D2H, data.OffloadHidden(self._spec, it.batch, it.acts, layer, to))
+
+    def send_hidden(self, it: InFlight, layer: int, to: Activations) -> None:
+        """To the GPU that goes on with the next layer."""
+        self.submit(GPU, collective.SendHidden(self._spec, it.batch, it.acts, layer, to))
 
     def load_hidden(self, it: InFlight, layer: int, source: Buffer) -> None:
         self.submit(H2D, data.LoadHidden(self._spec, it.batch, it.acts, layer, source))

@@ -41,6 +41,7 @@ class Sequence:
     num_cached: int = 0
     padding: int = 0  # tokens that its prompt is padded by: computed, kept behind all others, read, never attended to
     kv_on_device: bool = False  # where its blocks lie
+    kv_rank: int = 0  # and in the memory of which GPU
     partition: int = 0  # KV dependencies are derived by (layer, partition); constant while blocks are held
     num_preemptions: int = 0
     reject_reason: str | None = None

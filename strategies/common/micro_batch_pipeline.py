@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from functools import partial
 
+from harness.engine import parallel
 from harness.engine.activation_pool import ActivationPool
 from harness.engine.batch import PassPlan, assemble
 from harness.engine.emitter import Emitter
@@ -18,11 +21,41 @@ from strategies.common.micro_batch_memory import MicroBatchMemory
 from strategies.common.steps import Schedule, Steps, zigzag
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Stage:
+    """Some layers, and the GPUs that have them: one, or several that share each of these layers."""
+
+    layers: range
+    emit: Emitter
+    prefill_weights: PagedWeights
+    weights: PagedWeights  # of decode: the same, or without experts
+    pool: ActivationPool
+    kv_staging: Seq[Buffer]
+
+    def weights_for(self, plan: PassPlan) -> PagedWeights:
+        """Where the phases have streams of their own, the other one's prefetch is dropped."""
+        wanted, other = (self.prefill_weights, self.weights)[:: 1 if plan.prefill else -1]
+        if other is not wanted:
+            other.cancel_all()
+        return wanted
+
+
+@dataclass(eq=False, frozen=True)
+class _UnderWay:
+    """What is left to submit of a pass, stage by stage."""
+
+    stages: deque[Iterator[None]]
+
+
 class MicroBatchPipeline:
     """Prefill in zigzag order, decode by `schedule`; the scheduler cuts its passes into micro-batches and keeps the two
     phases apart. Where the prompts of one exceed the buffers, its prefill goes in several. Lanes are plain FIFOs.
 
-    `weights` are those of decode: with F_g = 0 (`gpu_ffn` false) a stream without experts, in pages of its own, beside
+    Several GPUs share every layer if the engine has them, or with `stages` the layers: each has a stage of consecutive
+    ones, and as many passes can be in flight as there are stages. They move on together: while one pass is in stage s,
+    the one that began after it is in stage s - 1, and what they submit takes turns.
+
+    With F_g = 0 (`gpu_ffn` false; one GPU) decode has a stream of weights without experts, in pages of its own, beside
     that of whole layers for prefill; where the phase changes, what the other one has prefetched is dropped.
     """
 
@@ -36,24 +69,42 @@ class MicroBatchPipeline:
         resident_share: float,
         packet_bytes: int,
         gpu_ffn: bool = True,
+        stages: bool = False,
     ) -> None:
-        machine = engine.machine
         self._engine, self._schedule, self._memory = engine, schedule, memory
-        self._emit = Emitter(engine, fifo=True)
+        engines = engine.stages if stages else [engine]
+        assert gpu_ffn or len(engine.ranks) == 1, "experts on the CPU are a matter of one GPU"
+        per_stage = engine.spec.num_layers // len(engines)
+
+        def stage(number: int, on: Engine) -> _Stage:
+            layers = range(number * per_stage, (number + 1) * per_stage)
+            pages = partial(parallel.paged_weights, on, num_pages=num_pages, packet_bytes=packet_bytes, layers=layers)
+            whole = pages(resident_share=resident_share if gpu_ffn else 0.0)
+            return _Stage(
+                layers=layers,
+                emit=parallel.emitter(on, fifo=True),
+                prefill_weights=whole,
+                weights=whole if gpu_ffn else pages(resident_share=resident_share, experts=False),
+                pool=parallel.activation_pool(on, memory.pool, keeps=number == 0),
+                kv_staging=[
+                    parallel.device_buffer(on, f"kv staging {i}", memory.kv_staging_bytes)
+                    for i in range(2 if memory.kv_staging_bytes else 0)
+                ],
+            )
+
+        self._stages = [stage(number, on) for number, on in enumerate(engines)]
+        self._under_way: deque[_UnderWay] = deque()  # not all of which has been submitted
+        self._num_passes = 0
         self._cpu_experts = not gpu_ffn
-        whole = partial(PagedWeights, machine, engine.store, num_pages=num_pages, packet_bytes=packet_bytes)
-        if gpu_ffn:
-            self.weights = self._prefill_weights = whole(resident_share=resident_share)
-        else:
-            self._prefill_weights = whole()
-            self.weights = whole(resident_share=resident_share, experts=False, prefix="dense ")
-        self._pool = ActivationPool(machine, engine.spec, memory.pool)
-        self._kv_staging: list[Buffer] = [
-            machine.tiers["device"].reserve(f"kv staging {i}", memory.kv_staging_bytes)
-            for i in range(2 if memory.kv_staging_bytes else 0)
-        ]
-        self._streaming = self._prefill_weights
-        self._first_index = 0  # of the current pass's layer 0 in the stream of weights
+
+    @property
+    def page_bytes(self) -> int:
+        return self._stages[0].weights.page_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """On all devices together."""
+        return sum(stage.weights.resident_bytes for stage in self._stages)
 
     def run(self, plan: PassPlan) -> PassResult:
         assert plan.micro_batches is not None, "the scheduler cuts the pass into micro-batches"
@@ -63,32 +114,46 @@ class MicroBatchPipeline:
             batches = [assemble(i, group, (), allocator) for i, group in enumerate(self._cut(plan.micro_batches))]
         else:
             batches = [assemble(i, (), group, allocator) for i, group in enumerate(plan.micro_batches)]
-        acts = self._pool.layout([batch.num_tokens for batch in batches])
-        steps = Steps(
-            self._emit,
-            self._weights_for(plan),
-            list(zip(batches, acts, strict=True)),
-            first_index=self._first_index,
-            num_layers=self._engine.spec.num_layers,
-            kv_staging=self._kv_staging,
-            cpu_experts=self._cpu_experts and not plan.prefill,
-        )
-        self._emit.poison(dict.fromkeys(buffer for each in acts for buffer in each.all_buffers()))
-        steps.begin()
-        (zigzag if plan.prefill else self._schedule)(steps)
-        steps.end()
-        self._first_index += steps.num_layers
-        return PassResult(batches, [self._engine.machine.wait(ticket) for ticket in steps.sampled])
+        number, self._num_passes = self._num_passes, self._num_passes + 1
+        acts = [stage.pool.layout([batch.num_tokens for batch in batches], number) for stage in self._stages]
+        kept = [each.kept_hidden for each in acts[0]]
+        steps = [
+            Steps(
+                stage.emit,
+                stage.weights_for(plan),
+                list(zip(batches, mine, kept, strict=True)),
+                first_index=number * len(stage.layers),
+                layers=stage.layers,
+                kv_staging=stage.kv_staging,
+                cpu_experts=self._cpu_experts and not plan.prefill,
+                following=theirs,
+            )
+            for stage, mine, theirs in zip(self._stages, acts, [*acts[1:], []], strict=True)
+        ]
+        for stage, mine in zip(self._stages, acts, strict=True):
+            stage.emit.poison(dict.fromkeys(buffer for each in mine for buffer in each.all_buffers()))
+        schedule = zigzag if plan.prefill else self._schedule
+        begun = _UnderWay(deque(_through(each, schedule) for each in steps))
+        self._under_way.append(begun)
+        self._move_on()
+        return PassResult(batches, steps[-1].sampled, partial(self._complete, begun))
 
     def finish(self) -> None:
-        self._streaming.cancel_all()
+        for stage in self._stages:
+            stage.prefill_weights.cancel_all()
+            stage.weights.cancel_all()
 
-    def _weights_for(self, plan: PassPlan) -> PagedWeights:
-        wanted = self._prefill_weights if plan.prefill else self.weights
-        if wanted is not self._streaming:
-            self._streaming.cancel_all()
-            self._streaming = wanted
-        return wanted
+    def _complete(self, wanted: _UnderWay) -> None:
+        while wanted.stages:
+            self._move_on()
+
+    def _move_on(self) -> None:
+        """Every pass through its next stage."""
+        moving = [under_way.stages.popleft() for under_way in self._under_way]
+        while moving:
+            moving = [stage for stage in moving if next(stage, _END) is not _END]
+        while self._under_way and not self._under_way[0].stages:
+            self._under_way.popleft()
 
     def _cut(self, micro_batches: Iterable[Seq[Sequence]]) -> Iterator[list[Sequence]]:
         """Prompts together as long as the buffers allow, in order."""
@@ -100,3 +165,12 @@ class MicroBatchPipeline:
                     part = []
                 part.append(sequence)
             yield part
+
+
+_END = object()
+
+
+def _through(steps: Steps, schedule: Schedule) -> Iterator[None]:
+    steps.begin()
+    yield from schedule(steps)
+    steps.end()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 
 from harness.engine.activation_pool import PooledActivations
@@ -17,28 +17,35 @@ class Steps:
     """One pass. Each method submits the ops of one step, and none waits: a schedule is an order of calls.
 
     Micro-batches leave a layer in ascending order. `i` may be the number of layers where weights are meant: that is
-    layer 0 of the next pass, at whose start its pages have all been requested. `first_index` is the pass's layer 0 in
-    the stream of weights; `kv_staging` are two device buffers for cached keys and values, none where the CPU attends.
-    With `cpu_experts` the CPU has the experts, and a micro-batch takes their sums when it enters the next layer, so
-    that the GPU has other micro-batches in the meantime.
+    layer 0 of the next pass, at whose start its pages have all been requested. Beside its buffers each micro-batch has
+    the place in pinned memory where its hidden states wait between layers, None where they stay on the device.
+    `first_index` is the pass's layer 0 in the stream of weights; `kv_staging` are two device buffers for cached keys
+    and values, none where the CPU attends. With `cpu_experts` the CPU has the experts, and a micro-batch takes their
+    sums when it enters the next layer, so that the GPU has other micro-batches in the meantime.
+
+    Where the GPUs are stages of a pipeline, this is a pass through one of them: `i` counts its `layers` from 0, and
+    `following` are the micro-batches' buffers in the next one, none behind the last. Hidden states that wait in pinned
+    memory between layers are handed on there.
     """
 
     def __init__(
         self,
         emit: Emitter,
         weights: PagedWeights,
-        micro_batches: Seq[tuple[MicroBatch, PooledActivations]],
+        micro_batches: Seq[tuple[MicroBatch, PooledActivations, Buffer | None]],
         *,
         first_index: int,
-        num_layers: int,
+        layers: range,
         kv_staging: Seq[Buffer] = (),
         cpu_experts: bool = False,
+        following: Seq[PooledActivations] = (),
     ) -> None:
         self._emit, self._weights = emit, weights
-        self._its = [InFlight(batch, acts) for batch, acts in micro_batches]
-        self._kept = [acts.kept_hidden for _, acts in micro_batches]
+        self._its = [InFlight(batch, acts) for batch, acts, _ in micro_batches]
+        self._kept = [kept for _, _, kept in micro_batches]
         self._first_index, self._kv_staging = first_index, kv_staging
-        self.num_layers, self.num_micro_batches = num_layers, len(micro_batches)
+        self._layers, self._following = layers, following
+        self.num_layers, self.num_micro_batches = len(layers), len(micro_batches)
         self._cpu_experts = cpu_experts
         self._at_experts: dict[int, int] = {}  # micro-batches whose layer the CPU has not given back yet
         self.sampled: list[Ticket] = []  # in the order of the micro-batches, once the last layer has been submitted
@@ -74,23 +81,23 @@ class Steps:
 
     def pre_attn(self, i: int, j: int) -> None:
         """Norm, QKV, and in front of layer 0 the embedding."""
-        it, kept = self._its[j], self._kept[j]
+        it, kept, layer = self._its[j], self._kept[j], self._layers[i]
         self._take_sums(j)
-        if i == 0:
+        if layer == 0:
             self._emit.look_up(it)
         elif kept is not None:
-            self._emit.load_hidden(it, i, kept)
-        self._emit.attention_in(it, i, self._weights.part(self._first_index + i, "attention_in"))
+            self._emit.load_hidden(it, layer, kept)
+        self._emit.attention_in(it, layer, self._weights.part(self._first_index + i, "attention_in"))
 
     def post_attn(self, i: int, j: int) -> None:
         """Output projection, router and experts, and behind the last layer the head."""
-        it, kept, index = self._its[j], self._kept[j], self._first_index + i
-        self._emit.attention_out(it, i, self._weights.part(index, "attention_out"))
-        if self._cpu_experts and self._emit.experts_on_host(it, i):
+        it, kept, index, layer = self._its[j], self._kept[j], self._first_index + i, self._layers[i]
+        self._emit.attention_out(it, layer, self._weights.part(index, "attention_out"))
+        if self._cpu_experts and self._emit.experts_on_host(it, layer):
             assert kept is None, "its hidden states stay on the device until the sums are there"
             self._at_experts[j] = i
         else:
-            self._emit.experts(it, i, self._weights.experts(index))
+            self._emit.experts(it, layer, self._weights.experts(index))
             self._leave(i, j)
         if j == self.num_micro_batches - 1:
             self._weights.release(index)
@@ -102,35 +109,38 @@ class Steps:
 
     def _take_sums(self, j: int) -> None:
         if (i := self._at_experts.pop(j, None)) is not None:
-            self._emit.load_expert_sums(self._its[j], i)
+            self._emit.load_expert_sums(self._its[j], self._layers[i])
             self._leave(i, j)
 
     def _leave(self, i: int, j: int) -> None:
-        it, kept = self._its[j], self._kept[j]
-        self._emit.combine(it, i)
-        if i == self.num_layers - 1:
+        it, kept, layer = self._its[j], self._kept[j], self._layers[i]
+        self._emit.combine(it, layer)
+        is_last = i == self.num_layers - 1
+        if is_last and not self._following:
             self.sampled.append(self._emit.head(it))
         elif kept is not None:
-            self._emit.offload_hidden(it, i, kept)
+            self._emit.offload_hidden(it, layer, kept)
+        elif is_last:
+            self._emit.send_hidden(it, layer, self._following[j])
 
     def prefill_attn(self, i: int, j: int) -> None:
-        self._emit.prefill_attention(self._its[j], i)
+        self._emit.prefill_attention(self._its[j], self._layers[i])
 
     # -- attention on the CPU -------------------------------------------------------------------------------------
 
     def offload_qkv(self, i: int, j: int) -> None:
-        self._emit.offload_qkv(self._its[j], i)
+        self._emit.offload_qkv(self._its[j], self._layers[i])
 
     def cpu_attn(self, i: int, j: int) -> None:
         """The new keys and values into the cache, and attention over it: by the CPU, and by the GPU of sequences whose
         cache is in device memory."""
-        self._emit.append_kv(self._its[j], i)
-        self._emit.attend_in_place(self._its[j], i)
-        self._emit.attend_on_host(self._its[j], i)
+        self._emit.append_kv(self._its[j], self._layers[i])
+        self._emit.attend_in_place(self._its[j], self._layers[i])
+        self._emit.attend_on_host(self._its[j], self._layers[i])
 
     def load_h(self, i: int, j: int) -> None:
         """Attention's results to the device."""
-        self._emit.load_attention(self._its[j], i)
+        self._emit.load_attention(self._its[j], self._layers[i])
 
     # -- attention on the GPU -------------------------------------------------------------------------------------
 
@@ -138,18 +148,18 @@ class Steps:
         """The keys and values of a micro-batch that lie in host memory, into the buffer that the one before it does not
         use."""
         if rows := self._rows(j):
-            self._emit.load_kv(self._its[j], i, rows, self._staging(i, j))
+            self._emit.load_kv(self._its[j], self._layers[i], rows, self._staging(i, j))
 
     def gpu_attn(self, i: int, j: int) -> None:
         """Over what was loaded, and over what is in device memory."""
-        self._emit.attend_in_place(self._its[j], i)
+        self._emit.attend_in_place(self._its[j], self._layers[i])
         if rows := self._rows(j):
-            self._emit.attend_on_device(self._its[j], i, rows, self._staging(i, j))
+            self._emit.attend_on_device(self._its[j], self._layers[i], rows, self._staging(i, j))
 
     def offload_kv(self, i: int, j: int) -> None:
         """New keys and values into the cache."""
-        self._emit.offload_qkv(self._its[j], i, queries=False)
-        self._emit.append_kv(self._its[j], i)
+        self._emit.offload_qkv(self._its[j], self._layers[i], queries=False)
+        self._emit.append_kv(self._its[j], self._layers[i])
 
     def _rows(self, j: int) -> range:
         """Of sequences with a cache in host memory."""
@@ -159,10 +169,11 @@ class Steps:
         return self._kv_staging[(i * self.num_micro_batches + j) % len(self._kv_staging)]
 
 
-Schedule = Callable[[Steps], None]
+# Yields where other GPUs may go on, which have other passes: the host's lanes serve all in the order of submission.
+Schedule = Callable[[Steps], Iterator[None]]
 
 
-def zigzag(steps: Steps) -> None:
+def zigzag(steps: Steps) -> Iterator[None]:
     """Prefill on the gpu lane: all micro-batches through a layer before any enters the next (MoE-Lightning §4)."""
     for i in range(steps.num_layers):
         for j in range(steps.num_micro_batches):
@@ -171,3 +182,4 @@ def zigzag(steps: Steps) -> None:
             steps.prefill_attn(i, j)
             steps.offload_kv(i, j)
             steps.post_attn(i, j)
+            yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from typing import ClassVar
 
 from harness.config import config, require
 from harness.engine.engine import Engine
@@ -15,6 +16,8 @@ from strategies.fastdecode.schedule import overlapping_cpu_attention
 
 @config
 class Config:
+    parallelism: ClassVar[str] = "tensor"
+
     staging: bool = False  # true: pageable -> pinned -> device; false: the whole model lies in pinned memory
     padding: bool = False  # true: prompts are padded to the longest of their batch
     packet_mb: float = 1.0
