@@ -12,6 +12,7 @@ from harness.engine.engine import Engine
 from harness.engine.sequences import Sequence
 from harness.engine.strategy import Prediction
 from harness.memory.tiers import PAGEABLE, PINNED
+from strategies.common.blocks_in_flight import like_shares
 from strategies.common.micro_batch_memory import MicroBatchMemory
 from strategies.common.offload_memory import (
     Deployment,
@@ -140,11 +141,10 @@ def deployment_of(engine: Engine, *, num_stages: int = 1) -> Deployment:
 
 
 def _shape(sequences: list[Sequence], num_blocks: int, block_size: int, num_stages: int) -> WorkloadShape:
-    """Of all requests together, but that each of several batches in flight has its part of them."""
+    """Of all requests together, or of the largest share where each of several batches in flight has one."""
     fitting = [s for s in sequences if -(-s.max_tokens // block_size) <= num_blocks // num_stages]
     if fitting:
-        shape = WorkloadShape.of_sequences(fitting, block_tokens=block_size)
-        return replace(shape, num_requests=-(-shape.num_requests // num_stages))
+        return WorkloadShape.of_sequences(like_shares(fitting, num_stages)[0], block_tokens=block_size)
     return WorkloadShape.of_lengths(1, 1, longest_prompt=1, num_requests=0, block_tokens=block_size)
 
 
