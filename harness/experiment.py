@@ -20,7 +20,7 @@ from harness.interrupts import interrupts_kept
 from harness.machine.base import MachineError
 from harness.machine.build import chosen_machine, load_machine
 from harness.memory.tiers import MemoryCapacityError
-from harness.preparing import LoadedModel, build_engine, load_model, load_workload
+from harness.preparing import LoadedModel, build_engine, load_model, load_workload, with_host_memory
 from harness.record.files import plain, read_json, write_json
 from harness.record.meter import PassMeter
 from harness.record.passes import PassRecord
@@ -98,6 +98,7 @@ def _execute(
     progress.stage("checkpoint")
     loaded = load_machine(settings.machine)
     model = load_model(settings, has_tensors=loaded.has_tensors)
+    settings = with_host_memory(settings, model)
     state.weights_source = model.weights_source
     state.verify_mode = settings.verify if loaded.has_tensors else "off"  # without tensors there are no tokens
     progress.stage("prompts")

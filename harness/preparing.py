@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.config import ConfigError, require
@@ -65,6 +65,12 @@ def _random_model(settings: Settings) -> LoadedModel:
     require(settings.verify == "off", "verify", message)
     source = RandomWeights(settings.model, seed=settings.seed)
     return LoadedModel(source=source, weights_source=f"random weights made in memory, {source.spec.dtype}")
+
+
+def with_host_memory(settings: Settings, model: LoadedModel) -> Settings:
+    """The settings, with host memory in gigabytes where the hardware states it relative to model and KV cache."""
+    needed_bytes = stored_bytes(model.source) + int(settings.kv_cache_gb * 1e9)
+    return replace(settings, hardware=settings.hardware.holding(needed_bytes))
 
 
 def load_workload(settings: Settings, model: LoadedModel) -> Workload:

@@ -142,7 +142,7 @@ class Emitter:
     def decode_attention_on_device(self, it: InFlight, layer: int, staging: Seq[Buffer]) -> None:
         """Decode attention on the gpu lane over the host cache: KV comes over the link into alternating staging
         buffers."""
-        for turn, rows in enumerate(self._rows_that_fit(it.batch.on_host.context_lens, min(b.nbytes for b in staging))):
+        for turn, rows in enumerate(self._rows_that_fit(it.batch.on_host.read_lens, min(b.nbytes for b in staging))):
             buffer = staging[turn % len(staging)]
             self.load_kv(it, layer, rows, buffer)
             self.attend_on_device(it, layer, rows, buffer)
@@ -190,17 +190,17 @@ class Emitter:
         self.submit(GPU, compute.Head(self._family, self._spec, it.batch, it.acts, part))
         return self.submit(D2H, data.FetchSampled(self._spec, it.batch, it.acts), urgent=True)
 
-    def _rows_that_fit(self, context_lens: np.ndarray, nbytes: int) -> list[range]:
+    def _rows_that_fit(self, read_lens: np.ndarray, nbytes: int) -> list[range]:
         """Cut the decode rows with their KV on the host into runs whose KV of one layer fits a staging buffer."""
         limit = nbytes // self._spec.kv_bytes_per_token_layer
         runs, start, total = [], 0, 0
-        for row, length in enumerate(context_lens.tolist()):
+        for row, length in enumerate(read_lens.tolist()):
             assert length <= limit, f"a context of {length} tokens does not fit the KV staging buffer of {limit}"
             if total + length > limit:
                 runs.append(range(start, row))
                 start, total = row, 0
             total += length
-        return [*runs, range(start, len(context_lens))] if len(context_lens) else []
+        return [*runs, range(start, len(read_lens))] if len(read_lens) else []
 
     def poison(self, buffers: Iterable[Buffer]) -> None:
         """Tests: nothing of what activation buffers held before may be read."""

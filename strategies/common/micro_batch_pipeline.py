@@ -143,7 +143,7 @@ class MicroBatchPipeline:
         for micro_batch in micro_batches:
             part: list[Sequence] = []
             for sequence in micro_batch:
-                if part and sum(s.num_tokens for s in part) + sequence.num_tokens > self._memory.pool.largest:
+                if part and sum(s.num_tokens + s.padding for s in (*part, sequence)) > self._memory.pool.largest:
                     yield part
                     part = []
                 part.append(sequence)

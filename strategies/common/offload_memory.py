@@ -82,7 +82,8 @@ class WorkloadShape:
     """What a workload looks like to planning; tokens are means over its requests unless said otherwise."""
 
     num_requests: int
-    prompt_tokens: float  # s; where prompts are padded, the longest
+    padded: bool = False  # every prompt counts, and is computed, as the longest
+    prompt_tokens: float  # s
     longest_prompt: int
     new_tokens: float  # n
     kv_tokens: float  # that a sequence's whole blocks hold at its end
@@ -115,6 +116,7 @@ class WorkloadShape:
         kept = [-(-(p + n - 1) // block_tokens) * block_tokens for p, n in zip(prompts, new, strict=True)]
         return cls(
             num_requests=len(chosen),
+            padded=padded,
             prompt_tokens=sum(prompts) / len(chosen),
             longest_prompt=longest,
             new_tokens=sum(new) / len(chosen),

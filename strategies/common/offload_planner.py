@@ -79,6 +79,7 @@ def plan_policy(
     given: GivenPolicy,
     *,
     packet_bytes: int,
+    padded: bool = False,
     min_micro_batches: int = 1,
     max_micro_batches: int | None = None,
     overlap: Overlap = "all",
@@ -88,11 +89,12 @@ def plan_policy(
     """The best policy for the engine's model, requests, machine and KV cache; null `rates`: measured now. With `stages`
     each GPU has some of the layers, and a batch of its own in flight.
 
+    `padded`: prompts will be padded to the longest of their batch, so all are planned for as long as the longest.
     Hidden states of a prefill wait on the device or in pinned memory, whichever allows the better policy. Where a given
     micro-batch's prompts fit neither way, it is prefilled in parts. Raises ConfigError naming the memory that is too
     small.
     """
-    deployment = deployment_of(engine, num_stages=len(engine.ranks) if stages else 1)
+    deployment = deployment_of(engine, padded=padded, num_stages=len(engine.ranks) if stages else 1)
     shares_layers = deployment.blocks_in_flight < deployment.num_gpus
     rates = rates or RateProbe(engine, packet_bytes=packet_bytes, shares_layers=shares_layers).measure()
 
@@ -117,7 +119,7 @@ def plan_policy(
     raise refused
 
 
-def deployment_of(engine: Engine, *, num_stages: int = 1) -> Deployment:
+def deployment_of(engine: Engine, *, padded: bool = False, num_stages: int = 1) -> Deployment:
     """What the engine has loaded. Requests that fit no KV cache are left out: they will be rejected."""
     blocks, tiers = engine.kv.allocator, engine.machine.tiers
     sizes = WeightSizes.of_store(engine.store, num_stages=num_stages)
@@ -132,7 +134,7 @@ def deployment_of(engine: Engine, *, num_stages: int = 1) -> Deployment:
     return Deployment(
         spec=engine.spec,
         sizes=sizes,
-        shape=_shape(engine.sequences, blocks.num_blocks, blocks.block_size, num_stages),
+        shape=_shape(engine.sequences, blocks.num_blocks, blocks.block_size, padded=padded, num_stages=num_stages),
         capacities_bytes={name: tier.capacity_bytes for name, tier in tiers.items()},
         storage=storage,
         num_gpus=len(engine.ranks),
@@ -140,11 +142,14 @@ def deployment_of(engine: Engine, *, num_stages: int = 1) -> Deployment:
     )
 
 
-def _shape(sequences: list[Sequence], num_blocks: int, block_size: int, num_stages: int) -> WorkloadShape:
+def _shape(
+    sequences: list[Sequence], num_blocks: int, block_size: int, *, padded: bool, num_stages: int
+) -> WorkloadShape:
     """Of all requests together, or of the largest share where each of several batches in flight has one."""
     fitting = [s for s in sequences if -(-s.max_tokens // block_size) <= num_blocks // num_stages]
     if fitting:
-        return WorkloadShape.of_sequences(like_shares(fitting, num_stages)[0], block_tokens=block_size)
+        share = like_shares(fitting, num_stages)[0]
+        return WorkloadShape.of_sequences(share, block_tokens=block_size, padded=padded)
     return WorkloadShape.of_lengths(1, 1, longest_prompt=1, num_requests=0, block_tokens=block_size)
 
 

@@ -24,6 +24,7 @@ def complete_policy(
     engine: Engine,
     *,
     packet_mb: float,
+    padded: bool = False,
     gpu_attention: bool | None = None,
     min_micro_batches: int = 1,
     overlap: Overlap = "all",
@@ -38,6 +39,7 @@ def complete_policy(
         engine,
         replace(given, gpu_attention=chosen, gpu_ffn=True, resident_kv=0.0),
         packet_bytes=int(packet_mb * 1e6),
+        padded=padded,
         min_micro_batches=min_micro_batches,
         overlap=overlap,
         stages=stages,
@@ -95,6 +97,7 @@ def build_offloading(
             prompt_tokens=memory.pool.in_pass,
             micro_batch_cache_tokens=memory.cached_tokens,
             min_micro_batches=min_micro_batches,
+            padded=planned.deployment.shape.padded,
         )
 
     plan = {

@@ -19,6 +19,7 @@ class Config:
     parallelism: ClassVar[str] = "tensor"
 
     staging: bool = False  # true: pageable -> pinned -> device; false: the whole model lies in pinned memory
+    padding: bool = False  # true: prompts are padded to the longest of their batch
     packet_mb: float = 1.0
     policy: GivenPolicy = field(default_factory=GivenPolicy)  # null: searched
 
@@ -34,6 +35,11 @@ class Config:
 
 def build(config: Config, engine: Engine) -> Strategy:
     planned = complete_policy(
-        config.policy, engine, packet_mb=config.packet_mb, gpu_attention=False, overlap="weights apart"
+        config.policy,
+        engine,
+        packet_mb=config.packet_mb,
+        padded=config.padding,
+        gpu_attention=False,
+        overlap="weights apart",
     )
     return build_offloading(engine, planned, overlapping_cpu_attention, paging=False, packet_mb=config.packet_mb)

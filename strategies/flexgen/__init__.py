@@ -18,6 +18,7 @@ from strategies.common.policy import GivenPolicy
 class Config:
     parallelism: Literal["pipeline", "tensor"] = "pipeline"  # of several GPUs; its paper's, or every layer shared
     staging: bool = False  # true: pageable -> pinned -> device; false: the whole model lies in pinned memory
+    padding: bool = False  # true: prompts are padded to the longest of their batch
     packet_mb: float = 1.0
     policy: GivenPolicy = field(default_factory=GivenPolicy)  # null: searched
 
@@ -36,6 +37,7 @@ def build(config: Config, engine: Engine) -> Strategy:
         config.policy,
         engine,
         packet_mb=config.packet_mb,
+        padded=config.padding,
         gpu_attention=True,
         overlap="weights apart",
         stages=config.parallelism == "pipeline",

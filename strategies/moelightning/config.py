@@ -16,6 +16,7 @@ class Config:
 
     paging: bool = True  # §4.1; false: a layer's weights as one block
     staging: bool = True  # §A.1: pageable -> pinned -> device; false: the whole model lies in pinned memory
+    padding: bool = False  # true: the paper's "(p)", prompts padded to the longest of their batch
     packet_mb: float = 1.0
     policy: GivenPolicy = field(default_factory=GivenPolicy)  # Table 1; null: searched
 
