@@ -87,7 +87,12 @@ class BlockShare:
 
 
 def dealt_out(sequences: Iterable[Sequence], blocks: Blocks, count: int) -> Iterator[tuple[list[Sequence], BlockShare]]:
-    """Requests and blocks in `count` like shares: of requests by length, each share has some of every length."""
+    """Requests and blocks in `count` like shares."""
+    for requests in like_shares(sequences, count):
+        yield requests, BlockShare(blocks, blocks.num_blocks // count)
+
+
+def like_shares(sequences: Iterable[Sequence], count: int) -> list[list[Sequence]]:
+    """Each has requests of every length; the first has the most of prompts and of their tokens."""
     ordered = sorted(sequences, key=lambda s: s.prompt_len, reverse=True)
-    for number in range(count):
-        yield ordered[number::count], BlockShare(blocks, blocks.num_blocks // count)
+    return [ordered[number::count] for number in range(count)]

@@ -12,6 +12,7 @@ from harness.engine.engine import Engine
 from harness.engine.sequences import Sequence
 from harness.engine.strategy import Prediction
 from harness.memory.tiers import PAGEABLE, PINNED
+from strategies.common.blocks_in_flight import like_shares
 from strategies.common.micro_batch_memory import MicroBatchMemory
 from strategies.common.offload_memory import (
     KV_CACHE,
@@ -154,11 +155,11 @@ def deployment_of(engine: Engine, *, padded: bool = False, num_stages: int = 1) 
 def _shape(
     sequences: list[Sequence], num_blocks: int, block_size: int, *, padded: bool, num_stages: int
 ) -> WorkloadShape:
-    """Of all requests together, but that each of several batches in flight has its part of them."""
+    """Of all requests together, or of the largest share where each of several batches in flight has one."""
     fitting = [s for s in sequences if -(-s.max_tokens // block_size) <= num_blocks // num_stages]
     if fitting:
-        shape = WorkloadShape.of_sequences(fitting, block_tokens=block_size, padded=padded)
-        return replace(shape, num_requests=-(-shape.num_requests // num_stages))
+        share = like_shares(fitting, num_stages)[0]
+        return WorkloadShape.of_sequences(share, block_tokens=block_size, padded=padded)
     return WorkloadShape.of_lengths(1, 1, longest_prompt=1, num_requests=0, block_tokens=block_size)
 
 

@@ -61,15 +61,17 @@ def engine_on(
 ) -> Engine:  # fmt: skip
     """With the `values` of a strategy its weights lie where it wants them."""
     config = values and load_strategy(values)[1]
-    specs = [source.spec for source in rank_sources(checkpoint, num_gpus)]
+    shared = parallelism(config)
+    specs = [source.spec for source in rank_sources(checkpoint, num_gpus, shared)]
+    keeping = specs if shared == "tensor" else specs[:1]  # GPUs whose heads the host's cache has
     return assemble_engine(
         machine,
         checkpoint,
         num_gpus=num_gpus,
-        kv_bytes=kv_blocks * block_size * sum(spec.kv_bytes_per_token for spec in specs),
+        kv_bytes=kv_blocks * block_size * sum(spec.kv_bytes_per_token for spec in keeping),
         block_size=block_size,
         weights_tier=weights_tier(config),
-        parallelism=parallelism(config),
+        parallelism=shared,
         sequences=[Sequence(request, records_routing=True) for request in work],
         eos_token_id=None,
     )

@@ -7,7 +7,11 @@ from collections import defaultdict
 import pytest
 import yaml
 
-from harness.machine.base import CPU, HOST_KINDS, PIN, LaneKind
+from harness.config import ConfigError
+from harness.engine.ops.collective import SendHidden
+from harness.machine.base import CPU, HOST_KINDS, PIN, LaneKind, MachineError
+from harness.machine.shuffled import ShuffledMachine
+from harness.memory.tiers import device_tier
 from tests.conftest import ROOT
 from tests.contract.running import check_tokens, emulated, engine_on, requests, run_to_end, shuffled, strategy_of
 
@@ -26,9 +30,9 @@ SEVERAL = [
 ]
 
 
-def run(tiny, machine, name: str, change: dict, num_gpus: int, *, count: int = 12, kv_blocks: int = 200):
+def run(tiny, machine, name: str, change: dict, num_gpus: int, *, count=12, kv_blocks=200, longest=40):
     values = YAMLS[name] | change
-    work = requests(count, vocab_size=tiny.spec.vocab_size, longest=40, seed=6)
+    work = requests(count, vocab_size=tiny.spec.vocab_size, longest=longest, seed=6)
     engine = engine_on(machine, tiny, work, kv_blocks=kv_blocks, values=values, num_gpus=num_gpus)
     built = []
 
@@ -46,8 +50,7 @@ def run(tiny, machine, name: str, change: dict, num_gpus: int, *, count: int = 1
 @pytest.mark.parametrize(("name", "change"), SEVERAL)
 @pytest.mark.parametrize("num_gpus", [2, 4])
 def test_shuffled_machine(tiny, name, change, num_gpus):
-    for seed in range(2):
-        run(tiny, shuffled(seed, num_gpus=num_gpus), name, change, num_gpus)
+    run(tiny, shuffled(num_gpus, num_gpus=num_gpus), name, change, num_gpus)
 
 
 @pytest.mark.parametrize(
@@ -65,3 +68,78 @@ def test_emulated_machine(tiny, name, num_gpus):
     assert max(moved.values()) < 1.1 * min(moved.values())
     assert {s.lane for s in engine.machine.spans if s.lane.kind in HOST_KINDS} <= {CPU, PIN}
     assert {s.lane.rank for s in engine.machine.spans if s.lane.kind is LaneKind.GPU} == set(range(num_gpus))
+
+
+def small(seed: int, num_gpus: int, device_bytes: int) -> ShuffledMachine:
+    """GPUs whose memory does not hold the hidden states of a whole prefill."""
+    capacities = {device_tier(rank): device_bytes for rank in range(num_gpus)} | {"pinned": 400_000_000, "host": 10**8}
+    return ShuffledMachine(capacities_bytes=capacities, seed=seed)
+
+
+@pytest.mark.parametrize(("name", "device_bytes"), [("moelightning", 1_650_000), ("flexgen", 2_500_000)])
+def test_hidden_states_wait_in_pinned_memory_once_for_all_gpus(tiny, name, device_bytes):
+    change = {"policy": {"batch_size": 24, "micro_batch_size": 4}}
+    _, strategy = run(tiny, small(0, 2, device_bytes), name, change, 2, count=48, longest=100, kv_blocks=1600)
+    assert strategy.plan["hidden_states_wait_in"] == "pinned memory"
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_fewer_requests_than_gpus(tiny, count):
+    for name in ("flexgen", "deepspeed_zero"):
+        run(tiny, shuffled(1, num_gpus=4), name, {}, 4, count=count)
+
+
+def test_stages_have_the_layers_in_order_and_as_many_passes_as_stages_are_in_flight(tiny):
+    """On the emulated machine: each GPU has its own layers only, and GPUs work on different passes at the same time."""
+    engine, strategy = run(tiny, emulated(num_gpus=2), "flexgen", {}, 2)
+    assert strategy.passes_in_flight == 2
+    layers = defaultdict(set)
+    for span in engine.machine.spans:
+        if span.lane.kind is LaneKind.GPU and span.layer is not None:
+            layers[span.lane.rank].add(span.layer)
+    assert layers == {0: {0, 1}, 1: {2, 3}}
+    busy = {rank: [s for s in engine.machine.spans if s.kind == "experts" and s.lane.rank == rank] for rank in (0, 1)}
+    first_of_1, last_of_0 = min(s.start_s for s in busy[1]), max(s.end_s for s in busy[0])
+    together = [s for s in busy[0] if first_of_1 < s.start_s < last_of_0]
+    assert together, "the first stage goes on while the second one works"
+
+
+def test_each_gpu_of_a_data_parallel_system_has_its_own_sequences(tiny):
+    engine, _ = run(tiny, shuffled(0, num_gpus=2), "deepspeed_zero", {}, 2)
+    assert [s.kv_rank for s in engine.sequences] == [0, 1] * (len(engine.sequences) // 2)
+    held = [engine.machine.tiers[device_tier(rank)].holders()["kv cache"] for rank in range(2)]
+    assert held[0] == held[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "num_gpus", "told"),
+    [
+        ("flexgen", 3, "must divide the model's 4 layers, got 3"),
+        ("moelightning", 3, "must divide the model's num_kv_heads 2"),
+        ("fastdecode", 8, "must divide the model's num_heads"),
+    ],
+)
+def test_a_model_that_cannot_be_divided_is_refused(tiny, name, num_gpus, told):
+    with pytest.raises(ConfigError, match=told) as caught:
+        run(tiny, shuffled(0, num_gpus=num_gpus), name, {}, num_gpus)
+    assert caught.value.field == "hardware.num_gpus"
+
+
+@pytest.mark.parametrize("which", ["reads", "writes"])
+def test_hidden_states_sent_undeclared_are_caught(tiny, monkeypatch, which):
+    original = SendHidden.__init__
+
+    def forgetful(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        setattr(self, which, ())
+
+    monkeypatch.setattr(SendHidden, "__init__", forgetful)
+
+    def is_right(seed: int) -> bool:
+        try:
+            run(tiny, shuffled(seed, num_gpus=2), "flexgen", {}, 2)
+        except (MachineError, AssertionError):
+            return False
+        return True
+
+    assert not all(is_right(seed) for seed in range(6))

@@ -78,6 +78,38 @@ def test_gpus_share_the_weights_and_meet_in_collectives(num_gpus, prefetch):
             assert s.end_s - s.start_s == pytest.approx(launch_s + s.work.link_bytes / p2p_bytes_s, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "least"),
+    [("moelightning", 1.8), ("flexgen", 1.0), ("flexgen strategy.parallelism=tensor", 1.8)],
+)
+def test_a_second_gpu_is_worth_what_its_link_brings(strategy, least):
+    """Of as many requests: half of every layer, and of what stays on the GPUs twice as much; or, where the GPUs are
+    stages, every layer for each half of the requests."""
+    name, *more = strategy.split()
+    shared = (f"strategy={name}", *more, "model=mixtral-8x7b", "kv_cache_gb=20", "dataset.num_requests=240")
+    shared = (*shared, "hardware.ram_gb=416", "hardware.pinned_memory_gb=416", "strategy.packet_mb=1000")
+    sizes = ("strategy.policy.batch_size=240", "strategy.policy.micro_batch_size=70")
+    halves = ("strategy.policy.batch_size=120", "strategy.policy.micro_batch_size=35") if least == 1.0 else sizes
+    one, two = planned(*shared, *sizes, "hardware=t4"), planned(*shared, *halves, "hardware=t4x2")
+    assert least < two.summary["throughput_tok_s"] / one.summary["throughput_tok_s"] < 2.5
+    assert two.summary["num_passes"] == 8 * two.strategy.passes_in_flight
+    predicted = two.strategy.prediction.throughput_tok_s
+    assert predicted == pytest.approx(two.summary["throughput_tok_s"], rel=0.15)
+
+
+def test_shares_of_a_layer_meet_on_every_gpu():
+    shared = ("strategy=deepspeed_zero", "model=mixtral-8x7b", "kv_cache_gb=1", "hardware=t4x2")
+    plan = planned(*shared)
+    spans = list(plan.machine.spans)
+    layer_bytes, num_layers = plan.engine.store.layer_bytes, plan.engine.spec.num_layers
+    num_passes = plan.summary["num_passes"]
+    for rank in range(2):
+        received = sum(s.work.link_bytes for s in spans if s.kind == "all-gather" and s.lane.rank == rank)
+        assert received == pytest.approx(num_passes * num_layers * layer_bytes / 2, rel=0.01)
+        fetched = sum(s.work.link_bytes for s in spans if s.kind == "weights" and s.lane.rank == rank)
+        assert fetched == pytest.approx(received, rel=0.1), "beyond the last pass some was prefetched"
+
+
 def test_a_run_on_the_simulated_machine_is_recorded_like_any_other(tmp_path):
     from harness.experiment import run_experiment
 

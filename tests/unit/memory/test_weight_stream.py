@@ -6,11 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.machine.base import GPU, H2D
+from harness.engine.parallel import GatheredStream
+from harness.machine.base import GPU, H2D, Lane, LaneKind
 from harness.machine.emulated import EmulatedMachine
+from harness.machine.shuffled import ShuffledMachine
+from harness.memory.ops import AllGather, CopyShare, share_of
+from harness.memory.tiers import device_tier
 from harness.memory.weights import WeightStore, WeightStream
 from tests.unit.machine.ops import Gated, Quick
-from tests.unit.memory.parts import NUM_LAYERS, PARTS, FakeSource, content, machine, read_bytes
+from tests.unit.memory.parts import NUM_LAYERS, PARTS, FakeSource, ReadBytes, content, machine, read_bytes
 
 NAMES = list(PARTS)
 
@@ -148,3 +152,69 @@ def test_a_request_can_follow_another_op():
     device.wait(ticket)
     assert first.finished_s <= ticket.started_s
     assert first.done
+
+
+@given(nbytes=st.integers(1, 5000), num_ranks=st.integers(1, 9))
+def test_shares_are_disjoint_and_make_the_whole(nbytes, num_ranks):
+    shares = [share_of(nbytes, rank, num_ranks) for rank in range(num_ranks)]
+    assert [byte for share in shares for byte in share] == list(range(nbytes))
+    assert max(map(len, shares)) <= -(-nbytes // num_ranks) + 63
+
+
+def gathered(seed: int, num_gpus: int, depth: int, poison: bool) -> tuple[ShuffledMachine, GatheredStream]:
+    capacities = {device_tier(rank): 1 << 20 for rank in range(num_gpus)} | {"pinned": 1 << 20}
+    device = ShuffledMachine(capacities_bytes=capacities, seed=seed, poison=poison, eager=0.3)
+    store = WeightStore(device, FakeSource())
+    streams = [
+        WeightStream(device, store, depth=depth, packet_bytes=100, rank=rank, num_shares=num_gpus)
+        for rank in range(num_gpus)
+    ]
+    return device, GatheredStream(device, streams)
+
+
+def read_all(seed: int, num_gpus: int, depth: int, num_indices: int, *, poison: bool = True) -> bool:
+    """Whether every GPU saw every layer whole."""
+    device, stream = gathered(seed, num_gpus, depth, poison)
+    for index in range(min(depth, num_indices)):
+        stream.request_layer(index)
+    reads = []
+    for index in range(num_indices):
+        for name in NAMES:
+            for rank, placed in enumerate(stream.part(index, name).shards):
+                ticket = device.submit(Lane(LaneKind.GPU, rank), ReadBytes(placed))
+                reads.append((ticket, content(index % NUM_LAYERS, name)))
+            if index + depth < num_indices:
+                stream.advance(index, name)
+            else:
+                stream.release(index, name)
+    right = all(device.wait(ticket) == [expected] for ticket, expected in reads)
+    stream.close()
+    assert all(device.tiers[device_tier(rank)].used_bytes == 0 for rank in range(num_gpus))
+    return right
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**16), num_gpus=st.integers(2, 4), depth=st.integers(1, 3), num_indices=st.integers(1, 7))
+def test_every_gpu_sees_layers_of_which_it_fetched_a_share(seed, num_gpus, depth, num_indices):
+    assert read_all(seed, num_gpus, depth, num_indices)
+
+
+@pytest.mark.parametrize(
+    ("cls", "which", "left"),
+    [
+        (CopyShare, "writes", lambda op: (op.target,)),
+        (CopyShare, "writes", lambda op: op.writes[1:]),
+        (AllGather, "reads", lambda op: op.reads[:1]),
+        (AllGather, "writes", lambda op: ()),
+    ],
+)
+def test_an_undeclared_access_of_a_share_is_caught(monkeypatch, cls, which, left):
+    original = cls.__init__
+
+    def forgetful(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        setattr(self, which, left(self))
+
+    monkeypatch.setattr(cls, "__init__", forgetful)
+    seeds = range(12)  # poison is an access too, which orders those around it
+    assert not all(read_all(seed, 3, 2, 7, poison=poison) for seed in seeds for poison in (True, False))

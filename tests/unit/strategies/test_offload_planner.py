@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.config import parse
+from harness.engine.assembly import assemble_engine
 from harness.engine.engine import Engine
 from harness.engine.sequences import Sequence
 from harness.hardware.profile import HardwareConfig
@@ -87,3 +88,23 @@ def test_a_given_micro_batch_whose_prompts_do_not_fit_is_prefilled_in_parts():
     plan = plan_policy(on, GivenPolicy(batch_size=120, micro_batch_size=120), packet_bytes=10**8)
     assert plan.deployment.storage.prefill_limit_tokens is not None
     assert plan.memory.pool.largest < 120 * 400 == plan.memory.prompt_tokens
+
+
+@pytest.mark.parametrize(("parallelism", "num_gpus"), [("tensor", 2), ("tensor", 4), ("pipeline", 4)])
+def test_the_probe_of_several_gpus_finds_each_link_and_what_is_between_them(parallelism, num_gpus):
+    """Four links of 12 GB/s leave the 73 GB/s of host memory alone; the staging copies are one lane's for all."""
+    hardware = parse(HardwareConfig, composed(f"hardware=t4x{num_gpus}")["hardware"], "hardware")
+    machine = build(Config(), hardware, SPEC)
+    machine.world = World(UniformRouting(SPEC.num_experts, SPEC.experts_per_token, seed=0), SPEC.num_experts)
+    on = assemble_engine(
+        machine, PlannedModel(SPEC), num_gpus=num_gpus, kv_bytes=10**9, block_size=16, sequences=[],
+        eos_token_id=None, weights_tier="host", parallelism=parallelism,
+    )  # fmt: skip
+    used = {name: tier.used_bytes for name, tier in machine.tiers.items()}
+    rates = RateProbe(on, packet_bytes=10**9, shares_layers=parallelism == "tensor").measure()
+    assert rates.h2d_bytes_s == pytest.approx(12e9, rel=0.01)
+    assert rates.pin_bytes_s == pytest.approx(36e9, rel=0.01)
+    assert rates.gpu.bytes_s == pytest.approx(239.6e9, rel=0.03)
+    expected = pytest.approx(9.7e9, rel=0.05) if parallelism == "tensor" else None
+    assert rates.peer_bytes_s == expected
+    assert {name: tier.used_bytes for name, tier in machine.tiers.items()} == used

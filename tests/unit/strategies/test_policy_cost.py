@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from harness.model.sharding import shard_spec
 from strategies.common.hrm import Level
 from strategies.common.offload_memory import Deployment, Storage, Switches, WeightSizes, WorkloadShape
 from strategies.common.offload_prediction import predict
@@ -131,3 +132,24 @@ def test_the_prediction_adds_up_prefill_and_decode_of_all_batches():
     assert predict(twice, chosen).throughput_tok_s == pytest.approx(504 * 128 / batch_s)
     left = replace(COST, deployment=replace(DEPLOYMENT, shape=replace(SHAPE, num_requests=510)))
     assert predict(left, chosen).throughput_tok_s < 0.6 * 504 * 128 / batch_s, "a batch of 6 streams all weights too"
+
+
+def test_gpus_that_share_a_layer_divide_the_link_and_share_the_cpu():
+    """Two with half of everything each: the link brings half, the CPU attends for both, sums cross between them."""
+    half = shard_spec(SPEC, 2)
+    deployment = replace(DEPLOYMENT, spec=half, sizes=WeightSizes.of_spec(half), num_gpus=2)
+    two = decode(replace(COST, deployment=deployment, rates=replace(RATES, peer_bytes_s=10e9)))
+    one = decode()
+    assert two["cpu"] == pytest.approx(one["cpu"])
+    assert two["link"] == pytest.approx((half.layer_bytes + 504 * 2048 * 2) / 12e9)
+    sums_s = 2 * (2 * 504 * 4096 * 2 / 2) / 10e9
+    assert two["gpu"] == pytest.approx(14 * (half.layer_bytes - EXPERTS / 2 * 0.75**36) / 240e9 + sums_s)
+
+
+def test_stages_each_have_a_batch_in_flight():
+    """Each as fast as a machine of its own with all layers and its share of the requests."""
+    own = replace(DEPLOYMENT, shape=replace(SHAPE, num_requests=126))
+    staged = replace(own, num_gpus=4, blocks_in_flight=4)
+    chosen = policy(batch_size=126, gpu_attention=True)
+    alone, four = predict(replace(COST, deployment=own), chosen), predict(replace(COST, deployment=staged), chosen)
+    assert four.throughput_tok_s == pytest.approx(4 * alone.throughput_tok_s)
