@@ -4,7 +4,7 @@ Without a name, what is committed and what takes no run is drawn to results/figu
 """
 
 from paper_figures.drawing import make
-from paper_figures.moelightning import fig6, fig10, hrm_accuracy, hrm_plots, systems, table4, table5
+from paper_figures.moelightning import fig6, fig10, hrm_accuracy, hrm_plots, several_gpus, systems, table4, table5
 from paper_figures.reports import Report, main
 from paper_figures.support import REFERENCE
 
@@ -27,6 +27,10 @@ REPORTS = {
     "hrm_accuracy": Report(
         compute=hrm_accuracy.compute, tables=hrm_accuracy.tables, pictures={"hrm-accuracy": hrm_accuracy.draw},
         note=hrm_accuracy.NOTE, folder=SIMULATED,
+    ),
+    "several_gpus": Report(
+        compute=several_gpus.compute, tables=several_gpus.tables,
+        pictures={"fig7-fig8-several-gpus": several_gpus.draw}, note=several_gpus.NOTE, folder=SIMULATED,
     ),
 }  # fmt: skip
 

@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
-from torch import cat, from_numpy, uint8
+from torch import cat, empty_like, from_numpy, uint8
 
 from harness.engine.activations import Activations
 from harness.engine.batch import MicroBatch
@@ -140,17 +140,21 @@ class DecodeAttentionDevice(ComputeOp):
         staging: Buffer,
     ) -> None:
         super().__init__(family, spec, batch, acts, (), layer)
-        self.rows, self.staging = rows, staging
+        self.rows, self.staging, self.there = rows, staging, batch.on_host
         self.reads = (acts.tokens, acts.q, acts.k, acts.v, staging)
         self.writes = ((acts.attention, "decode"), staging)
 
     def work(self) -> Work:
-        tokens = int(self.batch.context_lens[self.rows.start : self.rows.stop].sum())
+        tokens = self._num_read
         flops = tokens * self.spec.decode_pair_flops
         return Work(flops=flops, device_bytes=tokens * self.spec.kv_bytes_per_token_layer)
 
+    @property
+    def _num_read(self) -> int:
+        return int(self.there.read_lens[self.rows.start : self.rows.stop].sum())
+
     def cost_features(self) -> tuple[float, ...]:
-        return (float(len(self.rows)), float(self.batch.context_lens[self.rows.start : self.rows.stop].sum()))
+        return (float(len(self.rows)), float(self._num_read))
 
     def run(self, ctx: Context, packet: int) -> None:
         spec, n, first = self.spec, self.batch.num_tokens, self.batch.num_prefill_tokens
@@ -158,22 +162,35 @@ class DecodeAttentionDevice(ComputeOp):
         newest_k = ctx.tensor(self.acts.k, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)
         newest_v = ctx.tensor(self.acts.v, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)
         out = rows(ctx, self.acts.attention, n, spec.q_dim, spec.dtype)
-        tokens = int(self.batch.context_lens[self.rows.start : self.rows.stop].sum())
-        staging = ctx.tensor(self.staging, (2 * tokens * spec.kv_dim,), spec.dtype)
-        at, staged = 0, []
-        for row in self.rows:
-            length = int(self.batch.context_lens[row])
-            shape, size = (spec.num_kv_heads, length, spec.head_dim), length * spec.kv_dim
-            k, v = staging[at : at + size].view(shape), staging[at + size : at + 2 * size].view(shape)
+        there, run = self.there, self.rows
+        staging = ctx.tensor(self.staging, (2 * self._num_read * spec.kv_dim,), spec.dtype)
+        staged = self._staged(staging, there.context_lens[run.start : run.stop].tolist())
+        for row, (k, v) in zip(run, staged, strict=True):
             k[:, -1], v[:, -1] = newest_k[first + row], newest_v[first + row]
-            staged.append((first + row, k, v, length))
-            at += 2 * size
+        padded = there.padded_among(run)
+        lens = [int(there.padding[row]) for row in padded]
+        behind = staging[staging.numel() - 2 * sum(lens) * spec.kv_dim :]
         if on_gpu.attends(spec, q):
-            mine = slice(first + self.rows.start, first + self.rows.stop)
+            mine = slice(first + run.start, first + run.stop)
             positions = ctx.tensor(self.acts.tokens, (2, n), "int64")[1, mine]
+            if padded:  # read, and dropped
+                table = from_numpy(np.array([padded, lens])).to(q.device, non_blocking=True)
+                wasted = q[first + table[0]]
+                on_gpu.decode_attention(spec, wasted, behind, table[1] - 1, empty_like(wasted))
             return on_gpu.decode_attention(spec, q[mine], staging, positions, out[mine])
-        for at, k, v, length in staged:
-            out[at] = self.family.decode_attention(spec, q[at], k, v, length).reshape(-1)
+        for row, length, (k, v) in zip(padded, lens, self._staged(behind, lens), strict=True):
+            self.family.decode_attention(spec, q[first + row], k, v, length)
+        for row, (k, v) in zip(run, staged, strict=True):
+            out[first + row] = self.family.decode_attention(spec, q[first + row], k, v, k.shape[1]).reshape(-1)
+
+    def _staged(self, staging: Any, lens: list[int]) -> list[tuple[Any, Any]]:
+        """Keys and values of contexts that lie one after another, each [kv_heads, context, head_dim]."""
+        spec, at, found = self.spec, 0, []
+        for length in lens:
+            shape, size = (spec.num_kv_heads, length, spec.head_dim), length * spec.kv_dim
+            found.append((staging[at : at + size].view(shape), staging[at + size : at + 2 * size].view(shape)))
+            at += 2 * size
+        return found
 
 
 class AttentionOut(ComputeOp):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
 
 from harness.engine.activations import Activations
 from harness.engine.batch import MicroBatch
@@ -107,8 +110,9 @@ class LoadAttention(MicroBatchOp):
 class LoadKv(MicroBatchOp):
     """The cached keys and values of decoding sequences, host blocks -> contiguous device staging, one by one.
 
-    Staging layout: for each sequence keys [kv_heads, context, head_dim], then its values. The newest token's place
-    stays empty: its keys and values are on the device already, and so the rest can be fetched before they are computed.
+    Staging layout: for each sequence keys [kv_heads, context, head_dim], then its values; behind all of them the same
+    of padding. The newest token's place stays empty: its keys and values are on the device already, and so the rest can
+    be fetched before they are computed.
     """
 
     kind: ClassVar[str] = "load kv"
@@ -117,13 +121,13 @@ class LoadKv(MicroBatchOp):
         self, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int, cache: KVCache, rows: range, to: Buffer
     ) -> None:
         super().__init__(spec, batch, acts, layer)
-        self.cache, self.rows, self.to = cache, rows, to
+        self.cache, self.rows, self.to, self.there = cache, rows, to, batch.on_host
         self.reads = tuple(cache.region(layer, p) for p in batch.partitions)
         self.writes = (to,)
 
     @property
     def _num_cached(self) -> int:
-        return int(self.batch.context_lens[self.rows.start : self.rows.stop].sum()) - len(self.rows)
+        return int(self.there.read_lens[self.rows.start : self.rows.stop].sum()) - len(self.rows)
 
     def work(self) -> Work:
         nbytes = self._num_cached * self.spec.kv_bytes_per_token_layer
@@ -140,16 +144,24 @@ class LoadKv(MicroBatchOp):
         tokens = self._num_cached + len(self.rows)
         staging = ctx.tensor(self.to, (2 * tokens * heads * head_dim,), self.spec.dtype)
         at = 0
-        for row in self.rows:
-            length = int(self.batch.context_lens[row])
-            cached = length - 1
-            blocks = self.batch.block_tables[row, : -(-cached // block_size)].tolist()
+        for table, cached, length in self._runs():
+            blocks = table[: -(-cached // block_size)].tolist()
             for source in (keys, values):
                 target = staging[at : at + heads * length * head_dim].view(heads, length, head_dim)
                 if cached:
                     gathered = source[blocks].transpose(0, 1).reshape(heads, -1, head_dim)[:, :cached]
                     ctx.move(target[:, :cached], gathered)
                 at += target.numel()
+
+    def _runs(self) -> Iterator[tuple[np.ndarray, int, int]]:
+        """Blocks, tokens in them, and places in the staging buffer."""
+        there = self.there
+        for row in self.rows:
+            length = int(there.context_lens[row])
+            yield there.block_tables[row], length - 1, length
+        for row in there.padded_among(self.rows):
+            padding = int(there.padding[row])
+            yield there.padding_tables[row], padding, padding
 
 
 class OffloadHidden(MicroBatchOp):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 
-import kernels
 from harness.engine.activations import Activations
 from harness.engine.batch import MicroBatch
-from harness.engine.ops.host import KvOp
+from harness.engine.ops.host import KvOp, paged_attention
 from harness.machine.base import Context, Work
 from harness.model.spec import ModelSpec
 
@@ -74,22 +74,18 @@ class DecodeAttentionPaged(KvOp):
 
     def by_kernel(self, q: Any, keys: Any, values: Any, out: Any) -> None:
         """The paged kernel, on one thread, where device memory is played by the host's."""
-        here = self.batch.on_device
-        kernels.decode_attention(
-            q,
-            keys,
-            values,
-            torch.from_numpy(here.block_tables),
-            torch.from_numpy(here.context_lens),
-            out,
-            scale=self.spec.head_dim**-0.5,
-            sliding_window=self.spec.sliding_window or 0,
-        )
+        paged_attention(self.spec, q, keys, values, self.batch.on_device, out)
 
     def by_family(self, q: Any, keys: Any, values: Any, out: Any) -> None:
         """The family's own math, sequence by sequence, wherever the tensors are."""
         here, (_, heads, block_size, head_dim) = self.batch.on_device, self.cache.shape
-        for row, length in enumerate(here.context_lens.tolist()):
-            blocks = here.block_tables[row, : -(-length // block_size)].tolist()
+
+        def attend(row: int, table: np.ndarray, length: int) -> Any:
+            blocks = table[row, : -(-length // block_size)].tolist()
             k, v = (x[blocks].transpose(0, 1).reshape(heads, -1, head_dim) for x in (keys, values))
-            out[row] = self.family.decode_attention(self.spec, q[row], k, v, length).view(out[row].shape)
+            return self.family.decode_attention(self.spec, q[row], k, v, length)
+
+        for row in here.padded.tolist():
+            attend(row, here.padding_tables, int(here.padding[row]))  # read, and dropped
+        for row, length in enumerate(here.context_lens.tolist()):
+            out[row] = attend(row, here.block_tables, length).view(out[row].shape)
