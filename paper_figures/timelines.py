@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 _COLOURS = {
     "weights": "#c9c2e6", "weights to pinned": "#e3dff3", "load kv": "#7fc97f", "load attention": "#33a02c",
-    "offload qkv": "#b2df8a", "decode attention": "#f28e2b", "append kv": "#ffd29b", "attention in": "#86bcec",
+    "offload qkv": "#b2df8a", "decode attention": "#f28e2b", "append kv": "#ffd29b",
+    "decode attention (device)": "#d9731a", "attention in": "#86bcec",
     "attention out": "#3d7fbf", "experts": "#1f4e8c", "combine": "#9fb6d0", "prefill attention": "#e15759",
 }  # fmt: skip
 _OTHER = "#bab0ac"
