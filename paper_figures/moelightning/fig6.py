@@ -27,8 +27,8 @@ NOTE = (
 )
 SCHEDULES = {"moelightning": "CGOPipe", "fastdecode": "S2", "flexgen_c": "S3", "flexgen": "S4"}
 LETTERS = {
-    "attention in": "A", "decode attention": "B", "decode attention (device)": "B", "attention out": "C", "experts": "C",
-    "offload qkv": "D1", "load attention": "D2", "load kv": "D4",
+    "attention in": "A", "decode attention": "B", "decode attention (device)": "B", "attention out": "C",
+    "experts": "C", "offload qkv": "D1", "load attention": "D2", "load kv": "D4",
 }  # fmt: skip
 N, MU, PROMPT, LAYERS = 128, 32, 384, 2
 SETTING = (
