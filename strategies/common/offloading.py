@@ -96,6 +96,7 @@ def build_offloading(
             blocks,
             num_micro_batches=policy.num_micro_batches,
             micro_batch_size=policy.micro_batch_size,
+            batch_size=policy.batch_size,
             micro_batch_prompt_tokens=memory.prompt_tokens,
             prompt_tokens=memory.pool.in_pass,
             micro_batch_cache_tokens=memory.cached_tokens,

@@ -21,6 +21,7 @@ class BatchLimits:
     num_micro_batches: int  # n_ub
     micro_batch_size: int  # ubs, in requests
     micro_batch_cache_tokens: int  # cache_size
+    batch_size: int | None = None  # requests of all micro-batches together; null: as many as fill them
     cache_tokens: int | None = None  # of all micro-batches together; null: no limit of its own
     micro_batch_prompt_tokens: int | None = None  # what the buffers of a prefill hold; null: anything
     prompt_tokens: int | None = None  # the same of all micro-batches together
@@ -28,6 +29,7 @@ class BatchLimits:
     def __post_init__(self) -> None:
         assert self.num_micro_batches >= 1, "a batch has a micro-batch"
         assert self.micro_batch_size >= 1, "a micro-batch has a request"
+        assert self.batch_size is None or self.batch_size >= 1, "a batch has a request"
 
 
 @dataclass(kw_only=True)
@@ -69,7 +71,7 @@ def batch_requests(
     """
     result = Batching()
     partitions = [_Partition() for _ in range(limits.num_micro_batches)]
-    total, total_prompts, longest = 0, 0, 0
+    taken, total, total_prompts, longest = 0, 0, 0, 0
     for sequence in sorted(queue, key=lambda s: s.prompt_len, reverse=True):  # line 4; of equal length in their order
         prompt, cached = sequence.prompt_len, cached_tokens(sequence, 0)
         if reason := _never_fits(prompt, cached, limits):
@@ -78,7 +80,7 @@ def batch_requests(
         longest = longest or prompt  # the first that fits an empty micro-batch is taken
         padding = longest - prompt if padded else 0
         prompt, cached = prompt + padding, cached_tokens(sequence, padding)
-        if not partitions:  # line 6
+        if not partitions or taken == limits.batch_size:  # line 6
             result.aborted.append(sequence)
             continue
         lightest = min(partitions, key=lambda p: p.prompt_tokens)  # line 8
@@ -90,7 +92,7 @@ def batch_requests(
         lightest.requests.append(sequence)
         lightest.prompt_tokens += prompt
         lightest.cached_tokens += cached
-        total, total_prompts = total + cached, total_prompts + prompt
+        taken, total, total_prompts = taken + 1, total + cached, total_prompts + prompt
         if len(lightest.requests) == limits.micro_batch_size:  # line 14
             result.micro_batches.append(lightest.requests)
             partitions.remove(lightest)
@@ -139,6 +141,7 @@ class BatchScheduler:
         num_micro_batches: int,
         micro_batch_size: int,
         micro_batch_prompt_tokens: int,
+        batch_size: int | None = None,
         prompt_tokens: int | None = None,
         micro_batch_cache_tokens: int | None = None,
         min_micro_batches: int = 1,
@@ -148,7 +151,7 @@ class BatchScheduler:
         self._allocator = allocator
         self._num_micro_batches = num_micro_batches
         self._min_micro_batches = min(min_micro_batches, num_micro_batches)
-        self._micro_batch_size = micro_batch_size
+        self._micro_batch_size, self._batch_size = micro_batch_size, batch_size
         self._micro_batch_prompt_tokens, self._prompt_tokens = micro_batch_prompt_tokens, prompt_tokens
         self._micro_batch_cache_tokens = micro_batch_cache_tokens
         self._padded = padded
@@ -224,6 +227,7 @@ class BatchScheduler:
         return BatchLimits(
             num_micro_batches=number,
             micro_batch_size=self._micro_batch_size,
+            batch_size=self._batch_size,
             micro_batch_cache_tokens=self._micro_batch_cache_tokens or max(cache_tokens // number, longest),
             cache_tokens=cache_tokens,
             micro_batch_prompt_tokens=self._micro_batch_prompt_tokens,

@@ -187,6 +187,17 @@ def test_experts_on_the_cpu_leave_the_link_to_the_rest_and_the_gpu_to_other_micr
     assert streamed == pytest.approx(dense, rel=0.01)
 
 
+def test_no_batch_is_larger_than_the_policy_says(tiny):
+    """Four sequences are two micro-batches of up to three, whose rows at the experts on the CPU are four."""
+    machine = Recording()
+    policy = {"batch_size": 4, "micro_batch_size": 3, "gpu_ffn": False}
+    engine, _ = run(tiny, "moelightning", {"policy": policy}, machine)
+    sizes = [sum(op.batch.num_tokens for _, op in step if op.kind == "upload tokens") for step in decode_steps(machine)]
+    assert max(sizes) == 4
+    report = check_tokens(tiny, engine.sequences)
+    assert report.ok and report.checked == 12, report.first_mismatch
+
+
 def test_experts_on_the_cpu_in_bfloat16(tiny):
     """With the kernel that CPUs have for it; every choice near the best of a float32 reference."""
     checkpoint = Checkpoint(tiny.folder, "bfloat16")

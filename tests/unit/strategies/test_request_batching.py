@@ -27,6 +27,7 @@ def cases(draw) -> tuple[list[Sequence], BatchLimits, bool]:
     limits = BatchLimits(
         num_micro_batches=draw(st.integers(1, 6)),
         micro_batch_size=draw(st.integers(1, 6)),
+        batch_size=draw(st.one_of(st.none(), st.integers(1, 12))),
         micro_batch_cache_tokens=draw(st.integers(1, 120)),
         cache_tokens=draw(st.one_of(st.none(), st.integers(1, 300))),
         micro_batch_prompt_tokens=draw(st.one_of(st.none(), st.integers(1, 80))),
@@ -69,6 +70,7 @@ def test_limits_hold(case):
         assert len(micro_batch) <= limits.micro_batch_size
         assert cached <= limits.micro_batch_cache_tokens
         assert limits.micro_batch_prompt_tokens is None or sum(prompts) <= limits.micro_batch_prompt_tokens
+    assert limits.batch_size is None or sum(map(len, result.micro_batches)) <= limits.batch_size
     assert limits.cache_tokens is None or all_cached <= limits.cache_tokens
     assert limits.prompt_tokens is None or all_prompts <= limits.prompt_tokens
 
@@ -126,6 +128,7 @@ def test_padding_counts_every_prompt_as_the_longest():
 class Sizes:
     num_micro_batches: int
     micro_batch_size: int
+    batch_size: int | None
     min_micro_batches: int
     padded: bool
 
@@ -134,6 +137,7 @@ sizes = st.builds(
     Sizes,
     num_micro_batches=st.integers(1, 5),
     micro_batch_size=st.integers(1, 5),
+    batch_size=st.one_of(st.none(), st.integers(1, 12)),
     min_micro_batches=st.integers(1, 3),
     padded=st.booleans(),
 )
@@ -169,6 +173,7 @@ def test_the_scheduler_conserves_requests_and_blocks(load: Workload, limits: Siz
         assert all(plan.micro_batches)
         assert len(plan.micro_batches) <= limits.num_micro_batches
         assert max(map(len, plan.micro_batches)) <= limits.micro_batch_size
+        assert limits.batch_size is None or len(plan.sequences) <= limits.batch_size
         partitions = [{s.partition for s in micro_batch} for micro_batch in plan.micro_batches]
         assert all(len(numbers) == 1 for numbers in partitions), "a micro-batch has one KV partition"
         assert len(set.union(*partitions)) == len(partitions), "two micro-batches share a KV partition"
