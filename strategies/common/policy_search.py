@@ -29,7 +29,8 @@ _NUM_UNKNOWNS = 4  # those of `Linear.coefficients`
 _MARGIN = 1e-6  # of a tier's capacity: larger than the solver's tolerance
 _WORTH_A_THOUGHT = 1e-4  # the search is exact to this share of the rate
 _SAME_RATE = 1e-3  # policies this close in rate count as equal; the one with the fewest sequences is taken
-_SOLVER = {"mip_rel_gap": 0.0, "presolve": True}
+_SOLVER = {"mip_rel_gap": 0.0}
+_INFEASIBLE = 2  # a status of `milp`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +48,10 @@ class Search:
 
     @cached_property
     def most_sequences(self) -> int:
-        """No batch is larger than the workload, unless it is given, or a micro-batch is."""
-        return self.given.batch_size or max(self.deployment.shape.num_requests, self.given.micro_batch_size or 1)
+        """No batch is larger than the workload, unless it is given, or as many micro-batches as there must be are."""
+        num_requests, size = self.deployment.shape.num_requests, self.given.micro_batch_size
+        fewest = 1 if size is None else (min(self.min_micro_batches, max(num_requests, size)) - 1) * size + 1
+        return self.given.batch_size or max(num_requests, fewest, size or 1)
 
     @property
     def fewest_micro_batches(self) -> int:
@@ -233,9 +236,13 @@ class _Program:
             whole[:2] = 1
             whole[2] = self._has_steps
         constraints = [*self._constraints, *more]
-        result = milp(objective, constraints=constraints, bounds=self._bounds, integrality=whole, options=_SOLVER)
-        if result.status == 2:  # infeasible
-            return None
+        for presolve in (True, False):  # what presolve loses its way in (HiGHS's "solve error") goes well without
+            options = _SOLVER | {"presolve": presolve}
+            result = milp(objective, constraints=constraints, bounds=self._bounds, integrality=whole, options=options)
+            if result.success:
+                break
+            if result.status == _INFEASIBLE:
+                return None
         assert result.success, f"the solver gave up: {result.message}"
         return result.x
 
@@ -290,7 +297,7 @@ class _Program:
 def _nothing_fits(task: Search) -> ConfigError:
     """Names the tier that even the smallest policy passes."""
     given = task.given
-    batch = given.batch_size or (given.micro_batch_size or 1) * task.fewest_micro_batches
+    batch = given.batch_size or (given.micro_batch_size or 1) * (task.fewest_micro_batches - 1) + 1
     micro_batch = given.micro_batch_size or -(-batch // (task.max_micro_batches or batch))
     on_gpu, ffn = next(task.switches(), (True, True))
     policy = Policy(
@@ -303,7 +310,7 @@ def _nothing_fits(task: Search) -> ConfigError:
     )
     missing = shortfalls(task.deployment, policy)
     if not missing:
-        return ConfigError("policy", f"what is given leaves no policy that the pipeline can run: {given}")
+        return ConfigError("strategy.policy", f"what is given leaves no policy that the pipeline can run: {given}")
     tier = max(missing, key=lambda name: missing[name])
     held = held_bytes(task.deployment, policy)[tier]
     total_gb, limit_gb = sum(held.values()) / 1e9, task.deployment.limits_bytes[tier] / 1e9

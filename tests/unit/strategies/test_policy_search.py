@@ -9,8 +9,10 @@ from itertools import product
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from scipy.optimize import OptimizeResult
 
 from harness.config import ConfigError
+from strategies.common import policy_search
 from strategies.common.hrm import Level
 from strategies.common.offload_memory import Deployment, Storage, WeightSizes, WorkloadShape, held_bytes
 from strategies.common.policy import GivenPolicy, Policy
@@ -172,6 +174,29 @@ def test_what_is_given_stays_and_the_rest_is_searched():
     assert held == pytest.approx(16e9, rel=1e-4), "what is left of the device holds weights"
 
 
+def test_a_given_micro_batch_may_be_as_large_as_the_workload():
+    """A pipeline of two micro-batches then has one sequence more than there are requests."""
+    task = s1()
+    deployment = replace(task.deployment, shape=replace(task.deployment.shape, num_requests=8))
+    cost = replace(task.cost, deployment=deployment)
+    found = search(replace(task, cost=cost, given=GivenPolicy(micro_batch_size=8), min_micro_batches=2))
+    assert (found.batch_size, found.num_micro_batches) == (9, 2)
+
+
+def test_where_presolve_gives_up_the_program_is_solved_without(monkeypatch):
+    """HiGHS's presolve ends some small programs with a "solve error"."""
+    task = replace(s1(), given=GivenPolicy(micro_batch_size=36))
+    expected, real = search(task), policy_search.milp
+
+    def giving_up(*args, options, **kwargs):
+        if options["presolve"]:
+            return OptimizeResult(status=4, success=False, message="solve error", x=None)
+        return real(*args, options=options, **kwargs)
+
+    monkeypatch.setattr(policy_search, "milp", giving_up)
+    assert search(task) == expected
+
+
 @pytest.mark.parametrize(
     ("given", "changes", "field", "told"),
     [
@@ -179,7 +204,7 @@ def test_what_is_given_stays_and_the_rest_is_searched():
         ({}, {"ram": 90 * 10**9}, "hardware.ram_gb", "weights 93.4"),
         ({"batch_size": 5000}, {}, "hardware.ram_gb", "kv cache"),
         ({"micro_batch_size": 300}, {}, "hardware.device_memory_gb", "this policy needs"),
-        ({"batch_size": 4, "micro_batch_size": 4}, {}, "policy", "pipeline"),
+        ({"batch_size": 4, "micro_batch_size": 4}, {}, "strategy.policy", "pipeline"),
     ],
 )
 def test_what_does_not_fit_is_told_by_name(given, changes, field, told):
