@@ -176,6 +176,7 @@ class Deployment:
     storage: Storage = Storage()
     num_gpus: int = 1
     blocks_in_flight: int = 1  # 1 or num_gpus
+    num_requests: int | None = None  # of all batches in flight; null: each has as many as `shape` says
 
     @property
     def limits_bytes(self) -> dict[str, int]:

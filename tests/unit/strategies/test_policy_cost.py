@@ -153,3 +153,5 @@ def test_stages_each_have_a_batch_in_flight():
     chosen = policy(batch_size=126, gpu_attention=True)
     alone, four = predict(replace(COST, deployment=own), chosen), predict(replace(COST, deployment=staged), chosen)
     assert four.throughput_tok_s == pytest.approx(4 * alone.throughput_tok_s)
+    fewer = predict(replace(COST, deployment=replace(staged, num_requests=4 * 126 - 3)), chosen)
+    assert fewer.throughput_tok_s == pytest.approx(four.throughput_tok_s * 501 / 504), "of three batches one lacks one"
