@@ -101,8 +101,7 @@ def _kv_cache(plan: Plan) -> str:
     kv, requests = plan.engine.kv.allocator, [s.request for s in plan.engine.sequences]
     lengths = [len(r.prompt_ids) + r.max_new_tokens for r in requests]
     at_once = kv.num_blocks * len(lengths) // max(1, sum(-(-length // kv.block_size) for length in lengths))
-    pinned = plan.machine.tiers["pinned"]
-    free_bytes = min(pinned.free_bytes, plan.machine.tiers[RAM].free_bytes if RAM in plan.machine.tiers else 1 << 62)
+    free_bytes = plan.machine.tiers["pinned"].free_bytes
     return (
         f"kv_cache_gb={plan.settings.kv_cache_gb:g} holds {kv.num_blocks * kv.block_size:,} tokens, "
         f"about {at_once:,} of these requests at once; {human_bytes(free_bytes)} of pinned memory are free\n"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from harness.config import ConfigError
-from harness.engine.activations import device_bytes_per_token, host_bytes_per_token
+from harness.engine.activations import device_bytes_per_token, host_bytes_per_token, host_expert_bytes
 from harness.engine.engine import Engine
-from harness.memory.tiers import PINNED
+from harness.memory.tiers import PINNED, RAM
 from harness.memory.weights import PartSource, stored_bytes
 
 SLACK_BYTES = 1 << 16  # alignment of many small buffers
@@ -38,12 +38,19 @@ def least_bytes(
 
 
 def tokens_that_fit(
-    engine: Engine, *, num_layers_buffered: int, num_micro_batches: int, reserved_bytes: int = 0
+    engine: Engine,
+    *,
+    num_layers_buffered: int,
+    num_micro_batches: int,
+    reserved_bytes: int = 0,
+    pinned_reserved_bytes: int = 0,
+    host_experts: bool = False,
 ) -> int:
-    """Tokens of activations per micro-batch that fit device memory beside the weight buffer; of several GPUs the first
-    has the least room.
+    """Tokens of activations per micro-batch that fit device memory beside the weight buffer and `reserved_bytes`, and
+    pinned memory beside `pinned_reserved_bytes`, with rows for experts on the host where there are to be some; of
+    several GPUs the first has the least room.
 
-    Raises ConfigError("hardware.device_memory_gb", ...) where not even one token fits.
+    Raises ConfigError naming the memory where not even one token fits.
     """
     device = engine.machine.tiers["device"]
     weights_bytes = num_layers_buffered * engine.store.layer_bytes + reserved_bytes + SLACK_BYTES
@@ -57,8 +64,15 @@ def tokens_that_fit(
             f"{device.capacity_bytes / 1e9:.4g} GB is too small: embedding and head, {num_layers_buffered} layer "
             f"buffers and the longest sequence need {needed_gb:.4g} GB",
         )
-    host_fitting = pinned.free_bytes // (host_bytes_per_token(engine.spec) * num_micro_batches * len(engine.ranks))
+    per_host_token_bytes = host_bytes_per_token(engine.spec)
+    per_host_token_bytes += sum(host_expert_bytes(engine.spec).values()) if host_experts else 0
+    free_bytes = pinned.free_bytes - pinned_reserved_bytes
+    host_fitting = free_bytes // (per_host_token_bytes * num_micro_batches * len(engine.ranks))
     if host_fitting < 1:
-        message = f"{pinned.capacity_bytes / 1e9:.4g} GB hold weights and KV cache, and not one token beside them"
-        raise ConfigError("hardware.pinned_memory_gb", message)
+        staged = f", {pinned_reserved_bytes / 1e9:.4g} GB of buffers" if pinned_reserved_bytes else ""
+        limit = pinned.limit
+        raise ConfigError(
+            f"hardware.{limit.name}_gb" if limit.name == RAM else f"hardware.{limit.name}_memory_gb",
+            f"{limit.capacity_bytes / 1e9:.4g} GB hold weights, KV cache{staged}, and not one token beside them",
+        )
     return min(fitting, host_fitting)

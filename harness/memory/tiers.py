@@ -98,6 +98,17 @@ class Tier:
 
     @property
     def free_bytes(self) -> int:
+        """Of this tier, and of what it lies within."""
+        return self.limit._own_free_bytes
+
+    @property
+    def limit(self) -> Tier:
+        """Which of the two has less left."""
+        within = self._within
+        return self if within is None or self._own_free_bytes <= within.free_bytes else within
+
+    @property
+    def _own_free_bytes(self) -> int:
         return self.capacity_bytes - self.used_bytes
 
     def reserve(self, name: str, nbytes: int, *, backed: bool = True) -> Buffer:
@@ -114,9 +125,9 @@ class Tier:
 
     def _require_room(self, name: str, nbytes: int) -> None:
         for tier in (self, self._within):
-            if tier is not None and nbytes > tier.free_bytes:
+            if tier is not None and nbytes > tier._own_free_bytes:
                 raise MemoryCapacityError(
-                    f"{tier.name} memory: '{name}' needs {_human(nbytes)}, {_human(tier.free_bytes)} of "
+                    f"{tier.name} memory: '{name}' needs {_human(nbytes)}, {_human(tier._own_free_bytes)} of "
                     f"{_human(tier.capacity_bytes)} are free. Held: {tier._holders()}"
                 )
 

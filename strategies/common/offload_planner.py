@@ -136,6 +136,7 @@ def deployment_of(engine: Engine, *, padded: bool = False, num_stages: int = 1) 
     step = sizes.experts_bytes / max(engine.spec.num_experts, 1) / sizes.layer_bytes
     sharing = engine.ranks if num_stages == 1 else engine.ranks[:1]
     kv_bytes_per_token = sum(each.spec.kv_bytes_per_token for each in sharing)
+    fitting = [s for s in engine.sequences if blocks.blocks_for(s.max_tokens) <= blocks.num_blocks // num_stages]
     storage = Storage(
         weights_tier=PAGEABLE if engine.store.is_pageable else PINNED,
         kv_cache_bytes=blocks.num_blocks * blocks.block_size * kv_bytes_per_token,
@@ -144,19 +145,17 @@ def deployment_of(engine: Engine, *, padded: bool = False, num_stages: int = 1) 
     return Deployment(
         spec=engine.spec,
         sizes=sizes,
-        shape=_shape(engine.sequences, blocks.num_blocks, blocks.block_size, padded=padded, num_stages=num_stages),
+        shape=_shape(fitting, blocks.block_size, padded=padded, num_stages=num_stages),
         capacities_bytes={name: tier.capacity_bytes for name, tier in tiers.items()},
         storage=storage,
         num_gpus=len(engine.ranks),
         blocks_in_flight=num_stages,
+        num_requests=len(fitting),
     )
 
 
-def _shape(
-    sequences: list[Sequence], num_blocks: int, block_size: int, *, padded: bool, num_stages: int
-) -> WorkloadShape:
+def _shape(fitting: list[Sequence], block_size: int, *, padded: bool, num_stages: int) -> WorkloadShape:
     """Of all requests together, or of the largest share where each of several batches in flight has one."""
-    fitting = [s for s in sequences if -(-s.max_tokens // block_size) <= num_blocks // num_stages]
     if fitting:
         share = like_shares(fitting, num_stages)[0]
         return WorkloadShape.of_sequences(share, block_tokens=block_size, padded=padded)

@@ -12,7 +12,7 @@ from harness.engine.activations import Activations
 from harness.engine.batch import MicroBatch, assemble
 from harness.engine.emitter import Emitter, InFlight
 from harness.engine.engine import Engine
-from harness.engine.limits import tokens_that_fit
+from harness.engine.limits import SLACK_BYTES, tokens_that_fit
 from harness.engine.ops.data import OffloadQkv
 from harness.engine.sequences import Sequence, State
 from harness.engine.sharded import shard_of
@@ -28,6 +28,7 @@ _FEW_TOKENS_AN_EXPERT = 2  # so few that reading the weights takes longer
 _SOME_TOKENS = 128  # the same for a CPU, which has less to saturate and takes longer
 _CONTEXT_TOKENS = 64  # of a sequence, for attention on the CPU
 _REPEATS = 3  # disturbances only ever add time: the shortest counts
+_LAYERS_BUFFERED = 2
 _LEAST_S = 1e-9  # a clock may stand still
 
 
@@ -41,8 +42,20 @@ class RateProbe:
         self._adds_up = shares_layers and len(engine.ranks) > 1
         self._emit = Emitter(engine, fifo=True)
         self._layer = engine.spec.num_layers - 1  # leading layers may be dense
-        fitting = tokens_that_fit(engine, num_layers_buffered=2, num_micro_batches=1)
+        fitting = tokens_that_fit(
+            engine,
+            num_layers_buffered=_LAYERS_BUFFERED,
+            num_micro_batches=1,
+            pinned_reserved_bytes=self._staging_bytes,
+            host_experts=cpu_ffn,
+        )
         self._max_tokens = max(1, min(_MANY_TOKENS, fitting))
+
+    @property
+    def _staging_bytes(self) -> int:
+        """Of layers in pinned memory, on their way to each GPU."""
+        store, num_gpus = self._engine.store, len(self._engine.ranks)
+        return num_gpus * _LAYERS_BUFFERED * store.layer_bytes + SLACK_BYTES if store.is_pageable else 0
 
     def measure(self) -> Rates:
         engine = self._engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.config import parse
+from harness.config import ConfigError, parse
 from harness.engine.assembly import assemble_engine
 from harness.engine.engine import Engine
 from harness.engine.sequences import Sequence
@@ -61,6 +61,19 @@ def test_the_probe_finds_the_rates_of_the_machine_and_leaves_nothing_behind():
     assert on.kv.allocator.num_used == 0
 
 
+def test_the_probe_makes_do_with_the_host_memory_that_is_left():
+    """Two layers on their way to the device, and rows of few tokens beside them."""
+    on = engine([50])
+    ram, layers_bytes = on.machine.tiers["ram"], 2 * on.store.layer_bytes
+    on.machine.tiers["pinned"].reserve("others", ram.free_bytes - layers_bytes - (1 << 17) - 10_000_000)
+    used = ram.used_bytes
+    assert RateProbe(on, packet_bytes=10**8).measure().pin_bytes_s == pytest.approx(36e9, rel=0.01)
+    assert ram.used_bytes == used
+    on.machine.tiers["pinned"].reserve("more", 20_000_000)
+    with pytest.raises(ConfigError, match=r"^hardware.ram_gb: 192 GB hold .* 5.805 GB of buffers, and not one token"):
+        RateProbe(on, packet_bytes=10**8)
+
+
 def test_pinned_weights_need_no_staging():
     assert RateProbe(engine([50], tier="pinned"), packet_bytes=10**8).measure().pin_bytes_s is None
 
@@ -78,7 +91,7 @@ def test_a_plan_fits_the_engine_and_its_prediction_says_why():
 
 def test_requests_that_fit_no_cache_do_not_shape_the_plan():
     on = engine([50, 50, 9000], kv_gb=1.0)
-    assert deployment_of(on).shape.num_requests == 2
+    assert deployment_of(on).shape.num_requests == deployment_of(on).num_requests == 2
     nothing = plan_policy(engine([9000], kv_gb=1.0), GivenPolicy(), packet_bytes=10**8)
     assert nothing.prediction is None
 
