@@ -20,7 +20,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from harness.config import ConfigError
-from strategies.common.linear_terms import Linear
+from strategies.common.linear_terms import BATCH, Linear
 from strategies.common.offload_memory import KV_CACHE, Deployment, Switches, demands, fits, held_bytes, shortfalls
 from strategies.common.policy import GivenPolicy, Policy
 from strategies.common.policy_cost import CostModel, LayerTime
@@ -273,10 +273,16 @@ class _Program:
             yield self._row(Linear(batch=-share, device_sequences=1.0)), 0.0, 0.0
 
     def _memory_rows(self) -> Iterator[tuple[Any, float, float]]:
+        """Short of each limit by the solver's margin, but for a cache of which the device has no share: its whole
+        sequences can be counted, and one that fits just so is not lost."""
         limits = self.task.deployment.limits_bytes
         for tier, pools in demands(self.task.deployment, self.switches).items():
-            if tier in limits:
-                term, scale = sum(pools.values(), Linear()), max(limits[tier], 1)
+            if tier not in limits:
+                continue
+            term, scale = sum(pools.values(), Linear()), max(limits[tier], 1)
+            if tier == KV_CACHE and self.task.given.resident_kv == 0:
+                yield self._row(BATCH), -np.inf, limits[tier] // term.batch
+            else:
                 yield self._row(term) / scale, -np.inf, (limits[tier] * (1 - _MARGIN) - term.constant) / scale
 
     def _time_rows(self) -> Iterator[tuple[Any, float, float]]:

@@ -14,7 +14,14 @@ from scipy.optimize import OptimizeResult
 from harness.config import ConfigError
 from strategies.common import policy_search
 from strategies.common.hrm import Level
-from strategies.common.offload_memory import Deployment, Storage, WeightSizes, WorkloadShape, held_bytes
+from strategies.common.offload_memory import (
+    Deployment,
+    Storage,
+    WeightSizes,
+    WorkloadShape,
+    held_bytes,
+    kv_bytes_per_sequence,
+)
 from strategies.common.policy import GivenPolicy, Policy
 from strategies.common.policy_cost import CostModel, Rates
 from strategies.common.policy_search import Search, search
@@ -181,6 +188,21 @@ def test_a_given_micro_batch_may_be_as_large_as_the_workload():
     cost = replace(task.cost, deployment=deployment)
     found = search(replace(task, cost=cost, given=GivenPolicy(micro_batch_size=8), min_micro_batches=2))
     assert (found.batch_size, found.num_micro_batches) == (9, 2)
+
+
+@pytest.mark.parametrize("sequences", [2, 7])
+def test_a_cache_that_holds_just_so_many_sequences_holds_them(sequences):
+    task = s1()
+    kv_bytes = sequences * kv_bytes_per_sequence(task.deployment)
+    storage = replace(task.deployment.storage, kv_cache_bytes=int(kv_bytes))
+    cost = replace(task.cost, deployment=replace(task.deployment, storage=storage))
+    found = search(replace(task, cost=cost, given=GivenPolicy(gpu_ffn=True, resident_kv=0.0)))
+    assert found.batch_size == sequences
+    storage = replace(storage, kv_cache_bytes=int(kv_bytes) - 1)
+    fewer = replace(task, cost=replace(cost, deployment=replace(task.deployment, storage=storage)))
+    given = GivenPolicy(batch_size=sequences, gpu_ffn=True, resident_kv=0.0)
+    with pytest.raises(ConfigError, match=r"^kv_cache_gb: "):
+        search(replace(fewer, given=given))
 
 
 def test_where_presolve_gives_up_the_program_is_solved_without(monkeypatch):
