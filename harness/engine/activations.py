@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from harness.engine.batch import NUM_ROW_FIELDS
 from harness.machine.base import Machine
 from harness.memory.tiers import PINNED, Buffer, device_tier
 from harness.model.spec import ModelSpec
@@ -14,12 +15,14 @@ ATTENDED_BY = ("prefill", "decode", "decode on device")
 class Activations:
     """Room for `max_tokens` tokens of one micro-batch, reserved once; reused pass after pass.
 
-    Device: tokens [2, n] (ids, positions), hidden, q, k, v, attention output, normed hidden, routing. Pinned: the host
+    Device: `MicroBatch.rows`, hidden, q, k, v, attention output, normed hidden, routing. Pinned: the host
     copies of q, k, v and of the attention output of decode tokens, unless `host` is false: nothing then attends there.
-    `workspace` accounts for temporaries inside ops. `spec` is that of the part of the model that GPU `rank` computes.
+    `workspace` accounts for temporaries inside ops; `block_tables` has room for all blocks of a KV cache on the device
+    where that has `device_blocks`. `spec` is that of the part of the model that GPU `rank` computes.
     """
 
     tokens: Buffer
+    block_tables: Buffer | None
     hidden: Buffer
     sampled: Buffer
     q: Buffer
@@ -37,7 +40,15 @@ class Activations:
     host_attention: Buffer
 
     def __init__(
-        self, machine: Machine, spec: ModelSpec, *, max_tokens: int, name: str, host: bool = True, rank: int = 0
+        self,
+        machine: Machine,
+        spec: ModelSpec,
+        *,
+        max_tokens: int,
+        name: str,
+        host: bool = True,
+        rank: int = 0,
+        device_blocks: int = 0,
     ) -> None:
         self._machine = machine
         self.max_tokens = max_tokens
@@ -47,6 +58,9 @@ class Activations:
             for what, nbytes in sizes.items():
                 label, backed = f"{name} {what.replace('_', ' ')}", what not in UNBACKED
                 setattr(self, what, machine.tiers[tier].reserve(label, max_tokens * nbytes, backed=backed))
+        table_bytes = device_blocks * TABLE_ENTRY_BYTES
+        tier = machine.tiers[device_tier(rank)]
+        self.block_tables = tier.reserve(f"{name} block tables", table_bytes) if device_blocks else None
 
     @property
     def attention_keys(self) -> tuple[tuple[Buffer, str], ...]:
@@ -64,6 +78,7 @@ class Activations:
         return tuple(value for value in vars(self).values() if isinstance(value, Buffer))
 
 
+TABLE_ENTRY_BYTES = 4  # of a block of a KV cache on the device
 UNBACKED = ("workspace",)  # torch allocates temporaries while an op runs; they are gone with it
 
 # Bytes per token by buffer, in the groups in which micro-batches need them.
@@ -71,7 +86,7 @@ UNBACKED = ("workspace",)  # torch allocates temporaries while an op runs; they 
 
 def state_bytes(spec: ModelSpec) -> Mapping[str, int]:
     """What a micro-batch keeps from layer to layer."""
-    return {"tokens": 16, "hidden": spec.hidden_dim * spec.dtype_bytes, "sampled": 8}
+    return {"tokens": 8 * NUM_ROW_FIELDS, "hidden": spec.hidden_dim * spec.dtype_bytes, "sampled": 8}
 
 
 def attention_bytes(spec: ModelSpec) -> Mapping[str, int]:

@@ -56,7 +56,15 @@ def activations(engine: Engine, *, max_tokens: int, name: str) -> Activations:
     """For all GPUs of the engine. Without host buffers where no part of the KV cache lies in host memory."""
     host = engine.kv.host is not None
     each_acts = [
-        Activations(each.machine, each.spec, max_tokens=max_tokens, name=name, host=host, rank=each.rank)
+        Activations(
+            each.machine,
+            each.spec,
+            max_tokens=max_tokens,
+            name=name,
+            host=host,
+            rank=each.rank,
+            device_blocks=each.kv.num_device_blocks,
+        )
         for each in engine.ranks
     ]
     return each_acts[0] if len(each_acts) == 1 else cast(Activations, Sharded(each_acts))

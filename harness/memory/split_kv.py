@@ -78,6 +78,10 @@ class SplitKVCache:
         self.device, self.host = device, host
         self.allocator = SplitAllocator(device.allocator, host.allocator)
 
+    @property
+    def num_device_blocks(self) -> int:
+        return self.device.num_device_blocks
+
     def release(self, sequence: Sequence) -> None:
         (self.device if sequence.kv_on_device else self.host).release(sequence)
 

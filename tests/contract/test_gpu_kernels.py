@@ -16,10 +16,15 @@ from tests.contract.running import check_tokens, engine_on, requests, run_to_end
 from tests.contract.test_strategies import YAMLS
 
 RUNS = {
-    "all experts at once": ("moelens", {"attention": "gpu", "gpu_kv_staging_mb": 0.02}),
+    "all experts at once": (
+        "moelens",
+        {"attention": "gpu", "gpu_kv_staging_mb": 0.02, "n_real": 60, "profile_repeats": 1},
+    ),
     "one expert after another": ("ondemand", {}),
+    "a cache on the device": ("deepspeed_zero", {}),
 }
-KERNELS = ("choose_experts", "grouped_experts", "causal_attention", "staged_decode_attention")
+ALWAYS = {"choose_experts", "grouped_experts", "causal_attention"}
+DECODES = {"moelens": "staged_decode_attention", "deepspeed_zero": "paged_decode_attention"}
 
 
 def test_cpu_tensors_are_not_served():
@@ -39,7 +44,7 @@ def test_tokens(run):
 def main(run: str) -> None:
     """Serve CPU tensors as if they were on a GPU, and count the kernels' calls."""
     torch.set_num_threads(1)
-    calls = dict.fromkeys(KERNELS, 0)
+    calls = dict.fromkeys((*ALWAYS, *DECODES.values()), 0)
 
     def counted(name):  # type: ignore[no-untyped-def]
         kernel = getattr(gpu, name)
@@ -50,7 +55,7 @@ def main(run: str) -> None:
 
         return call
 
-    for name in KERNELS:
+    for name in calls:
         setattr(gpu, name, counted(name))
     gpu.serves = lambda tensor: True  # type: ignore[assignment]
     strategy, change = RUNS[run]
@@ -60,8 +65,8 @@ def main(run: str) -> None:
     run_to_end(engine, lambda e: strategy_of(e, YAMLS[strategy] | change))
     report = check_tokens(checkpoint, engine.sequences)
     assert report.checked == len(work) and report.ok, report.first_mismatch
-    used = {name for name in KERNELS if calls[name]}
-    wanted = set(KERNELS) - (set() if change else {"staged_decode_attention"})
+    used = {name for name, count in calls.items() if count}
+    wanted = ALWAYS | ({DECODES[strategy]} if strategy in DECODES else set())
     assert used == wanted, f"kernels called: {calls}"
 
 

@@ -6,12 +6,12 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
-from torch import cat, from_numpy, uint8
+from torch import arange, cat, uint8
 
 from harness.engine.activations import Activations
 from harness.engine.batch import MicroBatch
 from harness.engine.ops import on_gpu
-from harness.engine.ops.data import MicroBatchOp
+from harness.engine.ops.data import MicroBatchOp, device_rows
 from harness.engine.ops.views import matrices, rows, weights
 from harness.machine.base import Context, Work
 from harness.memory.tiers import Buffer
@@ -56,7 +56,7 @@ class Embed(ComputeOp):
 
     def run(self, ctx: Context, packet: int) -> None:
         n = self.batch.num_tokens
-        ids = ctx.tensor(self.acts.tokens, (2, n), "int64")[0]
+        ids = device_rows(ctx, self.batch, self.acts)[0]
         hidden = rows(ctx, self.acts.hidden, n, self.spec.hidden_dim, self.spec.dtype)
         hidden.copy_(self.family.embed(self.spec, weights(ctx, self.parts[0]), ids))
 
@@ -84,7 +84,7 @@ class AttentionIn(ComputeOp):
 
     def run(self, ctx: Context, packet: int) -> None:
         spec, n = self.spec, self.batch.num_tokens
-        positions = ctx.tensor(self.acts.tokens, (2, n), "int64")[1]
+        positions = device_rows(ctx, self.batch, self.acts)[1]
         hidden = rows(ctx, self.acts.hidden, n, spec.hidden_dim, spec.dtype)
         q, k, v = self.family.attention_in(spec, weights(ctx, self.parts[0]), hidden, positions)
         ctx.tensor(self.acts.q, (n, spec.num_heads, spec.head_dim), spec.dtype).copy_(q)
@@ -119,7 +119,7 @@ class PrefillAttention(ComputeOp):
         v = ctx.tensor(self.acts.v, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)[:first]
         out = rows(ctx, self.acts.attention, n, spec.q_dim, spec.dtype)
         if on_gpu.attends(spec, q):
-            positions = ctx.tensor(self.acts.tokens, (2, n), "int64")[1, :first]
+            positions = device_rows(ctx, self.batch, self.acts)[1, :first]
             return on_gpu.prefill_attention(spec, q, k, v, positions, out[:first])
         out[:first].copy_(self.family.prefill_attention(spec, q, k, v, self.batch.prefill_lens))
 
@@ -155,25 +155,33 @@ class DecodeAttentionDevice(ComputeOp):
     def run(self, ctx: Context, packet: int) -> None:
         spec, n, first = self.spec, self.batch.num_tokens, self.batch.num_prefill_tokens
         q = ctx.tensor(self.acts.q, (n, spec.num_heads, spec.head_dim), spec.dtype)
-        newest_k = ctx.tensor(self.acts.k, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)
-        newest_v = ctx.tensor(self.acts.v, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)
-        out = rows(ctx, self.acts.attention, n, spec.q_dim, spec.dtype)
-        tokens = int(self.batch.context_lens[self.rows.start : self.rows.stop].sum())
-        staging = ctx.tensor(self.staging, (2 * tokens * spec.kv_dim,), spec.dtype)
-        at, staged = 0, []
-        for row in self.rows:
-            length = int(self.batch.context_lens[row])
-            shape, size = (spec.num_kv_heads, length, spec.head_dim), length * spec.kv_dim
-            k, v = staging[at : at + size].view(shape), staging[at + size : at + 2 * size].view(shape)
-            k[:, -1], v[:, -1] = newest_k[first + row], newest_v[first + row]
-            staged.append((first + row, k, v, length))
-            at += 2 * size
+        k = ctx.tensor(self.acts.k, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)
+        v = ctx.tensor(self.acts.v, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)
+        lens = self.batch.context_lens[self.rows.start : self.rows.stop].tolist()
+        staging = ctx.tensor(self.staging, (2 * sum(lens) * spec.kv_dim,), spec.dtype)
+        mine = slice(first + self.rows.start, first + self.rows.stop)
+        positions = device_rows(ctx, self.batch, self.acts)[1, mine]
+        _add_newest(staging, positions, k[mine], v[mine])
+        out = rows(ctx, self.acts.attention, n, spec.q_dim, spec.dtype)[mine]
         if on_gpu.attends(spec, q):
-            mine = slice(first + self.rows.start, first + self.rows.stop)
-            positions = ctx.tensor(self.acts.tokens, (2, n), "int64")[1, mine]
-            return on_gpu.decode_attention(spec, q[mine], staging, positions, out[mine])
-        for at, k, v, length in staged:
-            out[at] = self.family.decode_attention(spec, q[at], k, v, length).reshape(-1)
+            return on_gpu.decode_attention(spec, q[mine], staging, positions, out)
+        sizes = [length * spec.kv_dim for length in lens for _ in ("keys", "values")]
+        pieces = [piece.view(spec.num_kv_heads, -1, spec.head_dim) for piece in staging.split(sizes)]
+        for at, length in enumerate(lens):
+            keys, values = pieces[2 * at : 2 * at + 2]
+            out[at] = self.family.decode_attention(spec, q[mine][at], keys, values, length).reshape(-1)
+
+
+def _add_newest(staging: Any, positions: Any, k: Any, v: Any) -> None:
+    """The newest tokens' keys and values into their places in what `LoadKv` staged, however many sequences there are by
+    the same few launches; positions [seqs], k and v [seqs, kv_heads, head_dim]."""
+    num_heads, head_dim = k.shape[1:]
+    lens = (positions + 1)[:, None]
+    begins = 2 * num_heads * (lens.cumsum(0) - lens)  # of each sequence, in rows of head_dim
+    keys_at = begins + lens * arange(num_heads, device=k.device) + positions[:, None]
+    staged = staging.view(-1, head_dim)
+    for new, at in ((k, keys_at), (v, keys_at + num_heads * lens)):
+        staged.index_copy_(0, at.view(-1), new.reshape(-1, head_dim))
 
 
 class AttentionOut(ComputeOp):
@@ -334,7 +342,7 @@ class Head(ComputeOp):
 
     def __init__(self, family: Any, spec: ModelSpec, batch: MicroBatch, acts: Activations, part: PlacedPart) -> None:
         super().__init__(family, spec, batch, acts, (part,))
-        self.reads, self.writes = (acts.hidden, *self.weight_keys), (acts.sampled,)
+        self.reads, self.writes = (acts.tokens, acts.hidden, *self.weight_keys), (acts.sampled,)
 
     def work(self) -> Work:
         flops = 2 * len(self.batch.sequences) * self.spec.hidden_dim * self.spec.vocab_size
@@ -346,6 +354,7 @@ class Head(ComputeOp):
     def run(self, ctx: Context, packet: int) -> None:
         spec, n = self.spec, self.batch.num_tokens
         hidden = rows(ctx, self.acts.hidden, n, spec.hidden_dim, spec.dtype)
-        last = hidden[from_numpy(self.batch.last_rows).to(hidden.device, non_blocking=True)]
+        num_sequences = len(self.batch.sequences)
+        last = hidden.index_select(0, device_rows(ctx, self.batch, self.acts)[3, :num_sequences])
         logits = self.family.head(spec, weights(ctx, self.parts[0]), last)
-        ctx.tensor(self.acts.sampled, (len(self.batch.sequences),), "int64").copy_(logits.argmax(dim=-1))
+        ctx.tensor(self.acts.sampled, (num_sequences,), "int64").copy_(logits.argmax(dim=-1))

@@ -9,6 +9,8 @@ import torch
 import kernels
 from harness.engine.activations import Activations
 from harness.engine.batch import MicroBatch
+from harness.engine.ops import on_gpu
+from harness.engine.ops.data import device_rows
 from harness.engine.ops.host import KvOp
 from harness.machine.base import Context, Work
 from harness.model.spec import ModelSpec
@@ -24,7 +26,7 @@ class AppendKvOnDevice(KvOp):
 
     def __init__(self, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int, cache: KVCache) -> None:
         super().__init__(spec, batch, acts, layer, cache)
-        self.reads, self.writes = (acts.k, acts.v), self.kv_keys
+        self.reads, self.writes = (acts.tokens, acts.k, acts.v), self.kv_keys
 
     def work(self) -> Work:
         return Work(device_bytes=2 * self.batch.on_device.num_tokens * self.spec.kv_bytes_per_token_layer)
@@ -36,11 +38,12 @@ class AppendKvOnDevice(KvOp):
         spec, block_size = self.spec, self.cache.shape[2]
         shape = (self.batch.num_tokens, spec.num_kv_heads, spec.head_dim)
         keys, values = self.cached(ctx)
+        slots = device_rows(ctx, self.batch, self.acts)[2]
+        blocks, inside = slots // block_size, slots % block_size
         for source, target in ((self.acts.k, keys), (self.acts.v, values)):
             new = ctx.tensor(source, shape, spec.dtype)
             for rows in self.batch.on_device.ranges:
-                slots = torch.from_numpy(self.batch.slots[rows]).to(target.device)
-                target[slots // block_size, :, slots % block_size] = new[rows]
+                target[blocks[rows], :, inside[rows]] = new[rows]
 
 
 class DecodeAttentionPaged(KvOp):
@@ -53,7 +56,10 @@ class DecodeAttentionPaged(KvOp):
     ) -> None:
         super().__init__(spec, batch, acts, layer, cache)
         self.family = family
-        self.reads, self.writes = (acts.q, *self.kv_keys), ((acts.attention, "decode on device"),)
+        assert acts.block_tables is not None, "the activations were made without a KV cache on the device"
+        self.tables = acts.block_tables
+        self.reads = (acts.tokens, self.tables, acts.q, *self.kv_keys)
+        self.writes = ((acts.attention, "decode on device"),)
 
     def work(self) -> Work:
         assert self.layer is not None
@@ -69,8 +75,13 @@ class DecodeAttentionPaged(KvOp):
         shape = (self.batch.num_tokens, spec.num_heads, spec.head_dim)
         q = ctx.tensor(self.acts.q, shape, spec.dtype)[rows]
         out = ctx.tensor(self.acts.attention, shape, spec.dtype)[rows]
+        keys, values = self.cached(ctx)
+        if on_gpu.attends(spec, q):
+            positions = device_rows(ctx, self.batch, self.acts)[1, rows]
+            blocks = ctx.tensor(self.tables, self.batch.on_device.flat_blocks.shape, "int32")
+            return on_gpu.paged_attention(spec, q, keys, values, blocks, positions, out)
         attend = self.by_kernel if q.device.type == "cpu" else self.by_family
-        attend(q, *self.cached(ctx), out)
+        attend(q, keys, values, out)
 
     def by_kernel(self, q: Any, keys: Any, values: Any, out: Any) -> None:
         """The paged kernel, on one thread, where device memory is played by the host's."""
@@ -87,7 +98,7 @@ class DecodeAttentionPaged(KvOp):
         )
 
     def by_family(self, q: Any, keys: Any, values: Any, out: Any) -> None:
-        """The family's own math, sequence by sequence, wherever the tensors are."""
+        """The family's own math, sequence by sequence, where the GPU kernels do not know this model's attention."""
         here, (_, heads, block_size, head_dim) = self.batch.on_device, self.cache.shape
         for row, length in enumerate(here.context_lens.tolist()):
             blocks = here.block_tables[row, : -(-length // block_size)].tolist()
