@@ -58,9 +58,10 @@ class Activations:
             for what, nbytes in sizes.items():
                 label, backed = f"{name} {what.replace('_', ' ')}", what not in UNBACKED
                 setattr(self, what, machine.tiers[tier].reserve(label, max_tokens * nbytes, backed=backed))
-        table_bytes = device_blocks * TABLE_ENTRY_BYTES
-        tier = machine.tiers[device_tier(rank)]
-        self.block_tables = tier.reserve(f"{name} block tables", table_bytes) if device_blocks else None
+        self.block_tables = None
+        if device_blocks:
+            table_bytes = device_blocks * TABLE_ENTRY_BYTES
+            self.block_tables = machine.tiers[device_tier(rank)].reserve(f"{name} block tables", table_bytes)
 
     @property
     def attention_keys(self) -> tuple[tuple[Buffer, str], ...]:
@@ -118,8 +119,21 @@ def expert_bytes(spec: ModelSpec) -> Mapping[str, int]:
 
 
 def workspace_bytes_per_token(spec: ModelSpec) -> int:
-    """Temporaries of the widest op: one expert's gate and up projections with its input and output, in float32."""
-    return 4 * (3 * spec.expert_dim + 2 * spec.hidden_dim)
+    """Temporaries of the widest op: one expert's gate and up projections with its input and output, in float32, or what
+    `tests/contract/test_gpu_lane.py` finds on either side of attention."""
+    row, hidden, qkv = spec.dtype_bytes, spec.hidden_dim, spec.q_dim + 2 * spec.kv_dim
+    experts = 4 * (3 * spec.expert_dim + 2 * hidden)
+    norm = (2 * 4 + 4 * row) * hidden
+    rotation = (2 * qkv + 3 * spec.q_dim) * row
+    return max(experts, norm, rotation)
+
+
+def head_workspace_bytes(spec: ModelSpec) -> int:
+    """Temporaries of the head for one sequence: its logits in the model's dtype and in float32, or what its norm takes,
+    beside the rows that go in and out of that."""
+    return (
+        max((spec.dtype_bytes + 4) * spec.vocab_size, 2 * 4 * spec.hidden_dim) + 4 * spec.dtype_bytes * spec.hidden_dim
+    )
 
 
 def device_bytes_per_token(spec: ModelSpec) -> int:

@@ -68,6 +68,7 @@ class CudaMachine(ThreadedMachine):
 
     label: ClassVar[str] = "measured"
     name: ClassVar[str] = "cuda"
+    warms_up: ClassVar[bool] = True
 
     def __init__(
         self,

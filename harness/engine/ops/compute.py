@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import arange, cat, uint8
 
-from harness.engine.activations import Activations
+from harness.engine.activations import Activations, head_workspace_bytes
 from harness.engine.batch import MicroBatch
 from harness.engine.ops import on_gpu
 from harness.engine.ops.data import MicroBatchOp, device_rows
@@ -336,7 +336,8 @@ class Combine(ComputeOp):
 
 
 class Head(ComputeOp):
-    """Final norm and language-model head on each sequence's last row; greedy sampling."""
+    """Final norm and language-model head on each sequence's last row; greedy sampling. In several runs where the logits
+    of all sequences do not fit the workspace."""
 
     kind: ClassVar[str] = "head"
 
@@ -355,6 +356,9 @@ class Head(ComputeOp):
         spec, n = self.spec, self.batch.num_tokens
         hidden = rows(ctx, self.acts.hidden, n, spec.hidden_dim, spec.dtype)
         num_sequences = len(self.batch.sequences)
-        last = hidden.index_select(0, device_rows(ctx, self.batch, self.acts)[3, :num_sequences])
-        logits = self.family.head(spec, weights(ctx, self.parts[0]), last)
-        ctx.tensor(self.acts.sampled, (num_sequences,), "int64").copy_(logits.argmax(dim=-1))
+        last_rows = device_rows(ctx, self.batch, self.acts)[3, :num_sequences]
+        sampled = ctx.tensor(self.acts.sampled, (num_sequences,), "int64")
+        at_once = max(1, self.acts.workspace.nbytes // head_workspace_bytes(spec))
+        for run in (slice(first, first + at_once) for first in range(0, num_sequences, at_once)):
+            logits = self.family.head(spec, weights(ctx, self.parts[0]), hidden.index_select(0, last_rows[run]))
+            sampled[run].copy_(logits.argmax(dim=-1))
