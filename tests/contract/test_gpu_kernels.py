@@ -31,7 +31,7 @@ def test_cpu_tensors_are_not_served():
     assert not gpu.serves(torch.empty(1))
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (extra `gpu`)")
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (extra `test`, on Linux only)")
 @pytest.mark.parametrize("run", RUNS)
 def test_tokens(run):
     """In a process of its own, since Triton decides at import whether it interprets."""
