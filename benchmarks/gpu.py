@@ -23,7 +23,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 STAGES = ("build", "tokens", "ceilings", "memory", "strategies", "calibrate", "simulate", "peer")
-_NEEDED = ("torch", "transformers", "hydra", "omegaconf", "pydantic", "rich", "yaml", "safetensors", "tokenizers")
+_NEEDED = (
+    *("torch", "transformers", "hydra", "omegaconf", "antlr4", "pydantic", "rich", "yaml", "safetensors", "tokenizers"),
+    *("numpy", "scipy", "pybind11", "setuptools"),
+)
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
