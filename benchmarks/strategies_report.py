@@ -5,9 +5,11 @@
     python benchmarks/strategies_report.py --out results/reference/strategies-emulated -- dataset=mtbench_lightning
 
 Runs are ordinary ones (tokens verified, W&B disabled), interleaved: every strategy at a link rate, then the next rate,
-and all of it again for each repeat; medians count. What follows `--` is given to every run. `observed` numbers are
-`emulated`: a core plays the GPU, links and the cpu lane are held to stated rates. `predicted` is what the strategy's
-paper says, `simulated` the simulator with the costs measured on this computer.
+and all of it again for each repeat; medians count. The link has its rate in both directions. Each strategy takes its
+own policy; those with batch and micro-batch sizes run a second time with the ones that `moelightning` has at that rate.
+What follows `--` is given to every run. `emulated` numbers are of real runs in which a core plays the GPU, and links
+and the cpu lane are held to stated rates. `predicted` is what the strategy's paper says, `simulated` the simulator with
+the costs measured on this computer. A run that fails is a row that says why.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,54 +27,103 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.support.runs import Row, report, run  # noqa: E402
 from harness.command_line import composed_values  # noqa: E402
+from harness.config import ConfigError  # noqa: E402
 from harness.plan import make_plan  # noqa: E402
+from harness.planning import DoesNotFit  # noqa: E402
+from harness.record.files import read_json  # noqa: E402
 from harness.record.summary import accuracy  # noqa: E402
 
 LINKS_GB_S = (0.3, 0.5, 1.0)
+GIVES_POLICY = "moelightning"
+GIVEN = ("batch_size", "micro_batch_size", "resident_weights")
 
 
 def available() -> list[str]:
     return sorted(path.stem for path in (ROOT / "conf" / "strategy").glob("*.yaml") if not path.stem.startswith("_"))
 
 
-def simulated_tok_s(overrides: Sequence[str]) -> float:
-    values = composed_values(["machine=simulated", *overrides, "hardware=local"])
-    summary = make_plan(values, log=lambda text: None).summary
-    assert summary is not None, "a simulation was asked for"
-    return float(summary["throughput_tok_s"])
+@dataclass(frozen=True)
+class Variant:
+    """A row: a strategy with its own settings, or with the policy of another."""
+
+    strategy: str
+    link_gb_s: float
+    policy: str = "own"
+    settings: tuple[str, ...] = ()
+
+    def overrides(self, common: Sequence[str]) -> list[str]:
+        rates = [f"hardware.{lane}_gb_s={self.link_gb_s}" for lane in ("h2d", "d2h")]
+        return [f"strategy={self.strategy}", *common, *rates, *self.settings]
+
+
+def takes_policy(name: str) -> bool:
+    policy = composed_values([f"strategy={name}"])["strategy"].get("policy", {})
+    return set(GIVEN) <= set(policy)
+
+
+def with_policy_of(folder: Path, strategies: Sequence[str], link_gb_s: float) -> list[Variant]:
+    """The strategies that take a policy, with the one that a run of `GIVES_POLICY` has planned."""
+    plan = read_json(folder / "plan.json")["plan"]
+    given = tuple(f"strategy.policy.{name}={plan[name]}" for name in GIVEN)
+    takers = (name for name in strategies if name != GIVES_POLICY and takes_policy(name))
+    return [Variant(name, link_gb_s, GIVES_POLICY, given) for name in takers]
 
 
 def rows(
     strategies: Sequence[str], links_gb_s: Sequence[float], repeats: int, common: Sequence[str], results_dir: Path
 ) -> Iterator[Row]:
-    found: dict[tuple[str, float], list[dict[str, Any]]] = {}
-    for _ in range(repeats):
-        for link_gb_s in links_gb_s:
-            for name in strategies:
-                overrides = [f"strategy={name}", *common, f"hardware.h2d_gb_s={link_gb_s}"]
-                summary, folder = run(overrides, results_dir, verify=True)
-                print(f"{name}, {link_gb_s} GB/s: {summary['throughput_tok_s']:.4g} tok/s, {folder}", flush=True)
-                found.setdefault((name, link_gb_s), []).append(summary)
-    for link_gb_s in links_gb_s:
-        floor_tok_s = median(s["throughput_tok_s"] for s in found[strategies[0], link_gb_s])
-        for name in strategies:
-            overrides = [f"strategy={name}", *common, f"hardware.h2d_gb_s={link_gb_s}"]
-            yield _row(name, link_gb_s, found[name, link_gb_s], floor_tok_s, strategies[0], simulated_tok_s(overrides))
+    """By link rate, own policies first."""
+    planned = {link: [Variant(name, link) for name in strategies] for link in links_gb_s}
+    found: dict[Variant, list[dict[str, Any]]] = {}
+    refused: dict[Variant, str] = {}
+    for repeat in range(repeats):
+        for link_gb_s, variants in planned.items():
+            for variant in variants:  # grows while it is read
+                try:
+                    summary, folder = run(variant.overrides(common), results_dir, verify=True)
+                except Exception as error:
+                    refused[variant] = str(error).splitlines()[0]
+                    print(f"{variant}: {refused[variant]}", flush=True)
+                    continue
+                print(f"{variant}: {summary['throughput_tok_s']:.4g} tok/s, {folder}", flush=True)
+                found.setdefault(variant, []).append(summary)
+                if not repeat and variant.strategy == GIVES_POLICY:
+                    variants += with_policy_of(folder, strategies, link_gb_s)
+    for variants in planned.values():
+        floor_tok_s = median(s["throughput_tok_s"] for s in found[variants[0]]) if variants[0] in found else None
+        for variant in variants:
+            if variant in refused:
+                yield {**_names(variant), "why_not": refused[variant]}
+            else:
+                yield _row(variant, found[variant], floor_tok_s, strategies[0], simulated_tok_s(variant, common))
 
 
-def _row(
-    name: str, link_gb_s: float, runs: list[dict[str, Any]], floor_tok_s: float, first: str, simulated: float
-) -> Row:
+def simulated_tok_s(variant: Variant, common: Sequence[str]) -> float | None:
+    """None, and a line that says why, where the calibration or the plan does not fit."""
+    values = composed_values(["machine=simulated", *variant.overrides(common), "hardware=local"])
+    try:
+        summary = make_plan(values, log=lambda text: None).summary
+    except (ConfigError, DoesNotFit) as error:
+        print(f"{variant}: not simulated: {error}", flush=True)
+        return None
+    assert summary is not None, "a simulation was asked for"
+    return float(summary["throughput_tok_s"])
+
+
+def _names(variant: Variant) -> Row:
+    return {"strategy": variant.strategy, "policy": variant.policy, "link_gb_s": variant.link_gb_s}
+
+
+def _row(variant: Variant, runs: list[dict[str, Any]], floor_tok_s: float | None, first: str, simulated: float) -> Row:
     rates = sorted(s["throughput_tok_s"] for s in runs)
     emulated = median(rates)
     middle = min(runs, key=lambda s: abs(s["throughput_tok_s"] - emulated))
     predicted, busy = middle["predicted_throughput_tok_s"], middle["utilization"]
     busiest = max(busy, key=lambda lane: busy[lane])
     return {
-        "strategy": name,
-        "h2d_gb_s": link_gb_s,
+        **_names(variant),
         "emulated_tok_s": emulated,
-        f"ratio_to_{first}": emulated / floor_tok_s,
+        f"ratio_to_{first}": emulated / floor_tok_s if floor_tok_s else None,
         "spread": (rates[-1] - rates[0]) / emulated,
         "passes": middle["num_passes"],
         "busiest_lane": busiest,
@@ -82,7 +134,7 @@ def _row(
         "predicted_tok_s": predicted,
         "predicted_accuracy": None if predicted is None else accuracy(predicted, emulated),
         "simulated_tok_s": simulated,
-        "simulated_error": simulated / emulated - 1,
+        "simulated_error": None if simulated is None else simulated / emulated - 1,
         "gpu_lane_without_core": middle["stolen_core_share"],
         "host_steal": middle["host_steal_share"],
     }

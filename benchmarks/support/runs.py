@@ -34,14 +34,14 @@ def lane_times(summary: Mapping[str, Any]) -> dict[str, float]:
 
 
 def markdown(rows: list[Row]) -> str:
-    """A table of plain values."""
+    """A table of plain values; "-" where a row has none."""
 
     def cell(value: Any) -> str:
         return "-" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
 
-    header = list(rows[0])
+    header = list(dict.fromkeys(name for row in rows for name in row))
     lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
-    lines += ["| " + " | ".join(cell(row[name]) for name in header) + " |" for row in rows]
+    lines += ["| " + " | ".join(cell(row.get(name)) for name in header) + " |" for row in rows]
     return "\n".join(lines)
 
 

@@ -18,6 +18,7 @@ from harness.engine.ops import data, host
 from harness.machine.base import CPU, D2H, GPU, H2D, PIN, Lane, Span, Ticket
 
 _STREAM_S = 0.2  # how long lanes are watched together
+_MOST_S = 30.0  # or longer, until each has ended an op
 _POLL_S = 1e-3
 _AHEAD = {GPU: 3, CPU: 6, H2D: 3, D2H: 8, PIN: 3}  # ops that are always queued
 _KINDS = {GPU: "experts", CPU: "decode attention", H2D: "weights", D2H: "offload qkv", PIN: "weights to pinned"}
@@ -52,12 +53,18 @@ class Together:
         gpu, cpu = self._prepared()
         machine.spans.clear()
         streams = {lane: self._stream(lane, gpu, cpu) for lane in group}
-        end_s = time.monotonic() + _STREAM_S
-        while time.monotonic() < end_s:
+        begun_s = end_s = time.monotonic()
+
+        def goes_on() -> bool:
+            seconds = end_s - begun_s
+            return seconds < _STREAM_S or (seconds < _MOST_S and not all(self._spans(lane, end_s) for lane in group))
+
+        while goes_on():
             for stream in streams.values():
                 stream()
             time.sleep(_POLL_S)
             machine.now()
+            end_s = time.monotonic()
         machine.drain()
         self._bench.stream.cancel_all()
         return {lane: self._median_s(lane, end_s) for lane in group}
@@ -110,11 +117,14 @@ class Together:
 
     def _median_s(self, lane: Lane, end_s: float) -> float:
         """Of the lane's packets, on links per byte."""
-        spans = [
-            s for s in self._engine.machine.spans if s.lane == lane and s.kind == _KINDS[lane] and s.end_s <= end_s
-        ]
-        assert spans, f"lane {lane} ran nothing"
+        spans = self._spans(lane, end_s)
+        assert spans, f"lane {lane} ended nothing in {_MOST_S:g} s"
         return float(np.median([_per_unit(span) for span in spans]))
+
+    def _spans(self, lane: Lane, end_s: float) -> list[Span]:
+        """Of the lane's op, ended by then."""
+        spans = self._engine.machine.spans
+        return [s for s in list(spans) if s.lane == lane and s.kind == _KINDS[lane] and s.end_s <= end_s]
 
 
 def _median(runs: list[dict[Lane, float]], lane: Lane) -> float:
