@@ -91,8 +91,10 @@ class Bench:
         self.stream = WeightStream(machine, engine.store, depth=2, packet_bytes=packet_bytes, name="bench slot")
         block_size = engine.kv.allocator.block_size
         self.kv = KVCache(machine, spec, capacity_bytes=_DEVICE_KV_BYTES, block_size=block_size, tier=DEVICE)
-        tables = {"device_blocks": self.kv.num_device_blocks}
-        self.acts = [Activations(machine, spec, max_tokens=max_tokens, name=f"bench {i}", **tables) for i in (0, 1)]
+        blocks = self.kv.num_device_blocks
+        self.acts = [
+            Activations(machine, spec, max_tokens=max_tokens, name=f"bench {i}", device_blocks=blocks) for i in (0, 1)
+        ]
         self.staging = machine.tiers["device"].reserve("bench kv staging", _STAGING_BYTES)
         self.rows = machine.tiers["pinned"].reserve("bench expert rows", 4 * max_tokens * spec.hidden_dim)
         self.staged = self._pageable_part()
