@@ -119,21 +119,23 @@ def expert_bytes(spec: ModelSpec) -> Mapping[str, int]:
 
 
 def workspace_bytes_per_token(spec: ModelSpec) -> int:
-    """Temporaries of the widest op: one expert's gate and up projections with its input and output, in float32, or what
-    `tests/contract/test_gpu_lane.py` finds on either side of attention."""
-    row, hidden, qkv = spec.dtype_bytes, spec.hidden_dim, spec.q_dim + 2 * spec.kv_dim
-    experts = 4 * (3 * spec.expert_dim + 2 * hidden)
-    norm = (2 * 4 + 4 * row) * hidden
-    rotation = (2 * qkv + 3 * spec.q_dim) * row
+    """Temporaries of the widest op. `tests/contract/test_gpu_lane.py` holds that no op takes more.
+
+    Experts: one's gate and up projections with its input and output, in float32. A norm: two rows in float32 and four
+    in the model's dtype. Rotary embedding: the projections, what comes of them, and the queries' halves on the way.
+    """
+    number_bytes, projections = spec.dtype_bytes, spec.q_dim + 2 * spec.kv_dim
+    experts = 4 * (3 * spec.expert_dim + 2 * spec.hidden_dim)
+    norm = (2 * 4 + 4 * number_bytes) * spec.hidden_dim
+    rotation = (2 * projections + 3 * spec.q_dim) * number_bytes
     return max(experts, norm, rotation)
 
 
 def head_workspace_bytes(spec: ModelSpec) -> int:
     """Temporaries of the head for one sequence: its logits in the model's dtype and in float32, or what its norm takes,
     beside the rows that go in and out of that."""
-    return (
-        max((spec.dtype_bytes + 4) * spec.vocab_size, 2 * 4 * spec.hidden_dim) + 4 * spec.dtype_bytes * spec.hidden_dim
-    )
+    widest = max((spec.dtype_bytes + 4) * spec.vocab_size, 2 * 4 * spec.hidden_dim)
+    return widest + 4 * spec.dtype_bytes * spec.hidden_dim
 
 
 def device_bytes_per_token(spec: ModelSpec) -> int:
