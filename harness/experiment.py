@@ -14,13 +14,13 @@ from rich.console import Console
 from harness.engine import loop
 from harness.engine.engine import Engine
 from harness.engine.sequences import Sequence, State
-from harness.engine.strategy import Strategy, weights_tier
+from harness.engine.strategy import Strategy
 from harness.hardware.steal import read_cpu_times
 from harness.interrupts import interrupts_kept
 from harness.machine.base import MachineError
 from harness.machine.build import chosen_machine, load_machine
 from harness.memory.tiers import MemoryCapacityError
-from harness.preparing import LoadedModel, build_engine, load_model, load_workload
+from harness.preparing import LoadedModel, build_engine, load_model, load_workload, with_host_memory
 from harness.record.files import plain, read_json, write_json
 from harness.record.meter import PassMeter
 from harness.record.passes import PassRecord
@@ -98,6 +98,7 @@ def _execute(
     progress.stage("checkpoint")
     loaded = load_machine(settings.machine)
     model = load_model(settings, has_tensors=loaded.has_tensors)
+    settings = with_host_memory(settings, model)
     state.weights_source = model.weights_source
     state.verify_mode = settings.verify if loaded.has_tensors else "off"  # without tensors there are no tokens
     progress.stage("prompts")
@@ -113,8 +114,7 @@ def _execute(
     state.num_to_verify = len(sampled)
     for sequence in state.sequences if settings.record_routing else sampled:
         sequence.records_routing = True
-    tier = weights_tier(strategy_config)
-    engine = build_engine(settings, machine, model, state.sequences, weights_tier=tier)
+    engine = build_engine(settings, machine, model, state.sequences, strategy_config)
     progress.stage("planning")
     state.strategy = strategy = module.build(strategy_config, engine)
     planned = {"label": machine.label, "plan": strategy.plan, "prediction": strategy.prediction}

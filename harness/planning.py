@@ -17,7 +17,7 @@ from harness.engine.strategy import Strategy, weights_tier
 from harness.machine.base import Machine
 from harness.machine.build import load_machine
 from harness.memory.tiers import MemoryCapacityError
-from harness.preparing import LoadedModel, build_engine, load_model, load_workload
+from harness.preparing import LoadedModel, build_engine, load_model, load_workload, with_host_memory
 from harness.record.passes import PassRecord
 from harness.record.summary import RunFacts, build_summary
 from harness.settings import Settings, load_strategy, parse_settings, require_num_gpus
@@ -70,6 +70,7 @@ def draft_plan(values: Mapping[str, Any], *, log: Log = print) -> Plan:
         raise ConfigError("machine", f"must be simulated to plan, got {settings.machine['name']}")
     require_num_gpus(settings, load_strategy(settings.strategy)[1])  # bad settings are told before anything is loaded
     model = load_model(settings, has_tensors=False)
+    settings = with_host_memory(settings, model)
     workload = load_workload(settings, model)
     machine = loaded.build(settings.hardware, model.spec)
     try:
@@ -86,7 +87,7 @@ def _built(settings: Settings, machine: Machine, model: LoadedModel, workload: W
     module, strategy_config = load_strategy(settings.strategy)
     equip(machine, settings, model.spec, log=log)
     queue = [engine_sequences.Sequence(request) for request in workload.requests]
-    engine = build_engine(settings, machine, model, queue, weights_tier=weights_tier(strategy_config))
+    engine = build_engine(settings, machine, model, queue, strategy_config)
     strategy = module.build(strategy_config, engine)
     return Plan(settings=settings, engine=engine, strategy=strategy, data_source=workload.source)
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.config import ConfigError, require
-from harness.engine.assembly import assemble_engine, rank_sources
+from harness.engine.assembly import assemble_engine, host_weight_bytes, rank_sources
 from harness.engine.engine import Engine
 from harness.engine.sequences import Sequence
+from harness.engine.strategy import parallelism, weights_tier
 from harness.machine.base import Machine
 from harness.memory.tiers import PAGEABLE, PINNED
-from harness.memory.weights import ShardedSource, slot_bytes, stored_bytes
+from harness.memory.weights import PartSource, ShardedSource, slot_bytes, stored_bytes
 from harness.model.checkpoint import Checkpoint
 from harness.model.config import RANDOM
 from harness.model.linear import bf16_method
@@ -66,6 +67,12 @@ def _random_model(settings: Settings) -> LoadedModel:
     return LoadedModel(source=source, weights_source=f"random weights made in memory, {source.spec.dtype}")
 
 
+def with_host_memory(settings: Settings, model: LoadedModel) -> Settings:
+    """The settings, with host memory in gigabytes where the hardware states it relative to model and KV cache."""
+    needed_bytes = stored_bytes(model.source) + int(settings.kv_cache_gb * 1e9)
+    return replace(settings, hardware=settings.hardware.holding(needed_bytes))
+
+
 def load_workload(settings: Settings, model: LoadedModel) -> Workload:
     return build_workload(
         settings.dataset,
@@ -81,27 +88,28 @@ def build_engine(
     machine: Machine,
     model: LoadedModel,
     sequences: list[Sequence],
-    *,
-    weights_tier: str = PINNED,
+    strategy_config: Any = None,
 ) -> Engine:
-    """Model, KV cache and sequences on the machine; the weights lie in `weights_tier`, where the strategy wants them.
+    """Model, KV cache and sequences on the machine, the weights where the strategy wants them.
 
     Raises ConfigError naming the capacity that does not suffice.
     """
-    spec = model.spec
+    spec, tier, shared = model.spec, weights_tier(strategy_config), parallelism(strategy_config)
     if settings.stop_at_eos and model.checkpoint is None:
         raise ConfigError("stop_at_eos", "must be false without a checkpoint: nothing real is sampled there")
     if settings.stop_at_eos and spec.eos_token_id is None:
         raise ConfigError("stop_at_eos", "this model's config.json names no end-of-sequence token; set it to false")
-    _require_host_memory(machine, model, settings, weights_tier)
-    _require_two_layers(model, settings)
+    weights_bytes = host_weight_bytes(model.source, settings.hardware.num_gpus, shared)
+    _require_host_memory(machine, settings, tier, weights_bytes)
+    _require_two_layers(rank_sources(model.source, settings.hardware.num_gpus, shared)[0], settings)
     engine = assemble_engine(
         machine,
         model.source,
         num_gpus=settings.hardware.num_gpus,
         kv_bytes=int(settings.kv_cache_gb * 1e9),
         block_size=settings.kv_block_tokens,
-        weights_tier=weights_tier,
+        weights_tier=tier,
+        parallelism=shared,
         sequences=sequences,
         eos_token_id=spec.eos_token_id if settings.stop_at_eos else None,
     )
@@ -111,11 +119,9 @@ def build_engine(
     return engine
 
 
-def _require_host_memory(machine: Machine, model: LoadedModel, settings: Settings, weights_tier: str) -> None:
-    first, *others = rank_sources(model.source, settings.hardware.num_gpus)
-    weights_gb = (stored_bytes(first) + sum(stored_bytes(other, ends=False) for other in others)) / 1e9
+def _require_host_memory(machine: Machine, settings: Settings, weights_tier: str, weights_bytes: int) -> None:
     for tier in (PINNED, PAGEABLE):
-        wanted = {"the weights": weights_gb} if tier == weights_tier else {}
+        wanted = {"the weights": weights_bytes / 1e9} if tier == weights_tier else {}
         wanted |= {"kv_cache_gb": settings.kv_cache_gb} if tier == PINNED else {}
         if sum(wanted.values()) * 1e9 > machine.tiers[tier].capacity_bytes:
             held = " and ".join(f"{name} ({size_gb:.4g} GB)" for name, size_gb in wanted.items())
@@ -123,9 +129,8 @@ def _require_host_memory(machine: Machine, model: LoadedModel, settings: Setting
             raise ConfigError(f"hardware.{field}", f"must hold {held}, got {getattr(settings.hardware, field):g}")
 
 
-def _require_two_layers(model: LoadedModel, settings: Settings) -> None:
+def _require_two_layers(first: PartSource, settings: Settings) -> None:
     """Of each GPU; the first has the most to hold."""
-    first = rank_sources(model.source, settings.hardware.num_gpus)[0]
     needed_gb = (2 * slot_bytes(first) + stored_bytes(first, layers=False)) / 1e9
     if needed_gb > settings.hardware.device_memory_gb:
         raise ConfigError(

@@ -82,9 +82,9 @@ def load_strategy(values: Mapping[str, Any]) -> tuple[ModuleType, Any]:
 
 
 def require_num_gpus(settings: Settings, strategy_config: Any) -> None:
-    """Raises ConfigError where the profile has several GPUs and the strategy cannot share a model among them."""
+    """Raises ConfigError where the profile has several GPUs and the strategy does not say how they share a model."""
     num_gpus = settings.hardware.num_gpus
-    if num_gpus > 1 and not getattr(strategy_config, "tensor_parallel", False):
+    if num_gpus > 1 and getattr(strategy_config, "parallelism", None) is None:
         raise ConfigError(
             "hardware.num_gpus",
             f"must be 1 for strategy {settings.strategy_name}, which uses one GPU; profile {settings.hardware.name!r} "

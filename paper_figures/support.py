@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,13 @@ def save(figure: Figure, path: Path, *, label: str, note: str) -> None:
     figure.supxlabel(foot, fontsize=7, color="0.35", x=0.01, ha="left")
     figure.savefig(path, dpi=DPI)
     pyplot.close(figure)
+
+
+def markdown_table(columns: Mapping[str, Callable[[Any], str]], rows: Iterable[Any]) -> str:
+    """Columns by heading, each with the text that it has in a row."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + " ---: |" * len(columns)]
+    lines += ["| " + " | ".join(cell(row) for cell in columns.values()) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:

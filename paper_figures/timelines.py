@@ -27,6 +27,7 @@ _COLOURS = {
     "attention out": "#3d7fbf", "experts": "#1f4e8c", "combine": "#9fb6d0", "prefill attention": "#e15759",
 }  # fmt: skip
 _OTHER = "#bab0ac"
+_WIDE = 0.018  # of the time shown: a slice that takes a letter and a number
 _ROW_INCHES, _FRAME_INCHES = 0.24, 0.62
 
 
@@ -79,14 +80,15 @@ def _middle(record: Mapping[str, Any], spans: Sequence[Span], num_layers: int) -
     return first_start_s[chosen[0]], first_start_s[chosen[-1]], chosen[:-1]
 
 
-def draw(windows: Sequence[Mapping[str, Any]]) -> Figure:
-    """One block a run; all on one time scale."""
+def draw(windows: Sequence[Mapping[str, Any]], *, letters: Mapping[str, str] | None = None) -> Figure:
+    """One block a run; all on one time scale. `letters` by kind of op stand, with the micro-batch, in wide slices."""
     from matplotlib.patches import Patch
 
     heights = [len(w["lanes"]) for w in windows]
     figure = new_figure(9.0, _FRAME_INCHES * (len(windows) + 1) + _ROW_INCHES * sum(heights))
     blocks = figure.subplots(len(windows), 1, sharex=True, height_ratios=[h + 1 for h in heights], squeeze=False)[:, 0]
     kinds: dict[str, None] = {}
+    wide_ms = _WIDE * max(w["length_ms"] for w in windows)
     for axes, data in zip(blocks, windows, strict=True):
         for row, entries in enumerate(data["lanes"].values()):
             for kind, _, batch, start_ms, end_ms in entries:
@@ -95,6 +97,8 @@ def draw(windows: Sequence[Mapping[str, Any]]) -> Figure:
                     edgecolor="white", linewidth=0.3, hatch="///" if (batch or 0) % 2 else None,
                 )  # fmt: skip
                 kinds[kind] = None
+                if end_ms - start_ms > wide_ms and (letter := (letters or {}).get(kind)):
+                    _write(axes, (start_ms + end_ms) / 2, row, letter if batch is None else f"{letter}{batch + 1}")
         busy = [sum(e[4] - e[3] for e in entries) / data["length_ms"] for entries in data["lanes"].values()]
         names = [f"{lane} {share:.0%}" for lane, share in zip(data["lanes"], busy, strict=True)]
         axes.set_yticks(range(len(names)), names)
@@ -109,6 +113,11 @@ def draw(windows: Sequence[Mapping[str, Any]]) -> Figure:
     patches = [Patch(color=_COLOURS.get(kind, _OTHER), label=kind or "other") for kind in named]
     figure.legend(handles=patches, loc="outside upper center", ncols=6)
     return figure
+
+
+def _write(axes: Any, x: float, y: float, text: str) -> None:
+    box = {"boxstyle": "round,pad=0.1", "color": "white", "alpha": 0.75}
+    axes.text(x, y, text, fontsize=6.5, ha="center", va="center", bbox=box)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from harness.engine.activations import (
     state_bytes,
 )
 from harness.machine.base import Machine
-from harness.memory.tiers import PINNED, Buffer
+from harness.memory.tiers import PINNED, Buffer, device_tier
 from harness.model.spec import ModelSpec
 
 
@@ -23,6 +23,7 @@ from harness.model.spec import ModelSpec
 class PoolSizes:
     """In tokens. `in_pass`: all micro-batches together; `largest`: of one micro-batch; `in_attention`: those between
     QKV and output projection; `hidden`: whose hidden states the device holds; `kept`: those that pinned memory holds.
+    Passes that are in flight at the same time share what is around attention and behind it.
     """
 
     in_pass: int
@@ -30,15 +31,17 @@ class PoolSizes:
     in_attention: int
     hidden: int
     kept: int
+    passes: int = 1
 
     def device_bytes(self, spec: ModelSpec) -> int:
         state = dict(state_bytes(spec))
-        hidden_bytes = self.hidden * state.pop("hidden")
+        state_of_pass_bytes = self.hidden * state.pop("hidden") + self.in_pass * _sum(state)
         attention, expert = _sum(attention_bytes(spec)), _sum(expert_bytes(spec))
-        return hidden_bytes + self.in_pass * _sum(state) + self.in_attention * attention + self.largest * expert
+        return self.passes * state_of_pass_bytes + self.in_attention * attention + self.largest * expert
 
     def pinned_bytes(self, spec: ModelSpec) -> int:
-        return self.in_attention * _sum(host_attention_bytes(spec)) + self.kept * state_bytes(spec)["hidden"]
+        kept_bytes = self.passes * self.kept * state_bytes(spec)["hidden"]
+        return self.in_attention * _sum(host_attention_bytes(spec)) + kept_bytes
 
 
 class PooledActivations(Activations):
@@ -56,22 +59,36 @@ class ActivationPool:
     """Reserved once, cut anew for each pass. What lives from layer to layer is a micro-batch's own; buffers around
     attention are taken in turns, and those behind it are one for all, since the gpu lane runs one op at a time.
 
-    Passes must not overlap: the last op of one has finished before the next is laid out.
+    Of two passes with the same number (modulo `PoolSizes.passes`) the last op of one has finished before the other is
+    laid out. Where passes overlap, buffers that they share are cut alike for all of them, so that ops of several passes
+    know each other's; else as small as a pass needs them, which gives it more turns. The device is that of GPU
+    `rank`, and `spec` what it computes of the model. GPUs that share a layer have the same hidden states, which wait in
+    pinned memory once: only one of their pools `keeps` them.
     """
 
-    def __init__(self, machine: Machine, spec: ModelSpec, sizes: PoolSizes) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        spec: ModelSpec,
+        sizes: PoolSizes,
+        *,
+        rank: int = 0,
+        keeps: bool = True,
+    ) -> None:
         assert sizes.largest <= min(sizes.in_pass, sizes.in_attention, sizes.hidden), f"a micro-batch exceeds {sizes}"
         self._sizes = sizes
-        device, pinned = machine.tiers["device"], machine.tiers[PINNED]
+        device, pinned = machine.tiers[device_tier(rank)], machine.tiers[PINNED]
         self._bytes: dict[str, int] = {}
         self._roots: dict[str, Buffer] = {}
-        counts = {"tokens": sizes.in_pass, "sampled": sizes.in_pass, "hidden": sizes.hidden}
+        in_passes = sizes.passes * sizes.in_pass
+        counts = {"tokens": in_passes, "sampled": in_passes, "hidden": sizes.passes * sizes.hidden}
+        kept = {"kept_hidden": state_bytes(spec)["hidden"]} if keeps else {}
         groups = (
             (device, state_bytes(spec), counts),
             (device, attention_bytes(spec), dict.fromkeys(attention_bytes(spec), sizes.in_attention)),
             (device, expert_bytes(spec), dict.fromkeys(expert_bytes(spec), sizes.largest)),
             (pinned, host_attention_bytes(spec), dict.fromkeys(host_attention_bytes(spec), sizes.in_attention)),
-            (pinned, {"kept_hidden": state_bytes(spec)["hidden"]}, {"kept_hidden": sizes.kept}),
+            (pinned, kept, {"kept_hidden": sizes.passes * sizes.kept}),
         )
         for tier, bytes_per_token, tokens in groups:
             for name, nbytes in bytes_per_token.items():
@@ -80,30 +97,41 @@ class ActivationPool:
                 self._bytes[name] = nbytes
         self._turn_names = (*attention_bytes(spec), *host_attention_bytes(spec))
         self._shared_names = tuple(expert_bytes(spec))
+        self._alike = self._shared_buffers(sizes.largest, sizes.in_attention) if sizes.passes > 1 else None
 
-    def layout(self, sizes: Seq[int]) -> list[PooledActivations]:
-        """Buffers for micro-batches of so many tokens each."""
+    def layout(self, sizes: Seq[int], number: int = 0) -> list[PooledActivations]:
+        """Buffers for the micro-batches, of so many tokens each, of the pass with this number."""
         limits, largest, in_pass = self._sizes, max(sizes), sum(sizes)
         assert largest <= limits.largest, f"a micro-batch of {largest} tokens exceeds {limits.largest}"
         assert in_pass <= limits.in_pass, f"a pass of {in_pass} tokens exceeds {limits.in_pass}"
         is_kept = in_pass > limits.hidden
         assert not is_kept or in_pass <= limits.kept, f"hidden states of {in_pass} tokens fit neither device nor host"
-        turns = self._in_turns(self._turn_names, largest, min(limits.in_attention, len(sizes) * largest))
-        shared = {name: self._range(name, 0, largest) for name in self._shared_names}
-        hidden = self._in_turns(("hidden",), largest, limits.hidden) if is_kept else None
+        around = self._alike or self._shared_buffers(largest, min(limits.in_attention, len(sizes) * largest))
+        turn = number % limits.passes
+        first_hidden, first_kept = turn * limits.hidden, turn * limits.kept
+        hidden = self._in_turns(("hidden",), largest, limits.hidden, first_hidden) if is_kept else None
         laid_out, start = [], 0
         for index, size in enumerate(sizes):
-            own = {name: self._range(name, start, size) for name in ("tokens", "sampled")}
-            own |= turns(index) | shared
-            own |= hidden(index) if hidden else {"hidden": self._range("hidden", start, size)}
-            kept = self._range("kept_hidden", start, size) if is_kept else None
+            own = {name: self._range(name, turn * limits.in_pass + start, size) for name in ("tokens", "sampled")}
+            own |= around(index)
+            own |= hidden(index) if hidden else {"hidden": self._range("hidden", first_hidden + start, size)}
+            has_place = is_kept and "kept_hidden" in self._roots
+            kept = self._range("kept_hidden", first_kept + start, size) if has_place else None
             laid_out.append(PooledActivations(size, own, kept))
             start += size
         return laid_out
 
-    def _in_turns(self, names: Seq[str], size: int, capacity: int) -> Callable[[int], dict[str, Buffer]]:
+    def _shared_buffers(self, size: int, capacity: int) -> Callable[[int], dict[str, Buffer]]:
+        """What is around attention, in turns, and behind it."""
+        turns, behind = self._in_turns(self._turn_names, size, capacity), self._in_turns(self._shared_names, size, size)
+        return lambda index: turns(index) | behind(index)
+
+    def _in_turns(
+        self, names: Seq[str], size: int, capacity: int, first: int = 0
+    ) -> Callable[[int], dict[str, Buffer]]:
         """As many sets of buffers as fit, by the number of the micro-batch that takes one."""
-        sets = [{name: self._range(name, turn * size, size) for name in names} for turn in range(capacity // size)]
+        places = [first + turn * size for turn in range(capacity // size)]
+        sets = [{name: self._range(name, place, size) for name in names} for place in places]
         return lambda index: dict(sets[index % len(sets)])
 
     def _range(self, name: str, first_token: int, num_tokens: int) -> Buffer:

@@ -14,6 +14,8 @@ from harness.machine.base import Ticket
 from harness.memory.kv_cache import Blocks
 from harness.model.spec import ModelSpec
 
+_PADDING_ID = 0  # any token will do: nothing attends to it
+
 
 @dataclass(eq=False, slots=True)
 class PassPlan:
@@ -40,7 +42,9 @@ NUM_ROW_FIELDS = 4  # of `MicroBatch.rows`
 @dataclass(eq=False)
 class MicroBatch:
     """Tokens in rows: those of prefilling sequences first, one after another, then one row a decoding sequence. Among
-    either, sequences whose KV cache lies in host memory come before those that have it on the device.
+    either, sequences whose KV cache lies in host memory come before those that have it on the device. Padding of a
+    prompt follows the prompt, where causal attention hides it; in the cache it lies behind all that the sequence will
+    ever have, where a decoding sequence's context does not reach.
 
     The arrays are never changed after construction, since ops that run later refer to them.
     """
@@ -51,9 +55,11 @@ class MicroBatch:
     token_ids: np.ndarray  # int64 [tokens]
     positions: np.ndarray  # int64 [tokens]
     slots: np.ndarray  # int64 [tokens], KV slot = block * block_size + offset
-    prefill_lens: tuple[int, ...]
+    prefill_lens: tuple[int, ...]  # padding included
     context_lens: np.ndarray  # int32 [decode], the new token included
     block_tables: np.ndarray  # int32 [decode, blocks]
+    padding: np.ndarray  # int32 [decode], tokens in the cache that stand for the padding of the prompt
+    padding_tables: np.ndarray  # int32 [decode, blocks], from the block in which the padding begins
     last_rows: np.ndarray  # int64 [sequences], the row whose hidden state gives the next token
     partitions: tuple[int, ...]
     num_host_prefill_tokens: int  # whose keys and values go to the host cache
@@ -73,6 +79,11 @@ class MicroBatch:
     @property
     def num_prefill_tokens(self) -> int:
         return len(self.token_ids) - len(self.decode)
+
+    @cached_property
+    def num_padding_tokens(self) -> int:
+        """Rows that no sequence has a token for."""
+        return sum(s.padding for s in self.prefill)
 
     @cached_property
     def on_host(self) -> CachedRows:
@@ -107,10 +118,11 @@ class MicroBatch:
         return any(s.records_routing for s in self.sequences)
 
     def rows_of(self) -> Iterable[tuple[Sequence, slice]]:
-        """Each sequence with its rows."""
-        start = 0
-        for sequence, length in zip(self.sequences, (*self.prefill_lens, *[1] * len(self.decode)), strict=True):
-            yield sequence, slice(start, start + length)
+        """Each sequence with the rows of its own tokens."""
+        paddings = (*(s.padding for s in self.prefill), *[0] * len(self.decode))
+        lens, start = (*self.prefill_lens, *[1] * len(self.decode)), 0
+        for sequence, length, padding in zip(self.sequences, lens, paddings, strict=True):
+            yield sequence, slice(start, start + length - padding)
             start += length
 
 
@@ -125,6 +137,8 @@ class CachedRows:
         self.num_tokens = prefill.stop - prefill.start + self.num_decode
         self.context_lens = batch.context_lens[decoding]  # int32 [decode]
         self.block_tables = batch.block_tables[decoding]  # int32 [decode, blocks]
+        self.padding = batch.padding[decoding]  # int32 [decode]
+        self.padding_tables = batch.padding_tables[decoding]  # int32 [decode, blocks]
         self._batch = batch
 
     @property
@@ -137,9 +151,22 @@ class CachedRows:
         return [rows for rows in found if rows.start < rows.stop]
 
     @cached_property
+    def read_lens(self) -> np.ndarray:
+        """int32 [decode], KV-cache tokens that decode attention reads: the context, and padding."""
+        return self.context_lens + self.padding
+
+    @cached_property
+    def padded(self) -> np.ndarray:
+        """int64 [padded], rows of `decode` that have padding."""
+        return np.flatnonzero(self.padding)
+
+    def padded_among(self, rows: range) -> list[int]:
+        return [row for row in self.padded.tolist() if row in rows]
+
+    @cached_property
     def num_context_tokens(self) -> int:
         """KV-cache tokens that decode attention reads."""
-        return int(self.context_lens.sum())
+        return int(self.read_lens.sum())
 
     @cached_property
     def flat_blocks(self) -> np.ndarray:
@@ -152,7 +179,7 @@ class CachedRows:
         window = spec.seen_tokens(layer, spec.max_positions)
         if window >= spec.max_positions:
             return self.num_context_tokens
-        return int(self.context_lens.clip(max=window).sum())
+        return int(self.read_lens.clip(max=window).sum())
 
 
 def _host_first(sequences: Seq[Sequence]) -> list[Sequence]:
@@ -164,20 +191,26 @@ def assemble(index: int, prefill: Seq[Sequence], decode: Seq[Sequence], allocato
     prefill, decode = _host_first(prefill), _host_first(decode)
     ids: list[int] = []
     positions, slots, lens = [], [], []
-    for sequence in (*prefill, *decode):
+    paddings = [s.padding for s in prefill] + [0] * len(decode)
+    for sequence, padding in zip((*prefill, *decode), paddings, strict=True):
         pending = sequence.pending_ids()
-        ids.extend(pending)
-        lens.append(len(pending))
+        ids += [*pending, *[_PADDING_ID] * padding]
+        lens.append(len(pending) + padding)
         at = np.arange(sequence.num_cached, sequence.num_cached + len(pending))
-        positions.append(at)
+        pads = np.arange(padding)
+        positions.append(np.concatenate((at, len(pending) + pads)))
+        at = np.concatenate((at, sequence.max_tokens + pads))
         blocks = np.asarray(sequence.blocks)
         slots.append(blocks[at // allocator.block_size] * allocator.block_size + at % allocator.block_size)
     assert all(s.num_cached == 0 for s in prefill), "a prefill starts from an empty cache"
     assert all(n == 1 for n in lens[len(prefill) :]), "a decoding sequence has exactly one new token"
     width = max((len(s.blocks) for s in decode), default=0)
-    tables = np.zeros((len(decode), width), dtype=np.int32)
+    tables, padding_tables = np.zeros((2, len(decode), width), dtype=np.int32)
     for row, sequence in enumerate(decode):
         tables[row, : len(sequence.blocks)] = sequence.blocks
+        if sequence.padding:
+            behind = sequence.blocks[sequence.max_tokens // allocator.block_size :]
+            padding_tables[row, : len(behind)] = behind
     prefill_lens = tuple(lens[: len(prefill)])
     return MicroBatch(
         index=index,
@@ -189,7 +222,9 @@ def assemble(index: int, prefill: Seq[Sequence], decode: Seq[Sequence], allocato
         prefill_lens=prefill_lens,
         context_lens=np.asarray([s.num_cached + 1 for s in decode], dtype=np.int32),
         block_tables=tables,
-        last_rows=np.cumsum(lens, dtype=np.int64) - 1,
+        padding=np.asarray([s.padding for s in decode], dtype=np.int32),
+        padding_tables=padding_tables,
+        last_rows=np.cumsum(lens, dtype=np.int64) - 1 - np.asarray(paddings, dtype=np.int64),
         partitions=tuple(sorted({s.partition for s in (*prefill, *decode)})),
         num_host_prefill_tokens=sum(n for s, n in zip(prefill, prefill_lens, strict=True) if not s.kv_on_device),
         num_host_decode=sum(not s.kv_on_device for s in decode),

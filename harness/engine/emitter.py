@@ -11,7 +11,7 @@ import numpy as np
 from harness.engine.activations import ATTENDED_BY, Activations
 from harness.engine.batch import MicroBatch
 from harness.engine.engine import Engine
-from harness.engine.ops import compute, data, host, paged
+from harness.engine.ops import collective, compute, data, host, paged
 from harness.machine.base import CPU, D2H, GPU, H2D, HOST_KINDS, LANES, Lane, Op, Ticket
 from harness.memory.kv_cache import KVCache
 from harness.memory.ops import Poison
@@ -87,6 +87,10 @@ class Emitter:
     def offload_hidden(self, it: InFlight, layer: int, to: Buffer) -> None:
         self.submit(D2H, data.OffloadHidden(self._spec, it.batch, it.acts, layer, to))
 
+    def send_hidden(self, it: InFlight, layer: int, to: Activations) -> None:
+        """To the GPU that goes on with the next layer."""
+        self.submit(GPU, collective.SendHidden(self._spec, it.batch, it.acts, layer, to))
+
     def load_hidden(self, it: InFlight, layer: int, source: Buffer) -> None:
         self.submit(H2D, data.LoadHidden(self._spec, it.batch, it.acts, layer, source))
 
@@ -138,7 +142,7 @@ class Emitter:
     def decode_attention_on_device(self, it: InFlight, layer: int, staging: Seq[Buffer]) -> None:
         """Decode attention on the gpu lane over the host cache: KV comes over the link into alternating staging
         buffers."""
-        for turn, rows in enumerate(self._rows_that_fit(it.batch.on_host.context_lens, min(b.nbytes for b in staging))):
+        for turn, rows in enumerate(self._rows_that_fit(it.batch.on_host.read_lens, min(b.nbytes for b in staging))):
             buffer = staging[turn % len(staging)]
             self.load_kv(it, layer, rows, buffer)
             self.attend_on_device(it, layer, rows, buffer)
@@ -186,17 +190,17 @@ class Emitter:
         self.submit(GPU, compute.Head(self._family, self._spec, it.batch, it.acts, part))
         return self.submit(D2H, data.FetchSampled(self._spec, it.batch, it.acts), urgent=True)
 
-    def _rows_that_fit(self, context_lens: np.ndarray, nbytes: int) -> list[range]:
+    def _rows_that_fit(self, read_lens: np.ndarray, nbytes: int) -> list[range]:
         """Cut the decode rows with their KV on the host into runs whose KV of one layer fits a staging buffer."""
         limit = nbytes // self._spec.kv_bytes_per_token_layer
         runs, start, total = [], 0, 0
-        for row, length in enumerate(context_lens.tolist()):
+        for row, length in enumerate(read_lens.tolist()):
             assert length <= limit, f"a context of {length} tokens does not fit the KV staging buffer of {limit}"
             if total + length > limit:
                 runs.append(range(start, row))
                 start, total = row, 0
             total += length
-        return [*runs, range(start, len(context_lens))] if len(context_lens) else []
+        return [*runs, range(start, len(read_lens))] if len(read_lens) else []
 
     def poison(self, buffers: Iterable[Buffer]) -> None:
         """Tests: nothing of what activation buffers held before may be read."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from harness.engine.sequences import Sequence
@@ -17,8 +17,9 @@ from harness.model.spec import ModelSpec
 class Engine:
     """One loaded model on one machine, and the requests it is to serve, in the order of their arrival.
 
-    Where several GPUs share the model (tensor parallelism), this is GPU 0 and `peers` are the others, each an engine of
-    its own over its part of every layer. `spec` is then that part: what each GPU stores and computes of the model.
+    Where several GPUs share the model, this is GPU 0 and `peers` are the others, each an engine of its own. Under
+    tensor parallelism `spec`, store and cache are the part of every layer that the GPU stores and computes; otherwise
+    all have the whole model's, and who computes what is the pipeline's matter.
     """
 
     machine: Machine
@@ -36,3 +37,8 @@ class Engine:
     def ranks(self) -> tuple[Engine, ...]:
         """All GPUs, this one first."""
         return (self, *self.peers)
+
+    @property
+    def stages(self) -> tuple[Engine, ...]:
+        """Each GPU as if it were the only one."""
+        return tuple(replace(each, peers=()) for each in self.ranks)

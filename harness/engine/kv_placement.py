@@ -33,6 +33,23 @@ def place_kv(engine: Engine, *, host_bytes: int = 0, device_bytes: int = 0) -> N
         each.kv = cache
 
 
+def place_kv_by_gpu(engine: Engine, *, device_bytes: int) -> list[KVCache]:
+    """The same, but each GPU has a cache of its own in its memory, for sequences of its own: these caches."""
+    block_size = engine.kv.allocator.block_size
+    engine.kv.close()
+    caches = [
+        KVCache(
+            each.machine, each.spec, capacity_bytes=device_bytes, block_size=block_size, tier=DEVICE, rank=each.rank
+        )
+        for each in engine.ranks
+    ]
+    for each, cache in zip(engine.ranks, caches, strict=True):
+        each.kv = cache
+    if engine.peers:
+        engine.kv = SplitKVCache(*caches)
+    return caches
+
+
 def make_kv(
     machine: Machine, specs: Sequence[ModelSpec], *, block_size: int, host_bytes: int = 0, device_bytes: int = 0
 ) -> list[KVCache | SplitKVCache]:
@@ -49,6 +66,5 @@ def make_kv(
     for rank, spec in enumerate(specs):
         device = part(rank, spec, DEVICE, device_bytes)
         host = part(rank, spec, _PINNED, host_bytes // len(specs))
-        both = device is not None and host is not None
-        made.append(SplitKVCache(device, host) if both else device or host)  # type: ignore[arg-type]
+        made.append(SplitKVCache(device, host) if device and host else device or host)  # type: ignore[arg-type]
     return made

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,37 +12,71 @@ from harness.engine.batch import MicroBatch, PassPlan
 from harness.engine.engine import Engine
 from harness.engine.sequences import Life, Sequence, State
 from harness.engine.strategy import PassResult, Strategy
+from harness.machine.base import Ticket
 from harness.record.passes import PassRecord
 
 
 def run(engine: Engine, strategy: Strategy, on_pass: Callable[[PassRecord], None], *, check: bool = False) -> None:
-    """Run the workload to its end. `check` verifies the integrity of memory and blocks after every pass (tests)."""
-    index = 0
+    """Run the workload to its end. `check` verifies the integrity of memory and blocks after every pass (tests).
+
+    Passes end in the order in which they began. A scheduler is asked for the next one while fewer are under way than
+    the strategy allows; what it wants only after one of them has ended, it is asked for again then.
+    """
+    index, under_way = 0, deque[_UnderWay]()
     while True:
-        start_s = engine.machine.now()
-        plan = strategy.scheduler.next_pass()
-        if plan is None:
+        started = None
+        if len(under_way) < strategy.passes_in_flight:
+            started = _start(engine, strategy, index)
+        if started is not None:
+            under_way.append(started)
+            index += 1
+        elif under_way:
+            on_pass(_finish(engine, strategy, under_way.popleft()))
+            if check:
+                _check_integrity(engine)
+        else:
             break
-        for sequence in plan.prefill:
-            sequence.lives.append(Life(first_generated=len(sequence.generated)))
-        engine.machine.spend_host_time(len(plan.sequences))
-        result = strategy.pipeline.run(plan)
-        used = engine.kv.allocator.num_used
-        ended = _retire(engine, result, index)
-        strategy.scheduler.retire(plan, ended)
-        on_pass(_record(engine, strategy, plan, result, index, start_s, used, len(ended)))
-        if check:
-            _check_integrity(engine)
-        index += 1
     strategy.pipeline.finish()
     engine.machine.drain()
     _check_conservation(engine)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _UnderWay:
+    """A pass that has begun, with the blocks that were in use then."""
+
+    index: int
+    start_s: float
+    plan: PassPlan
+    result: PassResult
+    kv_blocks_used: int
+
+
+def _start(engine: Engine, strategy: Strategy, index: int) -> _UnderWay | None:
+    start_s = engine.machine.now()
+    plan = strategy.scheduler.next_pass()
+    if plan is None:
+        return None
+    for sequence in plan.prefill:
+        sequence.lives.append(Life(first_generated=len(sequence.generated)))
+    engine.machine.spend_host_time(len(plan.sequences))
+    result = strategy.pipeline.run(plan)
+    used = engine.kv.allocator.num_used
+    return _UnderWay(index=index, start_s=start_s, plan=plan, result=result, kv_blocks_used=used)
+
+
+def _finish(engine: Engine, strategy: Strategy, it: _UnderWay) -> PassRecord:
+    it.result.complete()
+    ended = _retire(engine, it.result, it.index)
+    strategy.scheduler.retire(it.plan, ended)
+    return _record(engine, strategy, it, num_finished=len(ended))
+
+
 def _retire(engine: Engine, result: PassResult, index: int) -> list[Sequence]:
     """Hand sampled tokens to their sequences; free the blocks of those that ended, after their last op."""
     ended = []
-    for batch, sampled in zip(result.micro_batches, result.sampled, strict=True):
+    for batch, brought in zip(result.micro_batches, result.sampled, strict=True):
+        sampled = engine.machine.wait(brought) if isinstance(brought, Ticket) else brought
         for ticket in batch.kv_tickets:
             engine.machine.wait(ticket)
         _collect_routing(engine, batch)
@@ -63,24 +99,17 @@ def _collect_routing(engine: Engine, batch: MicroBatch) -> None:
             sequence.lives[-1].routing.append(routing[rows])
 
 
-def _record(
-    engine: Engine,
-    strategy: Strategy,
-    plan: PassPlan,
-    result: PassResult,
-    index: int,
-    start_s: float,
-    kv_blocks_used: int,
-    num_finished: int,
-) -> PassRecord:
+def _record(engine: Engine, strategy: Strategy, it: _UnderWay, *, num_finished: int) -> PassRecord:
+    plan, result = it.plan, it.result
     return PassRecord(
-        index=index,
-        start_s=start_s,
+        index=it.index,
+        start_s=it.start_s,
         end_s=engine.machine.now(),
-        num_prefill_tokens=sum(b.num_prefill_tokens for b in result.micro_batches),
+        num_prefill_tokens=sum(b.num_prefill_tokens - b.num_padding_tokens for b in result.micro_batches),
+        num_padding_tokens=sum(b.num_padding_tokens for b in result.micro_batches),
         num_decode_tokens=sum(len(b.decode) for b in result.micro_batches),
         num_sequences=len(plan.sequences),
-        kv_blocks_used=kv_blocks_used,
+        kv_blocks_used=it.kv_blocks_used,
         kv_blocks_total=engine.kv.allocator.num_blocks,
         num_preemptions=plan.num_preemptions,
         num_waiting=strategy.scheduler.num_waiting,

@@ -1,46 +1,40 @@
-"""Emitter, weight streams and activations over all GPUs that share a model, for pipelines written as for one.
+"""Emitter, weights, activations and buffers over all GPUs that share a model, for pipelines written as for one.
 
-A pipeline takes these three from here instead of making them, hands on what they give it (parts, activations) without
-looking inside, and so runs on one GPU or on several. On one GPU they are the ordinary ones.
+A pipeline takes these from here instead of making them, hands on what they give it (parts, activations) without looking
+inside, and so runs on one GPU or on several. On one GPU they are the ordinary ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any, Generic, TypeVar, cast
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import Any, cast
 
+from harness.engine.activation_pool import ActivationPool, PooledActivations, PoolSizes
 from harness.engine.activations import Activations
-from harness.engine.emitter import Emitter, InFlight
+from harness.engine.emitter import Emitter
 from harness.engine.engine import Engine
-from harness.engine.ops import collective
-from harness.machine.base import GPU, Op, Ticket
+from harness.engine.parallel_emitter import EachGpuEmitter, ParallelEmitter
+from harness.engine.sharded import Sharded, ShardedActivations
+from harness.machine.base import Lane, LaneKind, Machine, Ticket
+from harness.memory.ops import AllGather
+from harness.memory.paged_weights import PagedWeights
+from harness.memory.tiers import Buffer, device_tier
 from harness.memory.weights import WeightStream
 
-T = TypeVar("T")
 
-
-class Sharded(Generic[T]):
-    """One of a kind for each GPU, by rank."""
-
-    def __init__(self, shards: Iterable[T]) -> None:
-        self.shards = tuple(shards)
-
-
-def shard_of(value: Any, rank: int) -> Any:
-    """What a GPU gets of an argument: its own of what is sharded, also within a mapping; of others the argument."""
-    if isinstance(value, Sharded):
-        return value.shards[rank]
-    if isinstance(value, dict):
-        return {key: shard_of(item, rank) for key, item in value.items()}
-    return value
-
-
-def emitter(engine: Engine, *, serial: bool = False) -> Emitter:
+def emitter(engine: Engine, *, serial: bool = False, fifo: bool = False) -> Emitter:
     """For all GPUs of the engine."""
     if len(engine.ranks) == 1:
+        return Emitter(engine, serial=serial, fifo=fifo)
+    return cast(Emitter, ParallelEmitter(engine, serial=serial, fifo=fifo))  # a test holds that it has the same methods
+
+
+def each_gpu_emitter(engine: Engine, *, serial: bool = False) -> Emitter:
+    """For all GPUs of the engine, each with a micro-batch of its own."""
+    if len(engine.ranks) == 1:
         return Emitter(engine, serial=serial)
-    return cast(Emitter, ParallelEmitter(engine, serial=serial))  # a test holds that it has the same methods
+    return cast(Emitter, EachGpuEmitter(engine, serial=serial))
 
 
 def weight_stream(engine: Engine, *, depth: int, packet_bytes: int, name: str = "weight buffer") -> WeightStream:
@@ -50,6 +44,49 @@ def weight_stream(engine: Engine, *, depth: int, packet_bytes: int, name: str = 
         for each in engine.ranks
     ]
     return streams[0] if len(streams) == 1 else cast(WeightStream, ParallelStream(streams))
+
+
+def gathered_stream(engine: Engine, *, depth: int, packet_bytes: int, name: str = "weight buffer") -> WeightStream:
+    """Whole layers on all GPUs of the engine: each brings its share over its own link, and has the rest from the
+    others."""
+    num_gpus = len(engine.ranks)
+    streams = [
+        WeightStream(
+            each.machine,
+            each.store,
+            depth=depth,
+            packet_bytes=packet_bytes,
+            name=name,
+            rank=each.rank,
+            num_shares=num_gpus,
+        )
+        for each in engine.ranks
+    ]
+    return streams[0] if num_gpus == 1 else cast(WeightStream, GatheredStream(engine.machine, streams))
+
+
+def paged_weights(
+    engine: Engine,
+    *,
+    num_pages: int,
+    packet_bytes: int,
+    resident_share: float = 0.0,
+    layers: range | None = None,
+) -> PagedWeights:
+    """For all GPUs of the engine, each over its own link; they take turns at the host's staging copies."""
+    pages = [
+        PagedWeights(
+            each.machine,
+            each.store,
+            num_pages=num_pages,
+            packet_bytes=packet_bytes,
+            resident_share=resident_share,
+            rank=each.rank,
+            layers=layers,
+        )
+        for each in engine.ranks
+    ]
+    return pages[0] if len(pages) == 1 else cast(PagedWeights, ParallelPages(pages))
 
 
 def activations(engine: Engine, *, max_tokens: int, name: str) -> Activations:
@@ -70,181 +107,135 @@ def activations(engine: Engine, *, max_tokens: int, name: str) -> Activations:
     return each_acts[0] if len(each_acts) == 1 else cast(Activations, Sharded(each_acts))
 
 
-class ParallelStream:
+def activation_pool(engine: Engine, sizes: PoolSizes, *, keeps: bool = True) -> ActivationPool:
+    """For all GPUs of the engine, of which the first keeps hidden states in pinned memory, if any does."""
+    pools = [
+        ActivationPool(each.machine, each.spec, sizes, rank=each.rank, keeps=keeps and each is engine)
+        for each in engine.ranks
+    ]
+    return pools[0] if len(pools) == 1 else cast(ActivationPool, ParallelPool(pools))
+
+
+def device_buffer(engine: Engine, name: str, nbytes: int) -> Buffer:
+    """Of so many bytes on each GPU of the engine."""
+    buffers = [each.machine.tiers[device_tier(each.rank)].reserve(name, nbytes) for each in engine.ranks]
+    return buffers[0] if len(buffers) == 1 else cast(Buffer, Sharded(buffers))
+
+
+class ParallelStream(Sharded[WeightStream]):
     """The weight streams of all GPUs in step: see `WeightStream` for each method."""
 
-    def __init__(self, streams: Iterable[WeightStream]) -> None:
-        self.streams = tuple(streams)
-        self.depth = self.streams[0].depth
-        self.packet_bytes = self.streams[0].packet_bytes
+    def __init__(self, shards: Iterable[WeightStream]) -> None:
+        super().__init__(shards)
+        self.depth = self.shards[0].depth
+        self.packet_bytes = self.shards[0].packet_bytes
 
     def layer(self, index: int) -> int:
-        return self.streams[0].layer(index)
+        return self.shards[0].layer(index)
 
     def part_names(self, index: int) -> tuple[str, ...]:
-        return self.streams[0].part_names(index)
+        return self.shards[0].part_names(index)
 
     def request_layer(self, index: int) -> list[Ticket]:
-        return [ticket for stream in self.streams for ticket in stream.request_layer(index)]
+        return [ticket for stream in self.shards for ticket in stream.request_layer(index)]
 
     def part(self, index: int, part_name: str) -> Sharded[Any]:
-        return Sharded(stream.part(index, part_name) for stream in self.streams)
+        return Sharded(stream.part(index, part_name) for stream in self.shards)
 
     def experts(self, index: int) -> Sharded[Any]:
-        return Sharded(stream.experts(index) for stream in self.streams)
+        return Sharded(stream.experts(index) for stream in self.shards)
 
     def release(self, index: int, part_name: str) -> None:
-        for stream in self.streams:
+        for stream in self.shards:
             stream.release(index, part_name)
 
     def advance(self, index: int, part_name: str) -> None:
-        for stream in self.streams:
+        for stream in self.shards:
             stream.advance(index, part_name)
 
     def cancel_all(self) -> None:
-        for stream in self.streams:
+        for stream in self.shards:
             stream.cancel_all()
 
     def close(self) -> None:
-        for stream in self.streams:
+        for stream in self.shards:
             stream.close()
 
 
-class ParallelEmitter:
-    """The steps of `Emitter` on all GPUs, rank after rank, with sums over GPUs where a layer needs them.
+class GatheredStream(ParallelStream):
+    """Streams that bring a share each: `part` makes it whole on all GPUs, when it is first asked for. The gpu lanes do
+    that, so it waits for the slowest link and lets nothing be computed meanwhile."""
 
-    With `serial` a step follows the one before it on all GPUs; within a step they work side by side. Tickets that are
-    returned are the first GPU's.
-    """
+    def __init__(self, machine: Machine, shards: Iterable[WeightStream]) -> None:
+        super().__init__(shards)
+        self._machine = machine
+        self._gathered: set[tuple[int, str]] = set()
 
-    def __init__(self, engine: Engine, *, serial: bool = False) -> None:
-        self._engine = engine
-        self._ranks = [Emitter(each, serial=serial) for each in engine.ranks]
+    def part(self, index: int, part_name: str) -> Sharded[Any]:
+        parts = super().part(index, part_name)
+        if (index, part_name) not in self._gathered:
+            self._gathered.add((index, part_name))
+            buffers, nbytes = [part.buffer for part in parts.shards], parts.shards[0].layout.nbytes
+            for rank in range(len(buffers)):
+                op = AllGather(buffers, rank, nbytes=nbytes, layer=self.layer(index))
+                self._machine.submit(Lane(LaneKind.GPU, rank), op)
+        return parts
 
-    def load(self, stream: WeightStream, index: int, part_name: str) -> None:
-        streams = cast(ParallelStream, stream).streams
-        self._each(lambda rank, emit: emit.load(streams[rank], index, part_name))
+    def release(self, index: int, part_name: str) -> None:
+        self._gathered.discard((index, part_name))
+        super().release(index, part_name)
 
-    def embed(self, it: InFlight) -> None:
-        self._step(Emitter.embed, it)
+    def advance(self, index: int, part_name: str) -> None:
+        self._gathered.discard((index, part_name))
+        super().advance(index, part_name)
 
-    def upload_tokens(self, it: InFlight) -> None:
-        self._step(Emitter.upload_tokens, it)
+    def cancel_all(self) -> None:
+        self._gathered.clear()
+        super().cancel_all()
 
-    def look_up(self, it: InFlight) -> None:
-        self._step(Emitter.look_up, it)
 
-    def attention_in(self, it: InFlight, layer: int, part: Any) -> Ticket:
-        return self._step(Emitter.attention_in, it, layer, part)
+class ParallelPages(Sharded[PagedWeights]):
+    """The paged weights of all GPUs in step: see `PagedWeights` for each method."""
 
-    def prefill_attention(self, it: InFlight, layer: int) -> Ticket | None:
-        return self._step(Emitter.prefill_attention, it, layer)
+    def __init__(self, shards: Iterable[PagedWeights]) -> None:
+        super().__init__(shards)
+        self.num_pages = self.shards[0].num_pages
+        self.page_bytes, self.slot_bytes = self.shards[0].page_bytes, self.shards[0].slot_bytes
+        self.resident_bytes = sum(pages.resident_bytes for pages in self.shards)
 
-    def offload_qkv(self, it: InFlight, layer: int, *, queries: bool = True) -> None:
-        self._step(partial(Emitter.offload_qkv, queries=queries), it, layer)
+    def num_pages_of(self, index: int) -> int:
+        return self.shards[0].num_pages_of(index)
 
-    def offload_hidden(self, it: InFlight, layer: int, to: Any) -> None:
-        self._step(Emitter.offload_hidden, it, layer, to)
+    def stage(self, index: int, page: int) -> None:
+        for pages in self.shards:
+            pages.stage(index, page)
 
-    def load_hidden(self, it: InFlight, layer: int, source: Any) -> None:
-        self._step(Emitter.load_hidden, it, layer, source)
+    def load(self, index: int, page: int) -> None:
+        for pages in self.shards:
+            pages.load(index, page)
 
-    def append_kv(self, it: InFlight, layer: int) -> None:
-        self._step(Emitter.append_kv, it, layer)
+    def part(self, index: int, name: str) -> Sharded[Any]:
+        return Sharded(pages.part(index, name) for pages in self.shards)
 
-    def decode_attention(self, it: InFlight, layer: int) -> None:
-        self._step(Emitter.decode_attention, it, layer)
+    def experts(self, index: int) -> Sharded[Any]:
+        return Sharded(pages.experts(index) for pages in self.shards)
 
-    def attend_in_place(self, it: InFlight, layer: int) -> None:
-        self._step(Emitter.attend_in_place, it, layer)
+    def release(self, index: int) -> None:
+        for pages in self.shards:
+            pages.release(index)
 
-    def attend_on_host(self, it: InFlight, layer: int) -> None:
-        self._step(Emitter.attend_on_host, it, layer)
+    def cancel_all(self) -> None:
+        for pages in self.shards:
+            pages.cancel_all()
 
-    def load_attention(self, it: InFlight, layer: int) -> None:
-        self._step(Emitter.load_attention, it, layer)
+    def close(self) -> None:
+        for pages in self.shards:
+            pages.close()
 
-    def load_kv(self, it: InFlight, layer: int, rows: range, to: Any) -> None:
-        self._step(Emitter.load_kv, it, layer, rows, to)
 
-    def attend_on_device(self, it: InFlight, layer: int, rows: range, staged: Any) -> None:
-        self._step(Emitter.attend_on_device, it, layer, rows, staged)
+class ParallelPool(Sharded[ActivationPool]):
+    """The activation pools of all GPUs, cut alike: see `ActivationPool`."""
 
-    def decode_attention_on_device(self, it: InFlight, layer: int, staging: Any) -> None:
-        self._step(Emitter.decode_attention_on_device, it, layer, staging)
-
-    def attention_out(self, it: InFlight, layer: int, part: Any) -> Ticket:
-        def op_of(kind: Any) -> Callable[[Engine, InFlight, int], Op]:
-            return lambda on, mine, rank: kind(on.family, on.spec, it.batch, mine.acts, shard_of(part, rank), layer)
-
-        self._ops(it, op_of(collective.OutputProjection))
-        self._all_reduce(it, layer, "normed")
-        ticket = self._ops(it, op_of(collective.AfterAttention))
-        if it.batch.records_routing and not self._engine.spec.is_dense(layer):
-            it.batch.routing_tickets[layer] = self.fetch_routing(it, layer)
-        return ticket
-
-    def fetch_routing(self, it: InFlight, layer: int) -> Ticket:
-        return self._first(lambda emit: emit.fetch_routing(self._on(it, 0), layer))
-
-    def experts(self, it: InFlight, layer: int, parts: Any) -> Ticket | None:
-        return self._step(Emitter.experts, it, layer, parts)
-
-    def combine(self, it: InFlight, layer: int, extra: Any = ()) -> Ticket:
-        assert not extra, "only the GPUs' own sums are added"
-        return self._all_reduce(it, layer, "hidden")
-
-    def head(self, it: InFlight) -> Ticket:
-        return self._first(lambda emit: emit.head(self._on(it, 0)))
-
-    def poison(self, buffers: Any) -> None:
-        self._each(lambda rank, emit: emit.poison(shard_of(buffers, rank)))
-
-    # -- how a step reaches the GPUs ------------------------------------------------------------------------------
-
-    def _step(self, method: Callable[..., Any], it: InFlight, *arguments: Any) -> Any:
-        """A step of the ordinary emitter on every GPU."""
-
-        def run(rank: int, emit: Emitter) -> Any:
-            return method(emit, self._on(it, rank), *(shard_of(argument, rank) for argument in arguments))
-
-        return self._each(run)
-
-    def _ops(self, it: InFlight, make: Callable[[Engine, InFlight, int], Op]) -> Ticket:
-        """One op on the gpu lane of every GPU."""
-        engines = self._engine.ranks
-        return self._each(lambda rank, emit: emit.submit(GPU, make(engines[rank], self._on(it, rank), rank)))
-
-    def _all_reduce(self, it: InFlight, layer: int, to: Any) -> Ticket:
-        """All members in one call, so that they are in the same order on all lanes."""
-        partials = cast(Sharded[Activations], it.acts).shards
-
-        def member(on: Engine, mine: InFlight, rank: int) -> Op:
-            return collective.AllReduce(on.spec, it.batch, mine.acts, layer, partials=partials, to=to)
-
-        return self._ops(it, member)
-
-    def _each(self, run: Callable[[int, Emitter], Any]) -> Any:
-        before, results = self._ranks[0].tail, []
-        after: dict[Ticket, None] = {}  # an ordered set
-        for rank, emit in enumerate(self._ranks):
-            emit.tail = before
-            results.append(run(rank, emit))
-            after |= dict.fromkeys(emit.tail)
-        self._follow(tuple(after))
-        return results[0]
-
-    def _first(self, run: Callable[[Emitter], Ticket]) -> Ticket:
-        """On the first GPU alone."""
-        ticket = run(self._ranks[0])
-        self._follow(self._ranks[0].tail)
-        return ticket
-
-    def _follow(self, tail: tuple[Ticket, ...]) -> None:
-        for emit in self._ranks:
-            emit.tail = tail
-
-    @staticmethod
-    def _on(it: InFlight, rank: int) -> InFlight:
-        """The micro-batch in the buffers of one GPU."""
-        return InFlight(it.batch, shard_of(it.acts, rank))
+    def layout(self, sizes: Seq[int], number: int = 0) -> list[PooledActivations]:
+        by_rank = [pool.layout(sizes, number) for pool in self.shards]
+        return [cast(PooledActivations, ShardedActivations(each)) for each in zip(*by_rank, strict=True)]

@@ -39,7 +39,9 @@ class Sequence:
     generated: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     num_cached: int = 0
+    padding: int = 0  # tokens that its prompt is padded by: computed, kept behind all others, read, never attended to
     kv_on_device: bool = False  # where its blocks lie
+    kv_rank: int = 0  # and in the memory of which GPU
     partition: int = 0  # KV dependencies are derived by (layer, partition); constant while blocks are held
     num_preemptions: int = 0
     reject_reason: str | None = None
@@ -58,7 +60,7 @@ class Sequence:
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that ever lie in the KV cache: the last generated token is never fed back."""
+        """The most tokens of its own that ever lie in the KV cache: the last generated one is never fed back."""
         return self.prompt_len + self.request.max_new_tokens - 1
 
     def pending_ids(self) -> Seq[int]:

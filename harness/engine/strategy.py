@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from harness.engine.batch import MicroBatch, PassPlan
 from harness.engine.sequences import Sequence
+from harness.machine.base import Ticket
 from harness.memory.tiers import PINNED
 
 
@@ -16,6 +19,17 @@ def weights_tier(config: Any) -> str:
     """The tier of host memory in which a strategy wants the model: what its Config has as `weights_tier`, or pinned."""
     tier: str = getattr(config, "weights_tier", PINNED)
     return tier
+
+
+# How several GPUs share the model: the layers' dimensions ("tensor"); the requests, while each brings a share of every
+# layer to all ("data"); or the layers ("pipeline").
+Parallelism = Literal["tensor", "data", "pipeline"]
+
+
+def parallelism(config: Any) -> Parallelism:
+    """What a strategy's Config has as `parallelism`. One without it runs on one GPU, which is all the same."""
+    chosen: Parallelism = getattr(config, "parallelism", "tensor")
+    return chosen
 
 
 class Scheduler(Protocol):
@@ -33,17 +47,20 @@ class Scheduler(Protocol):
 
 @dataclass(eq=False, slots=True)
 class PassResult:
-    """Micro-batches as they ran, each with the sampled ids of its sequences in order."""
+    """Micro-batches as they run, each with the sampled ids of its sequences in order, or the ticket that will bring
+    them. Where a pipeline holds ops of a pass back, `complete` submits them, and only then are all of `sampled` there.
+    """
 
     micro_batches: list[MicroBatch]
-    sampled: list[np.ndarray]
+    sampled: Seq[np.ndarray | Ticket]
+    complete: Callable[[], None] = lambda: None
 
 
 class Pipeline(Protocol):
     """Decides which ops run in which order on which lanes."""
 
     def run(self, plan: PassPlan) -> PassResult:
-        """Submit one pass and wait for its sampled ids."""
+        """Submit one pass, or as much of it as its order among other passes in flight allows."""
 
     def finish(self) -> None:
         """The last pass is over; withdraw what was prefetched in vain."""
@@ -65,5 +82,6 @@ class Strategy:
     scheduler: Scheduler
     pipeline: Pipeline
     prediction: Prediction | None = None
+    passes_in_flight: int = 1  # passes that the pipeline can have under way, each of sequences of its own
     gpu_tok_s: float | None = None  # tokens per second at which the GPU is saturated (T_GPU)
     plan: dict[str, Any] = field(default_factory=dict)  # the planner's decisions, for the records

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import field, fields
+from dataclasses import field, fields, replace
 
 from harness.config import ConfigError, config, require
 from harness.hardware.constants import Constant, Kind, Number, NumberByDtype, OptionalNumber
 from harness.memory.tiers import RAM, device_tier
 
-_SIZES = ("device_memory_gb", "pinned_memory_gb", "host_memory_gb", "ram_gb", "cpu_cores")
+_SIZES = (
+    *("device_memory_gb", "pinned_memory_gb", "host_memory_gb", "ram_gb", "ram_times", "ram_plus_gb"),
+    "cpu_cores",
+)
 
 
 @config
@@ -29,6 +32,8 @@ class HardwareConfig:
     pinned_memory_gb: Number  # host memory that the links can read
     host_memory_gb: Number  # pageable host memory
     ram_gb: OptionalNumber = None  # pinned and pageable together
+    ram_times: OptionalNumber = None  # ram_gb is so many times model and KV cache, where this or the next is given
+    ram_plus_gb: OptionalNumber = None  # and so much beyond
     cpu_cores: OptionalNumber = None
 
     h2d_gb_s: OptionalNumber = None  # of each GPU, from pinned memory
@@ -87,6 +92,14 @@ class HardwareConfig:
             if candidate in rates:
                 return rates[candidate] * 1e12
         raise ConfigError(f"hardware.{name}", f"profile {self.name!r} states no rate for {dtype}")
+
+    def holding(self, needed_bytes: int) -> HardwareConfig:
+        """The profile with the host memory that it states relative to what a run needs for its model and KV cache; the
+        profile itself where it states gigabytes."""
+        if self.ram_times is None and self.ram_plus_gb is None:
+            return self
+        ram_gb = Constant((self.ram_times or 1.0) * needed_bytes / 1e9 + (self.ram_plus_gb or 0.0))
+        return replace(self, ram_gb=ram_gb, pinned_memory_gb=ram_gb, host_memory_gb=ram_gb)
 
     @property
     def capacities_bytes(self) -> dict[str, int]:

@@ -43,15 +43,22 @@ class Blocks(Protocol):
 class BlockAllocator:
     """A free list of `num_blocks` blocks, handed out in `order` (default: ascending), and who holds the others.
 
-    `on_device` is where the blocks lie; a sequence that takes some carries it on (`Sequence.kv_on_device`).
+    `on_device` is where the blocks lie, there in the memory of GPU `rank`; a sequence that takes some carries it on
+    (`Sequence.kv_on_device`, `kv_rank`).
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, order: Iterable[int] | None = None, on_device: bool = False
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        order: Iterable[int] | None = None,
+        on_device: bool = False,
+        rank: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.on_device = on_device
+        self.on_device, self.rank = on_device, rank
         self._free = list(range(num_blocks) if order is None else order)[::-1]
         self._holders: dict[int, Sequence] = {}
 
@@ -84,12 +91,16 @@ class BlockAllocator:
         missing = self.missing_blocks(sequence, num_tokens)
         assert missing <= self.num_free, f"{missing} blocks asked, {self.num_free} free"
         if not sequence.blocks:
-            sequence.kv_on_device = self.on_device
-        assert sequence.kv_on_device is self.on_device, "a sequence's blocks lie on one side"
+            sequence.kv_on_device, sequence.kv_rank = self.on_device, self.rank
+        assert self.is_home_of(sequence), "a sequence's blocks lie on one side"
         for _ in range(missing):
             block = self._free.pop()
             self._holders[block] = sequence
             sequence.blocks.append(block)
+
+    def is_home_of(self, sequence: Sequence) -> bool:
+        """Whether the blocks that the sequence holds, if any, are of these."""
+        return (sequence.kv_on_device, sequence.kv_rank) == (self.on_device, self.rank)
 
     def release(self, sequence: Sequence) -> list[int]:
         """Take all blocks back; every op that touches them must have finished. The blocks that were released."""
@@ -139,7 +150,9 @@ class KVCache:
         if like is None:
             assert capacity_bytes is not None, "a cache of its own needs a size"
             num_blocks = capacity_bytes // (block_size * spec.kv_bytes_per_token)
-            self.allocator = BlockAllocator(num_blocks, block_size, on_device=self.on_device)
+            self.allocator = BlockAllocator(
+                num_blocks, block_size, on_device=self.on_device, rank=rank if self.on_device else 0
+            )
         else:
             assert like.on_device is self.on_device, "blocks of the same numbers lie on the same side"
             self.allocator = like.allocator

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from harness.machine.base import Context, Op, Work
 from harness.memory.tiers import Buffer
+from harness.model.layout import ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
     from harness.memory.kv_cache import KVCache
@@ -51,6 +52,66 @@ class CopyWeights(Op):
         start = packet * self.packet_bytes
         nbytes = min(self.packet_bytes, self.source.layout.nbytes - start)
         ctx.copy(self.target, self.source.buffer, start, nbytes)
+
+
+class CopyShare(CopyWeights):
+    """One GPU's share of a part, which several GPUs fetch together, to its place in the whole."""
+
+    def __init__(
+        self, source: PlacedPart, target: Buffer, *, share: range, layer: int | None, packet_bytes: int
+    ) -> None:
+        super().__init__(source, target, layer=layer, packet_bytes=packet_bytes)
+        self.share = share
+        self.packets = max(1, -(-len(share) // packet_bytes))
+        self.writes = (target, fetched(target))
+
+    def work(self) -> Work:
+        return Work(device_bytes=len(self.share), host_bytes=len(self.share), link_bytes=len(self.share))
+
+    def run(self, ctx: Context, packet: int) -> None:
+        start = self.share.start + packet * self.packet_bytes
+        ctx.copy(self.target, self.source.buffer, start, min(self.packet_bytes, self.share.stop - start))
+
+
+class AllGather(Op):
+    """GPU `rank`'s member of a collective: a part whole in each of the `buffers`, of which each holds its GPU's share.
+    Members are tied by their keys: each reads what every GPU fetched, and writes what none of the others reads."""
+
+    kind: ClassVar[str] = "all-gather"
+
+    def __init__(self, buffers: Sequence[Buffer], rank: int, *, nbytes: int, layer: int) -> None:
+        self.buffers, self.rank, self.nbytes, self.layer = tuple(buffers), rank, nbytes, layer
+        self.reads, self.writes = tuple(map(fetched, self.buffers)), (self.buffers[rank],)
+
+    @property
+    def _received(self) -> list[tuple[int, range]]:
+        shares = [(rank, share_of(self.nbytes, rank, len(self.buffers))) for rank in range(len(self.buffers))]
+        return [(rank, share) for rank, share in shares if rank != self.rank]
+
+    def work(self) -> Work:
+        """A ring: every GPU receives the shares of all others, and sends as much."""
+        received_bytes = sum(len(share) for _, share in self._received)
+        return Work(device_bytes=2 * received_bytes, link_bytes=received_bytes)
+
+    def cost_features(self) -> tuple[float, ...]:
+        return (float(self.nbytes), float(len(self.buffers)))
+
+    def run(self, ctx: Context, packet: int) -> None:
+        target = ctx.tensor(self.buffers[self.rank], (self.nbytes,), "uint8")
+        for rank, share in self._received:
+            source = ctx.tensor(self.buffers[rank], (self.nbytes,), "uint8")
+            target[share.start : share.stop].copy_(source[share.start : share.stop])
+
+
+def share_of(nbytes: int, rank: int, num_ranks: int) -> range:
+    """Bytes that GPU `rank` fetches for all: equal shares in whole cache lines; the last ones may be smaller."""
+    size = -(-nbytes // (num_ranks * ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
+    return range(min(rank * size, nbytes), min((rank + 1) * size, nbytes))
+
+
+def fetched(buffer: Buffer) -> Hashable:
+    """The key of a GPU's own share of what is to be whole in `buffer`."""
+    return (buffer, "fetched")
 
 
 class CopyPage(Op):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from harness.machine.base import GPU, H2D, PIN, Lane, Machine, Ticket
+from harness.machine.base import PIN, Lane, LaneKind, Machine, Ticket
 from harness.memory.ops import CopyPage, CopyWeights, Poison, StagePage
-from harness.memory.tiers import PINNED, Buffer
+from harness.memory.tiers import PINNED, Buffer, device_tier
 from harness.memory.weights import PlacedPart, WeightStore
 from harness.model.layout import ALIGNMENT_BYTES
 
@@ -33,24 +33,35 @@ class PagedWeights:
 
     All layers share one page size, that of the largest: a smaller layer has fewer pages. Pages go in order, and each
     once: `stage` and `load` request what is missing up to the page they name. Nothing is staged where the store itself
-    is pinned. `release` says, in program order, that the last op reading a layer has been submitted.
+    is pinned. `release` says, in program order, that the last op reading a layer has been submitted. The device is that
+    of GPU `rank`, whose stream has only the given `layers` where it is one stage of several.
     """
 
     def __init__(
-        self, machine: Machine, store: WeightStore, *, num_pages: int, packet_bytes: int, resident_share: float = 0.0
+        self,
+        machine: Machine,
+        store: WeightStore,
+        *,
+        num_pages: int,
+        packet_bytes: int,
+        resident_share: float = 0.0,
+        rank: int = 0,
+        layers: range | None = None,
     ) -> None:
         assert num_pages >= 1, "a layer has at least one page"
         self._machine, self._store = machine, store
+        self._tier = device_tier(rank)
+        self._h2d, self._gpu = Lane(LaneKind.H2D, rank), Lane(LaneKind.GPU, rank)
         self.num_pages, self._packet_bytes = num_pages, packet_bytes
-        layers = range(len(store.layers))
-        self._streamed = [streamed_parts(store, layer, resident_share) for layer in layers]
+        self._layers = layers = range(len(store.layers)) if layers is None else layers
+        self._streamed = {layer: streamed_parts(store, layer, resident_share) for layer in layers}
         self.slot_bytes = max(self._bytes(layer) for layer in layers)
         self.page_bytes = page_bytes(self.slot_bytes, num_pages)
-        self._sources = [self._cut(layer) for layer in layers]
+        self._sources = {layer: self._cut(layer) for layer in layers}
         self._roots: list[Buffer] = []
-        self._device = [self._reserve("device", f"weight pages {slot}") for slot in range(_SLOTS)]
+        self._device = [self._reserve(self._tier, f"weight pages {slot}") for slot in range(_SLOTS)]
         self._staging = [self._reserve("pinned", f"staged pages {slot}") for slot in range(_SLOTS) if store.is_pageable]
-        self._parts = [[self._place(slot, layer) for layer in layers] for slot in range(_SLOTS)]
+        self._parts = [{layer: self._place(slot, layer) for layer in layers} for slot in range(_SLOTS)]
         self._resident = self._load_resident()
         self._progress: dict[int, _Progress] = {}  # by index, from its first request to its release
         machine.drain()
@@ -58,7 +69,7 @@ class PagedWeights:
     @property
     def resident_bytes(self) -> int:
         """Of all layers together."""
-        return sum(part.layout.nbytes for parts in self._resident for part in parts.values())
+        return sum(part.layout.nbytes for parts in self._resident.values() for part in parts.values())
 
     def num_pages_of(self, index: int) -> int:
         return len(self._sources[self._layer(index)])
@@ -85,9 +96,9 @@ class PagedWeights:
             stored = self._sources[self._layer(index)][number]
             source = self._staging[index % _SLOTS][number] if self._staging else stored
             target = self._device[index % _SLOTS][number]
-            self._copy(H2D, CopyPage, source, target, stored.nbytes, index)
+            self._copy(self._h2d, CopyPage, source, target, stored.nbytes, index)
             if self._machine.poisons and self._staging:
-                self._machine.submit(GPU, Poison(source))
+                self._machine.submit(self._gpu, Poison(source))
             progress.loaded += 1
 
     def part(self, index: int, name: str) -> PlacedPart:
@@ -110,7 +121,7 @@ class PagedWeights:
         assert loaded == self.num_pages_of(index), f"layer {index} of the stream was not loaded to its end"
         if self._machine.poisons:
             for page in self._device[index % _SLOTS]:
-                self._machine.submit(GPU, Poison(page))
+                self._machine.submit(self._gpu, Poison(page))
 
     def cancel_all(self) -> None:
         """Withdraw transfers that have not started and forget the rest: the stream is empty again."""
@@ -127,7 +138,7 @@ class PagedWeights:
             self._machine.tiers[root.tier].release(root)
 
     def _layer(self, index: int) -> int:
-        return index % len(self._store.layers)
+        return self._layers[index % len(self._layers)]
 
     def _copy(self, lane: Lane, kind: type[CopyPage], source: Buffer, target: Buffer, nbytes: int, index: int) -> None:
         op = kind(source, target, nbytes=nbytes, layer=self._layer(index), packet_bytes=self._packet_bytes)
@@ -160,26 +171,27 @@ class PagedWeights:
         for name in self._streamed[layer]:
             layout = self._store.layers[layer][name].layout
             first, last = offset_bytes // self.page_bytes, (offset_bytes + layout.nbytes - 1) // self.page_bytes
-            buffer = Buffer("device", f"{name} of layer {layer}", layout.nbytes, pages[0].root, offset_bytes)
+            buffer = Buffer(self._tier, f"{name} of layer {layer}", layout.nbytes, pages[0].root, offset_bytes)
             placed[name] = (PlacedPart(layout, buffer, tuple(pages[first : last + 1])), last)
             offset_bytes += layout.nbytes
         return placed
 
-    def _load_resident(self) -> list[dict[str, PlacedPart]]:
-        kept = [
-            {name: part for name, part in parts.items() if name not in streamed}
-            for parts, streamed in zip(self._store.layers, self._streamed, strict=True)
-        ]
-        total_bytes = sum(part.layout.nbytes for parts in kept for part in parts.values())
+    def _load_resident(self) -> dict[int, dict[str, PlacedPart]]:
+        kept = {
+            layer: {name: part for name, part in self._store.layers[layer].items() if name not in streamed}
+            for layer, streamed in self._streamed.items()
+        }
+        total_bytes = sum(part.layout.nbytes for parts in kept.values() for part in parts.values())
         if not total_bytes:
             return kept
-        root, offset_bytes = self._machine.tiers["device"].reserve("resident layer weights", total_bytes), 0
+        root, offset_bytes = self._machine.tiers[self._tier].reserve("resident layer weights", total_bytes), 0
         self._roots.append(root)
-        for layer, parts in enumerate(kept):
+        for layer, parts in kept.items():
             for name, stored in parts.items():
                 target = root.sub(f"layer {layer} {name}", offset_bytes, stored.layout.nbytes)
                 offset_bytes += target.nbytes
-                self._machine.submit(H2D, CopyWeights(stored, target, layer=None, packet_bytes=self._packet_bytes))
+                copy = CopyWeights(stored, target, layer=None, packet_bytes=self._packet_bytes)
+                self._machine.submit(self._h2d, copy)
                 parts[name] = PlacedPart(stored.layout, target, (target,))
         return kept
 

@@ -1,4 +1,5 @@
-"""A KV cache of which a share lies in device memory. Torch-free bookkeeping over two ordinary caches."""
+"""A KV cache whose blocks lie in several memories: a share on the device, or each GPU's sequences in its own memory.
+Torch-free bookkeeping over ordinary caches."""
 
 from __future__ import annotations
 
@@ -12,15 +13,15 @@ if TYPE_CHECKING:
 
 
 class SplitAllocator:
-    """Device blocks and host blocks behind one face. A sequence has all of its blocks on one side: when it takes its
-    first ones, on the side that is filled less, so that sequences admitted together are on both sides in the
-    proportion of the sides' sizes; where that side has too few, on the other."""
+    """The blocks of several memories behind one face. A sequence has all of its blocks on one side: when it takes its
+    first ones, on the side that is filled least, so that sequences admitted together are on all sides in the
+    proportion of the sides' sizes; where that side has too few, on another."""
 
-    def __init__(self, device: BlockAllocator, host: BlockAllocator) -> None:
-        assert device.on_device and not host.on_device, "one side each"
-        assert device.block_size == host.block_size, "blocks hold the same number of tokens"
-        self._sides = (device, host)
-        self.block_size = host.block_size
+    def __init__(self, *sides: BlockAllocator) -> None:
+        assert len({(side.on_device, side.rank) for side in sides}) == len(sides), "one side each"
+        assert len({side.block_size for side in sides}) == 1, "blocks hold the same number of tokens"
+        self._sides = sides
+        self.block_size = sides[0].block_size
 
     @property
     def num_blocks(self) -> int:
@@ -59,32 +60,35 @@ class SplitAllocator:
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         sequences = list(sequences)
         for side in self._sides:
-            side.check_integrity([s for s in sequences if not s.blocks or s.kv_on_device is side.on_device])
+            side.check_integrity([s for s in sequences if not s.blocks or side.is_home_of(s)])
 
     def _open_to(self, sequence: Sequence) -> list[BlockAllocator]:
-        """Where it may take blocks, the side filled less first."""
+        """Where it may take blocks, the side filled least first."""
         if sequence.blocks:
             return [self._side_of(sequence)]
         return sorted(self._sides, key=lambda side: side.num_used / max(1, side.num_blocks))
 
     def _side_of(self, sequence: Sequence) -> BlockAllocator:
-        return self._sides[0] if sequence.kv_on_device else self._sides[1]
+        return next(side for side in self._sides if side.is_home_of(sequence))
 
 
 class SplitKVCache:
-    """A share of the blocks in device memory, the others in host memory (MoE-Lightning's and FlexGen's r_c)."""
+    """A share of the blocks in device memory, the others in host memory (MoE-Lightning's and FlexGen's r_c); or, of
+    GPUs that serve different sequences, the blocks of each in its own memory."""
 
-    def __init__(self, device: KVCache, host: KVCache) -> None:
-        self.device, self.host = device, host
-        self.allocator = SplitAllocator(device.allocator, host.allocator)
+    def __init__(self, *parts: KVCache) -> None:
+        self._parts = parts
+        self.device = next((part for part in parts if part.on_device), None)
+        self.host = next((part for part in parts if not part.on_device), None)
+        self.allocator = SplitAllocator(*(part.allocator for part in parts))
 
     @property
     def num_device_blocks(self) -> int:
-        return self.device.num_device_blocks
+        return max(part.num_device_blocks for part in self._parts)
 
     def release(self, sequence: Sequence) -> None:
-        (self.device if sequence.kv_on_device else self.host).release(sequence)
+        next(part for part in self._parts if part.allocator.is_home_of(sequence)).release(sequence)
 
     def close(self) -> None:
-        self.device.close()
-        self.host.close()
+        for part in self._parts:
+            part.close()

@@ -55,6 +55,11 @@ def device_tier(rank: int) -> str:
     return f"{DEVICE}{rank}" if rank else DEVICE
 
 
+def gpu_of(tier: str) -> int:
+    """The rank of the GPU whose memory `tier` is; 0 for the host's, which is one."""
+    return int(tier.removeprefix(DEVICE) or 0) if tier.startswith(DEVICE) else 0
+
+
 def make_tiers(
     capacities_bytes: Mapping[str, int],
     back: Callable[[Buffer], None] | None = None,

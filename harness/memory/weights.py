@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from harness.machine.base import H2D, Lane, LaneKind, Machine, Ticket
-from harness.memory.ops import CopyWeights, Poison, ReadPart
+from harness.memory.ops import CopyShare, CopyWeights, Poison, ReadPart, fetched, share_of
 from harness.memory.tiers import PAGEABLE, PINNED, Buffer, device_tier
 
 if TYPE_CHECKING:
@@ -119,16 +119,24 @@ class WeightStore:
 
 
 class Resident:
-    """Parts that stay in the memory of GPU `rank` for the whole run: the embedding, and on the first GPU the head."""
+    """Parts that stay in the memory of GPU `rank` for the whole run: the embedding and the head, or one of them, or
+    none."""
 
-    def __init__(self, machine: Machine, store: WeightStore, *, rank: int = 0) -> None:
-        self.embedding = self._load(machine, store.embedding, rank)
-        self._head = None if rank else self._load(machine, store.head, rank)
+    def __init__(
+        self, machine: Machine, store: WeightStore, *, rank: int = 0, embedding: bool = True, head: bool = True
+    ) -> None:
+        self._embedding = self._load(machine, store.embedding, rank) if embedding else None
+        self._head = self._load(machine, store.head, rank) if head else None
         machine.drain()
 
     @property
+    def embedding(self) -> PlacedPart:
+        assert self._embedding is not None, "the embedding is on another GPU"
+        return self._embedding
+
+    @property
     def head(self) -> PlacedPart:
-        assert self._head is not None, "the head is on the first GPU"
+        assert self._head is not None, "the head is on another GPU"
         return self._head
 
     @staticmethod
@@ -144,6 +152,8 @@ class WeightStream:
 
     `depth` device slots; index i lives in slot i % depth. A part may be requested when the part of index i - depth in
     its place has been released. `release` says, in program order, that the last op reading a part was submitted.
+
+    As one of `num_shares` the stream of GPU `rank` brings its share of each part only: see `AllGather`.
     """
 
     def __init__(
@@ -155,8 +165,10 @@ class WeightStream:
         packet_bytes: int,
         name: str = "weight buffer",
         rank: int = 0,
+        num_shares: int = 1,
     ) -> None:
         assert depth >= 1, "a stream needs a slot"
+        self._rank, self._num_shares = rank, num_shares
         self._tier = machine.tiers[device_tier(rank)]
         self._h2d, self._gpu = Lane(LaneKind.H2D, rank), Lane(LaneKind.GPU, rank)
         self._machine = machine
@@ -190,12 +202,17 @@ class WeightStream:
         """Submit the transfer of one part."""
         place = (index % self.depth, part_name)
         assert place not in self._occupant, f"{part_name} of {self._occupant[place][0]} was not released"
-        layer = self.layer(index)
-        target = self._slots[place[0]][part_name]
-        op = CopyWeights(self._store.layers[layer][part_name], target, layer=layer, packet_bytes=self.packet_bytes)
+        op = self._copy(self._slots[place[0]][part_name], part_name, self.layer(index))
         ticket = self._machine.submit(self._h2d, op, urgent=urgent, after=after)
         self._occupant[place] = (index, ticket)
         return ticket
+
+    def _copy(self, target: Buffer, part_name: str, layer: int) -> CopyWeights:
+        source, packet_bytes = self._store.layers[layer][part_name], self.packet_bytes
+        if self._num_shares == 1:
+            return CopyWeights(source, target, layer=layer, packet_bytes=packet_bytes)
+        share = share_of(source.layout.nbytes, self._rank, self._num_shares)
+        return CopyShare(source, target, share=share, layer=layer, packet_bytes=packet_bytes)
 
     def experts(self, index: int) -> dict[int, PlacedPart]:
         """All experts of a requested layer, by number; none for a dense layer."""
@@ -212,7 +229,8 @@ class WeightStream:
         place = self._place(index, part_name)
         del self._occupant[place]
         if self._machine.poisons:
-            self._machine.submit(self._gpu, Poison(self._slots[place[0]][part_name]))
+            buffer = self._slots[place[0]][part_name]
+            self._machine.submit(self._gpu, Poison(buffer, (buffer, fetched(buffer))))
 
     def _place(self, index: int, part_name: str) -> tuple[int, str]:
         """Where a requested part lies: (slot, part)."""

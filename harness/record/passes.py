@@ -10,7 +10,8 @@ class PassRecord:
     """Facts of one pass. Times are seconds on the machine's clock; passes may overlap where a pipeline runs ahead.
 
     `num_prefill_tokens` counts every token that was prefilled, recomputation after a preemption included;
-    `generated_tokens` counts sampled tokens. `num_finished` counts the sequences that ended in this pass, and
+    `num_padding_tokens` those that stand for the padding of prompts, in no other count; `generated_tokens` counts
+    sampled tokens. `num_finished` counts the sequences that ended in this pass, and
     `num_waiting` those still queued at its end.
     """
 
@@ -18,6 +19,7 @@ class PassRecord:
     start_s: float
     end_s: float
     num_prefill_tokens: int = 0
+    num_padding_tokens: int = 0
     num_decode_tokens: int = 0
     num_sequences: int = 0
     kv_blocks_used: int = 0

@@ -110,6 +110,7 @@ def _requests(facts: RunFacts, passes: Sequence[PassRecord]) -> dict[str, Any]:
         "num_finished": facts.num_finished,
         "num_rejected": facts.num_rejected,
         "prompt_tokens": facts.prompt_tokens,
+        "padding_tokens": sum(p.num_padding_tokens for p in passes),
         "generated_tokens": sum(p.generated_tokens for p in passes),
         "preemptions": sum(p.num_preemptions for p in passes),
         "num_passes": len(passes),

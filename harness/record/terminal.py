@@ -183,6 +183,7 @@ def _requests(summary: Mapping[str, Any]) -> str:
     parts += [
         f"{number(summary.get('prompt_tokens'))} prompt and {number(summary.get('generated_tokens'))} generated tokens"
     ]
+    parts += [f"{number(summary['padding_tokens'])} tokens of padding"] if summary.get("padding_tokens") else []
     parts += [f"{summary.get('num_passes')} passes, {summary.get('preemptions')} preemptions"]
     return "; ".join(parts)
 

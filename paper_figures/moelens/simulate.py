@@ -15,13 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from harness.engine import loop
-from harness.machine.base import Machine, Span
-from harness.plan import Plan, make_plan
-from harness.record.metrics import pass_activity
-from harness.record.passes import PassRecord
 from harness.record.provenance import code_version, environment
-from paper_figures.support import REFERENCE, composed, write_json
+from paper_figures.passes import columns, planned, simulated_passes
+from paper_figures.support import REFERENCE, write_json
 from strategies.moelens.equations import prefills_per_pass
 
 OUT = REFERENCE / "moelens-simulated"
@@ -48,35 +44,6 @@ def overrides(kv_gb: float, g: int, num_requests: int) -> list[str]:
     ]
 
 
-def planned(arguments: list[str]) -> Plan:
-    return make_plan(composed(*arguments), simulate=False)
-
-
-class Recorder:
-    """Passes with each lane's busy time. Spans are folded into it pass by pass: a run has millions of them."""
-
-    def __init__(self, machine: Machine) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self._machine = machine
-        self._last: PassRecord | None = None
-        self._reaching_over: list[Span] = []  # into the next pass
-
-    def on_pass(self, record: PassRecord) -> None:
-        """The pass before is settled now: transfers that reach into this one have ended and are recorded."""
-        self.settle()
-        self._last = record
-
-    def settle(self) -> None:
-        if self._last is None:
-            return
-        window = (self._last.start_s, self._last.end_s)
-        spans = [*self._reaching_over, *self._machine.spans]
-        self.rows.append({**asdict(self._last), "busy_s": pass_activity(spans, window)["busy_s"]})
-        self._reaching_over = [span for span in spans if span.end_s > window[1]]
-        self._machine.spans.clear()
-        self._last = None
-
-
 def simulate(kv_gb: float, g: int, scale: float) -> dict[str, Any]:
     """One setting's plan, its passes as columns, and what it took."""
     began_s = time.monotonic()
@@ -85,11 +52,7 @@ def simulate(kv_gb: float, g: int, scale: float) -> dict[str, Any]:
     num_requests = max(1, round(wanted * scale))
     arguments = overrides(kv_gb, g, num_requests)
     plan = planned(arguments)
-    plan.machine.drain()
-    plan.machine.spans.clear()
-    recorder = Recorder(plan.machine)
-    loop.run(plan.engine, plan.strategy, recorder.on_pass)
-    recorder.settle()
+    rows = simulated_passes(plan)
     prediction = plan.strategy.prediction
     assert prediction is not None
     return {
@@ -104,19 +67,9 @@ def simulate(kv_gb: float, g: int, scale: float) -> dict[str, Any]:
         / plan.engine.spec.flops_per_token,
         "plan": {key: value for key, value in plan.strategy.plan.items() if not isinstance(value, dict)},
         "prediction": asdict(prediction),
-        "passes": columns(recorder.rows),
+        "passes": columns(rows),
         "host_seconds": round(time.monotonic() - began_s, 1),
     }
-
-
-def columns(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """One list a fact, over passes; seconds to the millisecond."""
-    counts = ("num_prefill_tokens", "num_decode_tokens", "num_preemptions", "kv_blocks_used", "generated_tokens")
-    found: dict[str, list[float]] = {"end_s": [round(row["end_s"], 3) for row in rows]}
-    found |= {name: [row[name] for row in rows] for name in counts}
-    for lane in ("gpu", "cpu", "h2d", "d2h"):
-        found[f"{lane}_busy_s"] = [round(row["busy_s"][lane], 3) for row in rows]
-    return {"start_s": [round(rows[0]["start_s"], 3)] if rows else [], **found}
 
 
 def name_of(kv_gb: float, g: int) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from harness.record.summary import accuracy
-from paper_figures.support import REFERENCE, new_figure, read_json, write_json
+from paper_figures.support import REFERENCE, markdown_table, new_figure, read_json, write_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -131,10 +131,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "apart": lambda r: "-" if r["passes_between_stalls"] is None else f"{r['passes_between_stalls']:.0f}",
         "decoding 5-95 %": lambda r: f"{r['decoding_low']:,.0f}-{r['decoding_high']:,.0f}",
     }
-    lines = ["# MoE-Lens on an A40 (simulated)", ""]
-    lines += ["| " + " | ".join(columns) + " |", "|" + " ---: |" * len(columns)]
-    lines += ["| " + " | ".join(cell(row) for cell in columns.values()) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
+    return "# MoE-Lens on an A40 (simulated)\n\n" + markdown_table(columns, rows)
 
 
 def _share(row: dict[str, Any]) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from strategies.common.steps import Steps
 
 
-def gpu_attention(steps: Steps) -> None:
+def gpu_attention(steps: Steps) -> Iterator[None]:
     """One decode step. The link brings keys and values one micro-batch ahead, then the next layer's weights, as one
     block with the layer's last micro-batch where they are not paged; new keys and values go back to the cache."""
     steps.load_kv(0, 0)
@@ -19,3 +21,4 @@ def gpu_attention(steps: Steps) -> None:
             steps.offload_kv(i, j)
             steps.gpu_attn(i, j)
             steps.post_attn(i, j)
+            yield

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import partial
 
+from harness.engine import parallel
 from harness.engine.activation_pool import ActivationPool
 from harness.engine.batch import PassPlan, assemble
 from harness.engine.emitter import Emitter
@@ -17,9 +21,31 @@ from strategies.common.micro_batch_memory import MicroBatchMemory
 from strategies.common.steps import Schedule, Steps, zigzag
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Stage:
+    """Some layers, and the GPUs that have them: one, or several that share each of these layers."""
+
+    layers: range
+    emit: Emitter
+    weights: PagedWeights
+    pool: ActivationPool
+    kv_staging: Seq[Buffer]
+
+
+@dataclass(eq=False, frozen=True)
+class _UnderWay:
+    """What is left to submit of a pass, stage by stage."""
+
+    stages: deque[Iterator[None]]
+
+
 class MicroBatchPipeline:
     """Prefill in zigzag order, decode by `schedule`; the scheduler cuts its passes into micro-batches and keeps the two
     phases apart. Where the prompts of one exceed the buffers, its prefill goes in several. Lanes are plain FIFOs.
+
+    Several GPUs share every layer if the engine has them, or with `stages` the layers: each has a stage of consecutive
+    ones, and as many passes can be in flight as there are stages. They move on together: while one pass is in stage s,
+    the one that began after it is in stage s - 1, and what they submit takes turns.
     """
 
     def __init__(
@@ -31,19 +57,39 @@ class MicroBatchPipeline:
         num_pages: int,
         resident_share: float,
         packet_bytes: int,
+        stages: bool = False,
     ) -> None:
-        machine = engine.machine
         self._engine, self._schedule, self._memory = engine, schedule, memory
-        self._emit = Emitter(engine, fifo=True)
-        self.weights = PagedWeights(
-            machine, engine.store, num_pages=num_pages, packet_bytes=packet_bytes, resident_share=resident_share
-        )
-        self._pool = ActivationPool(machine, engine.spec, memory.pool)
-        self._kv_staging: list[Buffer] = [
-            machine.tiers["device"].reserve(f"kv staging {i}", memory.kv_staging_bytes)
-            for i in range(2 if memory.kv_staging_bytes else 0)
-        ]
-        self._first_index = 0  # of the current pass's layer 0 in the stream of weights
+        engines = engine.stages if stages else [engine]
+        per_stage = engine.spec.num_layers // len(engines)
+
+        def stage(number: int, on: Engine) -> _Stage:
+            layers = range(number * per_stage, (number + 1) * per_stage)
+            return _Stage(
+                layers=layers,
+                emit=parallel.emitter(on, fifo=True),
+                weights=parallel.paged_weights(
+                    on, num_pages=num_pages, packet_bytes=packet_bytes, resident_share=resident_share, layers=layers
+                ),
+                pool=parallel.activation_pool(on, memory.pool, keeps=number == 0),
+                kv_staging=[
+                    parallel.device_buffer(on, f"kv staging {i}", memory.kv_staging_bytes)
+                    for i in range(2 if memory.kv_staging_bytes else 0)
+                ],
+            )
+
+        self._stages = [stage(number, on) for number, on in enumerate(engines)]
+        self._under_way: deque[_UnderWay] = deque()  # not all of which has been submitted
+        self._num_passes = 0
+
+    @property
+    def page_bytes(self) -> int:
+        return self._stages[0].weights.page_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """On all devices together."""
+        return sum(stage.weights.resident_bytes for stage in self._stages)
 
     def run(self, plan: PassPlan) -> PassResult:
         assert plan.micro_batches is not None, "the scheduler cuts the pass into micro-batches"
@@ -53,31 +99,60 @@ class MicroBatchPipeline:
             batches = [assemble(i, group, (), allocator) for i, group in enumerate(self._cut(plan.micro_batches))]
         else:
             batches = [assemble(i, (), group, allocator) for i, group in enumerate(plan.micro_batches)]
-        acts = self._pool.layout([batch.num_tokens for batch in batches])
-        steps = Steps(
-            self._emit,
-            self.weights,
-            list(zip(batches, acts, strict=True)),
-            first_index=self._first_index,
-            num_layers=self._engine.spec.num_layers,
-            kv_staging=self._kv_staging,
-        )
-        self._emit.poison(dict.fromkeys(buffer for each in acts for buffer in each.all_buffers()))
-        steps.begin()
-        (zigzag if plan.prefill else self._schedule)(steps)
-        self._first_index += steps.num_layers
-        return PassResult(batches, [self._engine.machine.wait(ticket) for ticket in steps.sampled])
+        number, self._num_passes = self._num_passes, self._num_passes + 1
+        acts = [stage.pool.layout([batch.num_tokens for batch in batches], number) for stage in self._stages]
+        kept = [each.kept_hidden for each in acts[0]]
+        steps = [
+            Steps(
+                stage.emit,
+                stage.weights,
+                list(zip(batches, mine, kept, strict=True)),
+                first_index=number * len(stage.layers),
+                layers=stage.layers,
+                kv_staging=stage.kv_staging,
+                following=theirs,
+            )
+            for stage, mine, theirs in zip(self._stages, acts, [*acts[1:], []], strict=True)
+        ]
+        for stage, mine in zip(self._stages, acts, strict=True):
+            stage.emit.poison(dict.fromkeys(buffer for each in mine for buffer in each.all_buffers()))
+        schedule = zigzag if plan.prefill else self._schedule
+        begun = _UnderWay(deque(_through(each, schedule) for each in steps))
+        self._under_way.append(begun)
+        self._move_on()
+        return PassResult(batches, steps[-1].sampled, partial(self._complete, begun))
 
     def finish(self) -> None:
-        self.weights.cancel_all()
+        for stage in self._stages:
+            stage.weights.cancel_all()
+
+    def _complete(self, wanted: _UnderWay) -> None:
+        while wanted.stages:
+            self._move_on()
+
+    def _move_on(self) -> None:
+        """Every pass through its next stage."""
+        moving = [under_way.stages.popleft() for under_way in self._under_way]
+        while moving:
+            moving = [stage for stage in moving if next(stage, _END) is not _END]
+        while self._under_way and not self._under_way[0].stages:
+            self._under_way.popleft()
 
     def _cut(self, micro_batches: Iterable[Seq[Sequence]]) -> Iterator[list[Sequence]]:
         """Prompts together as long as the buffers allow, in order."""
         for micro_batch in micro_batches:
             part: list[Sequence] = []
             for sequence in micro_batch:
-                if part and sum(s.num_tokens for s in part) + sequence.num_tokens > self._memory.pool.largest:
+                if part and sum(s.num_tokens + s.padding for s in (*part, sequence)) > self._memory.pool.largest:
                     yield part
                     part = []
                 part.append(sequence)
             yield part
+
+
+_END = object()
+
+
+def _through(steps: Steps, schedule: Schedule) -> Iterator[None]:
+    steps.begin()
+    yield from schedule(steps)

@@ -39,6 +39,7 @@ class WeightSizes:
     layers_bytes: int  # of all layers
     all_experts_bytes: int  # of all layers' experts
     ends_bytes: int  # embedding and head, which stay on the device
+    device_ends_bytes: int  # of them on one device
 
     @classmethod
     def of_spec(cls, spec: ModelSpec) -> WeightSizes:
@@ -50,22 +51,29 @@ class WeightSizes:
             layers_bytes=spec.model_bytes - ends_bytes,
             all_experts_bytes=expert.total_bytes,
             ends_bytes=ends_bytes,
+            device_ends_bytes=ends_bytes,
         )
 
     @classmethod
-    def of_store(cls, store: WeightStore) -> WeightSizes:
-        """As laid out in the host's memory, alignment included."""
+    def of_store(cls, store: WeightStore, *, num_stages: int = 1) -> WeightSizes:
+        """As laid out in the host's memory, alignment included; of one stage of several."""
 
         def experts_in(sizes: Mapping[str, int]) -> int:
             return sum(size for name, size in sizes.items() if name.startswith("expert."))
 
         layers = [{name: part.layout.nbytes for name, part in parts.items()} for parts in store.layers]
+        ends, size = (store.embedding.layout.nbytes, store.head.layout.nbytes), len(layers) // num_stages
+
+        def largest_stage(by_layer: list[int]) -> int:
+            return max(sum(by_layer[start : start + size]) for start in range(0, len(by_layer), size))
+
         return cls(
             layer_bytes=store.layer_bytes,
             experts_bytes=experts_in(store.slot_bytes),
-            layers_bytes=sum(sum(sizes.values()) for sizes in layers),
-            all_experts_bytes=sum(map(experts_in, layers)),
-            ends_bytes=store.embedding.layout.nbytes + store.head.layout.nbytes,
+            layers_bytes=largest_stage([sum(sizes.values()) for sizes in layers]),
+            all_experts_bytes=largest_stage([experts_in(sizes) for sizes in layers]),
+            ends_bytes=sum(ends),
+            device_ends_bytes=sum(ends) if num_stages == 1 else max(ends),
         )
 
 
@@ -74,7 +82,8 @@ class WorkloadShape:
     """What a workload looks like to planning; tokens are means over its requests unless said otherwise."""
 
     num_requests: int
-    prompt_tokens: float  # s; where prompts are padded, the longest
+    padded: bool = False  # every prompt counts, and is computed, as the longest
+    prompt_tokens: float  # s
     longest_prompt: int
     new_tokens: float  # n
     kv_tokens: float  # that a sequence's whole blocks hold at its end
@@ -107,6 +116,7 @@ class WorkloadShape:
         kept = [-(-(p + n - 1) // block_tokens) * block_tokens for p, n in zip(prompts, new, strict=True)]
         return cls(
             num_requests=len(chosen),
+            padded=padded,
             prompt_tokens=sum(prompts) / len(chosen),
             longest_prompt=longest,
             new_tokens=sum(new) / len(chosen),
@@ -146,13 +156,20 @@ class Switches:
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """A model and a workload on a machine: everything about memory but the policy."""
+    """A model and a workload on a machine: everything about memory but the policy.
+
+    Of several GPUs that share every layer, `spec` and `sizes` are the share of one, with the ends, which the first has.
+    Of those that are stages of a pipeline, `sizes` are those of a stage, and as many batches as stages are in flight,
+    each of them a policy's; of the workload each has its share. What the host holds is theirs together.
+    """
 
     spec: ModelSpec
     sizes: WeightSizes
     shape: WorkloadShape
     capacities_bytes: Mapping[str, int]  # by tier; those that are missing hold anything
     storage: Storage = Storage()
+    num_gpus: int = 1
+    blocks_in_flight: int = 1  # 1 or num_gpus
 
     @property
     def limits_bytes(self) -> dict[str, int]:
@@ -174,14 +191,15 @@ def demands(deployment: Deployment, switches: Switches) -> dict[str, dict[str, L
     never stay there, and r_w is the share of everything else.
     """
     sizes, storage = deployment.sizes, deployment.storage
-    kv_bytes = (BATCH - DEVICE_SEQUENCES) * kv_bytes_per_sequence(deployment)
+    num_gpus = deployment.num_gpus
+    kv_bytes = (BATCH - DEVICE_SEQUENCES) * (num_gpus * kv_bytes_per_sequence(deployment))
     given = storage.kv_cache_bytes
     tiers: dict[str, dict[str, Linear]] = {
         "device": _on_device(deployment, switches),
         PINNED: _in_pinned(deployment, switches) | {KV_CACHE: kv_bytes if given is None else Linear(given)},
         PAGEABLE: {},
     }
-    tiers[storage.weights_tier]["weights"] = Linear(sizes.layers_bytes + sizes.ends_bytes)
+    tiers[storage.weights_tier]["weights"] = Linear(num_gpus * sizes.layers_bytes + sizes.ends_bytes)
     tiers[RAM] = {name: nbytes for tier in _IN_RAM for name, nbytes in tiers[tier].items()}
     if given is not None:
         tiers[KV_CACHE] = {KV_CACHE: kv_bytes}
@@ -198,7 +216,7 @@ def streamed_bytes(sizes: WeightSizes, *, gpu_ffn: bool, prefill: bool = False) 
 
 
 def kv_bytes_per_sequence(deployment: Deployment) -> float:
-    """At the sequence's end, over all layers."""
+    """At the sequence's end, over all layers; of each GPU's heads."""
     return deployment.shape.kv_tokens * deployment.spec.kv_bytes_per_token
 
 
@@ -221,7 +239,8 @@ def pool_tokens(deployment: Deployment, switches: Switches) -> dict[str, Linear]
 def pool_sizes(deployment: Deployment, policy: Policy) -> PoolSizes:
     """Activations to reserve for a policy."""
     tokens = pool_tokens(deployment, Switches.of(policy))
-    return PoolSizes(**{name: ceil(term.at(policy)) for name, term in tokens.items()})
+    sizes = {name: ceil(term.at(policy)) for name, term in tokens.items()}
+    return PoolSizes(**sizes, passes=deployment.blocks_in_flight)
 
 
 def _on_device(deployment: Deployment, switches: Switches) -> dict[str, Linear]:
@@ -229,11 +248,11 @@ def _on_device(deployment: Deployment, switches: Switches) -> dict[str, Linear]:
     tokens, state = pool_tokens(deployment, switches), dict(state_bytes(spec))
     resident = sizes.layers_bytes - (0 if switches.gpu_ffn else sizes.all_experts_bytes)
     held = {
-        "embedding and head": Linear(sizes.ends_bytes),
+        "embedding and head": Linear(sizes.device_ends_bytes),
         "resident weights": resident * RESIDENT_WEIGHTS,
         "weight buffer": _LAYERS_BUFFERED * streamed_bytes(sizes, gpu_ffn=switches.gpu_ffn, prefill=True),
-        "hidden states": tokens["hidden"] * state.pop("hidden"),
-        "token ids": tokens["in_pass"] * sum(state.values()),
+        "hidden states": deployment.blocks_in_flight * tokens["hidden"] * state.pop("hidden"),
+        "token ids": deployment.blocks_in_flight * tokens["in_pass"] * sum(state.values()),
         "around attention": tokens["in_attention"] * sum(attention_bytes(spec).values()),
         "experts' input and output": tokens["largest"] * sum(expert_bytes(spec).values()),
         KV_CACHE: DEVICE_SEQUENCES * kv_bytes_per_sequence(deployment),
@@ -255,15 +274,16 @@ def micro_batch_kv_tokens(shape: WorkloadShape, micro_batch_size: int) -> float:
 
 
 def _in_pinned(deployment: Deployment, switches: Switches) -> dict[str, Linear]:
-    spec, tokens = deployment.spec, pool_tokens(deployment, switches)
+    """GPUs that share a layer have the same hidden states."""
+    spec, tokens, num_gpus = deployment.spec, pool_tokens(deployment, switches), deployment.num_gpus
     held = {
-        "host rows": tokens["in_attention"] * sum(host_attention_bytes(spec).values()),
-        "kept hidden states": tokens["kept"] * state_bytes(spec)["hidden"],
+        "host rows": num_gpus * (tokens["in_attention"] * sum(host_attention_bytes(spec).values())),
+        "kept hidden states": deployment.blocks_in_flight * tokens["kept"] * state_bytes(spec)["hidden"],
         "pinned slack": Linear(_SLACK_BYTES),
     }
     if deployment.storage.weights_tier == PAGEABLE:
         staged = streamed_bytes(deployment.sizes, gpu_ffn=switches.gpu_ffn, prefill=True)
-        held["weight staging"] = _LAYERS_BUFFERED * staged
+        held["weight staging"] = num_gpus * _LAYERS_BUFFERED * staged
     return held
 
 

@@ -78,19 +78,24 @@ def plan_policy(
     given: GivenPolicy,
     *,
     packet_bytes: int,
+    padded: bool = False,
     min_micro_batches: int = 1,
     max_micro_batches: int | None = None,
     overlap: Overlap = "all",
     rates: Rates | None = None,
+    stages: bool = False,
 ) -> OffloadPlan:
-    """The best policy for the engine's model, requests, machine and KV cache; null `rates`: measured now.
+    """The best policy for the engine's model, requests, machine and KV cache; null `rates`: measured now. With `stages`
+    each GPU has some of the layers, and a batch of its own in flight.
 
+    `padded`: prompts will be padded to the longest of their batch, so all are planned for as long as the longest.
     Hidden states of a prefill wait on the device or in pinned memory, whichever allows the better policy. Where a given
     micro-batch's prompts fit neither way, it is prefilled in parts. Raises ConfigError naming the memory that is too
     small.
     """
-    rates = rates or RateProbe(engine, packet_bytes=packet_bytes).measure()
-    deployment = deployment_of(engine)
+    deployment = deployment_of(engine, padded=padded, num_stages=len(engine.ranks) if stages else 1)
+    shares_layers = deployment.blocks_in_flight < deployment.num_gpus
+    rates = rates or RateProbe(engine, packet_bytes=packet_bytes, shares_layers=shares_layers).measure()
 
     def task(storage: Storage) -> Search:
         cost = CostModel(deployment=replace(deployment, storage=storage), rates=rates, overlap=overlap)
@@ -113,29 +118,37 @@ def plan_policy(
     raise refused
 
 
-def deployment_of(engine: Engine) -> Deployment:
+def deployment_of(engine: Engine, *, padded: bool = False, num_stages: int = 1) -> Deployment:
     """What the engine has loaded. Requests that fit no KV cache are left out: they will be rejected."""
     blocks, tiers = engine.kv.allocator, engine.machine.tiers
-    sizes = WeightSizes.of_store(engine.store)
+    sizes = WeightSizes.of_store(engine.store, num_stages=num_stages)
     step = sizes.experts_bytes / max(engine.spec.num_experts, 1) / sizes.layer_bytes
+    sharing = engine.ranks if num_stages == 1 else engine.ranks[:1]
+    kv_bytes_per_token = sum(each.spec.kv_bytes_per_token for each in sharing)
     storage = Storage(
         weights_tier=PAGEABLE if engine.store.is_pageable else PINNED,
-        kv_cache_bytes=blocks.num_blocks * blocks.block_size * engine.spec.kv_bytes_per_token,
+        kv_cache_bytes=blocks.num_blocks * blocks.block_size * kv_bytes_per_token,
         resident_step=step * (1 + _MARGIN),
     )
     return Deployment(
         spec=engine.spec,
         sizes=sizes,
-        shape=_shape(engine.sequences, blocks.num_blocks, blocks.block_size),
+        shape=_shape(engine.sequences, blocks.num_blocks, blocks.block_size, padded=padded, num_stages=num_stages),
         capacities_bytes={name: tier.capacity_bytes for name, tier in tiers.items()},
         storage=storage,
+        num_gpus=len(engine.ranks),
+        blocks_in_flight=num_stages,
     )
 
 
-def _shape(sequences: list[Sequence], num_blocks: int, block_size: int) -> WorkloadShape:
-    fitting = [s for s in sequences if -(-s.max_tokens // block_size) <= num_blocks]
+def _shape(
+    sequences: list[Sequence], num_blocks: int, block_size: int, *, padded: bool, num_stages: int
+) -> WorkloadShape:
+    """Of all requests together, but that each of several batches in flight has its part of them."""
+    fitting = [s for s in sequences if -(-s.max_tokens // block_size) <= num_blocks // num_stages]
     if fitting:
-        return WorkloadShape.of_sequences(fitting, block_tokens=block_size)
+        shape = WorkloadShape.of_sequences(fitting, block_tokens=block_size, padded=padded)
+        return replace(shape, num_requests=-(-shape.num_requests // num_stages))
     return WorkloadShape.of_lengths(1, 1, longest_prompt=1, num_requests=0, block_tokens=block_size)
 
 

@@ -12,9 +12,11 @@ def predict(cost: CostModel, policy: Policy) -> Prediction:
     """Generated tokens per second of prefill and decode together, as §5.1 counts them.
 
     All layers take the same time; the first token of a sequence comes from the prefill, the other n - 1 from a decode
-    step each. The last batch is smaller than the others: its layers are timed for what is left of the workload.
+    step each. The last batch is smaller than the others: its layers are timed for what is left of the workload. Of
+    batches that are in flight at the same time each is in another stage, and all end together.
     """
     shape, num_layers = cost.deployment.shape, cost.deployment.spec.num_layers
+    in_flight = cost.deployment.blocks_in_flight
     whole, left = divmod(shape.num_requests, policy.batch_size)
     batches = [(whole, policy)] if whole else []
     if left:
@@ -31,7 +33,7 @@ def predict(cost: CostModel, policy: Policy) -> Prediction:
     terms |= {f"decode layer, {name}, s": seconds for name, seconds in decode.by_resource(policy).items()}
     terms |= {f"prefill layer, {name}, s": seconds for name, seconds in prefill.by_resource(policy).items()}
     return Prediction(
-        throughput_tok_s=shape.num_requests * shape.new_tokens / (prefill_s + decode_s),
+        throughput_tok_s=in_flight * shape.num_requests * shape.new_tokens / (prefill_s + decode_s),
         model=f"MoE-Lightning's HRM (Eq. 12-14), decode bound by {decode.bottleneck(policy)}",
         terms=terms,
     )

@@ -7,7 +7,10 @@ from dataclasses import replace
 
 from harness.config import require
 from harness.engine.engine import Engine
+from harness.engine.sequences import Sequence
 from harness.engine.strategy import Strategy
+from harness.memory.kv_cache import Blocks
+from strategies.common.blocks_in_flight import TakingTurns, dealt_out
 from strategies.common.micro_batch_pipeline import MicroBatchPipeline
 from strategies.common.offload_planner import OffloadPlan, plan_policy
 from strategies.common.policy import GivenPolicy
@@ -21,9 +24,11 @@ def complete_policy(
     engine: Engine,
     *,
     packet_mb: float,
+    padded: bool = False,
     gpu_attention: bool | None = None,
     min_micro_batches: int = 1,
     overlap: Overlap = "all",
+    stages: bool = False,
 ) -> OffloadPlan:
     """What is given, and for the rest the best that the search finds. `gpu_attention` is where the schedule attends,
     null where there is one for either. Raises ConfigError naming what these pipelines cannot run, or what does not
@@ -34,8 +39,10 @@ def complete_policy(
         engine,
         replace(given, gpu_attention=chosen, gpu_ffn=True, resident_kv=0.0),
         packet_bytes=int(packet_mb * 1e6),
+        padded=padded,
         min_micro_batches=min_micro_batches,
         overlap=overlap,
+        stages=stages,
     )
 
 
@@ -66,8 +73,9 @@ def build_offloading(
     packet_mb: float,
     min_micro_batches: int = 1,
 ) -> Strategy:
-    """With `paging` a layer's weights come in as many pages as there are micro-batches, otherwise as one block."""
-    policy, memory = planned.policy, planned.memory
+    """With `paging` a layer's weights come in as many pages as there are micro-batches, otherwise as one block. Where
+    the plan is for GPUs that are stages of a pipeline, each has a batch in flight."""
+    policy, memory, num_blocks = planned.policy, planned.memory, planned.deployment.blocks_in_flight
     num_pages = policy.num_micro_batches if paging else 1
     pipeline = MicroBatchPipeline(
         engine,
@@ -76,24 +84,38 @@ def build_offloading(
         num_pages=num_pages,
         resident_share=policy.resident_weights,
         packet_bytes=int(packet_mb * 1e6),
+        stages=num_blocks > 1,
     )
-    scheduler = BatchScheduler(
-        engine.sequences,
-        engine.kv.allocator,
-        num_micro_batches=policy.num_micro_batches,
-        micro_batch_size=policy.micro_batch_size,
-        micro_batch_prompt_tokens=memory.prompt_tokens,
-        prompt_tokens=memory.pool.in_pass,
-        micro_batch_cache_tokens=memory.cached_tokens,
-        min_micro_batches=min_micro_batches,
-    )
+
+    def scheduler(sequences: list[Sequence], blocks: Blocks) -> BatchScheduler:
+        return BatchScheduler(
+            sequences,
+            blocks,
+            num_micro_batches=policy.num_micro_batches,
+            micro_batch_size=policy.micro_batch_size,
+            micro_batch_prompt_tokens=memory.prompt_tokens,
+            prompt_tokens=memory.pool.in_pass,
+            micro_batch_cache_tokens=memory.cached_tokens,
+            min_micro_batches=min_micro_batches,
+            padded=planned.deployment.shape.padded,
+        )
+
     plan = {
         **planned.as_record(),
         "pages_per_layer": num_pages,
-        "page_mb": pipeline.weights.page_bytes / 1e6,
-        "resident_weights_gb": pipeline.weights.resident_bytes / 1e9,
+        "page_mb": pipeline.page_bytes / 1e6,
+        "resident_weights_gb": pipeline.resident_bytes / 1e9,
         "prefill_micro_batch_tokens": memory.pool.largest,
         "prefill_pass_tokens": memory.pool.in_pass,
         "hidden_states_wait_in": "pinned memory" if memory.pool.kept else "device memory",
     }
-    return Strategy(scheduler=scheduler, pipeline=pipeline, prediction=planned.prediction, plan=plan)
+    blocks = engine.kv.allocator
+    return Strategy(
+        scheduler=scheduler(engine.sequences, blocks)
+        if num_blocks == 1
+        else TakingTurns([scheduler(*share) for share in dealt_out(engine.sequences, blocks, num_blocks)]),
+        pipeline=pipeline,
+        passes_in_flight=num_blocks,
+        prediction=planned.prediction,
+        plan=plan,
+    )

@@ -32,6 +32,7 @@ class Rates:
     h2d_bytes_s: float  # B^{cpu,gpu}
     d2h_bytes_s: float
     pin_bytes_s: float | None = None  # bytes copied, pageable to pinned
+    peer_bytes_s: float | None = None  # between GPUs that share a layer, as a sum over all of them achieves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,9 @@ class CostModel:
     """`overlap` is the pipeline's. "all": every resource works beside the others (CGOPipe). "weights apart": a layer's
     weights cross the link as one block, and what computing waits for stands behind it (MoE-Lightning Fig. 6, S2 and
     S4). "nothing": so they do, and CPU and GPU take turns (S3). Prefill waits for nothing on the link but weights.
+
+    Of several GPUs that share every layer each has its own link and does its share of the work; CPU and staging copies
+    serve all of them, and the GPUs' partial sums meet twice a layer.
     """
 
     deployment: Deployment
@@ -95,13 +99,14 @@ class CostModel:
         else:
             to_gpu.append(_task("attention results", link=BATCH * (spec.cached_o_dim * row_bytes / rates.h2d_bytes_s)))
             to_host.append(_task("queries", link=BATCH * (spec.cached_q_dim * row_bytes / rates.d2h_bytes_s)))
-            on_cpu.append(_roofs("attention", rates.cpu_attention, flops=flops, nbytes=BATCH * kv_bytes))
+            seen = d.num_gpus * BATCH * kv_bytes
+            on_cpu.append(_roofs("attention", rates.cpu_attention, flops=d.num_gpus * flops, nbytes=seen))
         ffn = _ffn(d, BATCH, switches.micro_batch_size, MICRO_BATCHES, with_experts=switches.gpu_ffn)
         on_gpu.append(_roofs("ffn" if switches.gpu_ffn else "projections", rates.gpu, *ffn))
+        on_gpu += self._sums(BATCH)
         if not switches.gpu_ffn:
-            on_cpu.append(
-                _roofs("experts", rates.cpu_ffn, *_experts(d, BATCH, switches.micro_batch_size, MICRO_BATCHES))
-            )
+            flops, nbytes = _experts(d, BATCH, switches.micro_batch_size, MICRO_BATCHES)
+            on_cpu.append(_roofs("experts", rates.cpu_ffn, d.num_gpus * flops, d.num_gpus * nbytes))
             hidden = BATCH * (spec.hidden_dim * row_bytes)
             to_gpu.append(_task("expert results", link=hidden / rates.h2d_bytes_s))
             to_host.append(_task("hidden states", link=hidden / rates.d2h_bytes_s))
@@ -128,6 +133,7 @@ class CostModel:
         on_gpu = [
             _roofs("attention", rates.gpu, flops=pairs * spec.prefill_pair_flops, nbytes=moved),
             _roofs("ffn", rates.gpu, *_ffn(d, tokens, part_tokens, num_parts, with_experts=True)),
+            *self._sums(tokens),
         ]
         return self._layer(to_gpu, to_host, on_gpu, [], weights=weights, in_decode=False)
 
@@ -149,8 +155,17 @@ class CostModel:
         else:
             resources |= {"gpu": [*apart, *on_gpu] if on_gpu else [], "cpu": [*apart, *on_cpu] if on_cpu else []}
         if self.deployment.storage.weights_tier == "host" and self.rates.pin_bytes_s is not None:
-            resources["pin"] = [_task("weights", link=weights / self.rates.pin_bytes_s)]
+            resources["pin"] = [_task("weights", link=self.deployment.num_gpus * weights / self.rates.pin_bytes_s)]
         return LayerTime(resources={name: tasks for name, tasks in resources.items() if tasks})
+
+    def _sums(self, tokens: Linear) -> list[Task]:
+        """Partial sums of O projection and experts over all GPUs: two rings; each GPU sends 2 (R - 1) / R of it."""
+        spec, num_gpus = self.deployment.spec, self.deployment.num_gpus
+        if num_gpus == self.deployment.blocks_in_flight:
+            return []
+        assert self.rates.peer_bytes_s is not None, "GPUs that share layers have a rate between them"
+        sent_bytes = 2 * 2 * (num_gpus - 1) / num_gpus * spec.hidden_dim * spec.dtype_bytes
+        return [_task("sums over GPUs", link=tokens * (sent_bytes / self.rates.peer_bytes_s))]
 
 
 def mean_seen_tokens(spec: ModelSpec, context: float) -> float:

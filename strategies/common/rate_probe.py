@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from harness.engine import parallel
 from harness.engine.activations import Activations
 from harness.engine.batch import MicroBatch, assemble
 from harness.engine.emitter import Emitter, InFlight
@@ -14,6 +15,7 @@ from harness.engine.engine import Engine
 from harness.engine.limits import tokens_that_fit
 from harness.engine.ops.data import OffloadQkv
 from harness.engine.sequences import Sequence, State
+from harness.engine.sharded import shard_of
 from harness.machine.base import D2H, Ticket, Work
 from harness.memory.kv_cache import BlockAllocator
 from harness.memory.paged_weights import PagedWeights
@@ -29,10 +31,13 @@ _LEAST_S = 1e-9  # a clock may stand still
 
 
 class RateProbe:
-    """`measure` takes a few passes of one layer."""
+    """`measure` takes a few passes of one layer. Of several GPUs all links are probed together, as they
+    will be used; for
+    the rest the first stands for all."""
 
-    def __init__(self, engine: Engine, *, packet_bytes: int) -> None:
+    def __init__(self, engine: Engine, *, packet_bytes: int, shares_layers: bool = True) -> None:
         self._engine, self._packet_bytes = engine, packet_bytes
+        self._adds_up = shares_layers and len(engine.ranks) > 1
         self._emit = Emitter(engine, fifo=True)
         self._layer = engine.spec.num_layers - 1  # leading layers may be dense
         fitting = tokens_that_fit(engine, num_layers_buffered=2, num_micro_batches=1)
@@ -40,16 +45,19 @@ class RateProbe:
 
     def measure(self) -> Rates:
         engine = self._engine
-        weights = PagedWeights(engine.machine, engine.store, num_pages=4, packet_bytes=self._packet_bytes)
-        acts = Activations(engine.machine, engine.spec, max_tokens=self._max_tokens, name="rate probe")
+        all_weights = parallel.paged_weights(engine, num_pages=4, packet_bytes=self._packet_bytes)
+        all_acts = parallel.activations(engine, max_tokens=self._max_tokens, name="rate probe")
+        weights, acts = shard_of(all_weights, 0), shard_of(all_acts, 0)
         try:
-            pin_bytes_s, h2d_bytes_s = self._weights(weights)
+            pin_bytes_s, h2d_bytes_s = self._weights(all_weights)
             gpu = self._gpu(weights, acts)
             cpu = self._cpu(weights, acts)
             d2h_bytes_s = self._offload(acts)
+            peer_bytes_s = self._sums(all_acts) if self._adds_up else None
         finally:
-            weights.close()
-            acts.close()
+            all_weights.close()
+            for rank in range(len(engine.ranks)):
+                shard_of(all_acts, rank).close()
         return Rates(
             gpu=gpu,
             cpu_attention=cpu,
@@ -57,10 +65,11 @@ class RateProbe:
             h2d_bytes_s=h2d_bytes_s,
             d2h_bytes_s=d2h_bytes_s,
             pin_bytes_s=pin_bytes_s if engine.store.is_pageable else None,
+            peer_bytes_s=peer_bytes_s,
         )
 
     def _weights(self, weights: PagedWeights) -> tuple[float, float]:
-        """Bytes/s of the staging copy and of the link, over a whole layer; the layer stays on the device."""
+        """Bytes/s of the staging copies and of each link, over a whole layer; the layer stays on the device."""
         last = weights.num_pages_of(self._layer) - 1
         machine, nbytes = self._engine.machine, weights.slot_bytes
 
@@ -77,7 +86,7 @@ class RateProbe:
             link_s.append(timed(lambda: weights.load(self._layer, last)))
             if repeat < _REPEATS - 1:
                 weights.release(self._layer)
-        return nbytes / min(staging_s), nbytes / min(link_s)
+        return len(self._engine.ranks) * nbytes / min(staging_s), nbytes / min(link_s)
 
     def _gpu(self, weights: PagedWeights, acts: Activations) -> Level:
         """FLOP/s with many tokens, bytes/s with so few that reading the weights is what takes time."""
@@ -137,6 +146,12 @@ class RateProbe:
         seconds, work = self._shortest(
             lambda: [self._emit.submit(D2H, OffloadQkv(spec, batch, acts, self._layer, queries=False))]
         )
+        return work.link_bytes / seconds
+
+    def _sums(self, acts: Activations) -> float:
+        """Bytes/s that each GPU sends while partial sums are added up over all of them."""
+        emit, it = parallel.emitter(self._engine, fifo=True), InFlight(self._prompt(self._max_tokens), acts)
+        seconds, work = self._shortest(lambda: [emit.combine(it, self._layer)])
         return work.link_bytes / seconds
 
     def _shortest(self, once: Callable[[], list[Ticket]]) -> tuple[float, Work]:

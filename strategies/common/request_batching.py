@@ -48,36 +48,43 @@ class _Partition:
         self.cached_tokens = 0
 
 
-def prompt_and_generation(sequence: Sequence) -> int:
+def prompt_and_generation(sequence: Sequence, padding: int) -> int:
     """Algorithm 2's measure."""
-    return sequence.prompt_len + sequence.request.max_new_tokens
+    return sequence.prompt_len + padding + sequence.request.max_new_tokens
 
 
 def batch_requests(
     queue: Iterable[Sequence],
     limits: BatchLimits,
     *,
-    cached_tokens: Callable[[Sequence], int] = prompt_and_generation,
+    cached_tokens: Callable[[Sequence, int], int] = prompt_and_generation,
     padded: bool = False,
+    take: Callable[[Sequence, int], bool] = lambda sequence, padding: True,
 ) -> Batching:
-    """One batch of the longest requests. `padded`: each prompt counts as long as the longest of the batch."""
+    """One batch of the longest requests. `padded`: each prompt counts as long as the longest of the batch, and what it
+    lacks of that, its padding, is the second argument of the functions.
+
+    `take` is asked for each request that is within all limits: it puts the request into the cache, or refuses it for
+    this batch where there is no room. It must not refuse the first one.
+    """
     result = Batching()
     partitions = [_Partition() for _ in range(limits.num_micro_batches)]
     total, total_prompts, longest = 0, 0, 0
     for sequence in sorted(queue, key=lambda s: s.prompt_len, reverse=True):  # line 4; of equal length in their order
-        prompt, cached = sequence.prompt_len, cached_tokens(sequence)
+        prompt, cached = sequence.prompt_len, cached_tokens(sequence, 0)
         if reason := _never_fits(prompt, cached, limits):
             result.rejected.append((sequence, reason))
             continue
         longest = longest or prompt  # the first that fits an empty micro-batch is taken
-        if padded:
-            prompt, cached = longest, cached + longest - prompt
+        padding = longest - prompt if padded else 0
+        prompt, cached = prompt + padding, cached_tokens(sequence, padding)
         if not partitions:  # line 6
             result.aborted.append(sequence)
             continue
         lightest = min(partitions, key=lambda p: p.prompt_tokens)  # line 8
         fits = _within(total + cached, limits.cache_tokens) and _within(total_prompts + prompt, limits.prompt_tokens)
-        if not fits or not _fits(lightest, prompt, cached, limits):  # line 9
+        fits = fits and _fits(lightest, prompt, cached, limits)
+        if not fits or not take(sequence, padding):  # line 9
             result.aborted.append(sequence)
             continue
         lightest.requests.append(sequence)
@@ -120,7 +127,8 @@ class BatchScheduler:
     the queue has left fills fewer of them, but not fewer than `min_micro_batches`.
 
     `micro_batch_prompt_tokens` and `prompt_tokens` are what the buffers of a prefill hold for one micro-batch and for
-    all; `micro_batch_cache_tokens` null: the cache is shared out evenly, and any request may have what it needs.
+    all, padding included where prompts are `padded` to the longest of their batch. `micro_batch_cache_tokens` null: the
+    cache is shared out evenly, and any request may have what it needs.
     """
 
     def __init__(
@@ -173,10 +181,10 @@ class BatchScheduler:
         """Even alone: in the whole cache, or in the buffers of a prefill."""
         alone, kept = self._limits(), []
         for sequence in self._queue:
-            needed = self._allocator.blocks_for(sequence.max_tokens)
+            needed, most = self._allocator.blocks_for(sequence.max_tokens), self._allocator.max_sequence_blocks
             reason = _never_fits(sequence.prompt_len, self._cached_tokens(sequence), alone)
-            if needed > self._allocator.num_blocks:
-                reason = f"needs {needed} KV blocks, the cache has {self._allocator.num_blocks}"
+            if needed > most:
+                reason = f"needs {needed} KV blocks, the cache has {most}"
             if reason is None:
                 kept.append(sequence)
             else:
@@ -184,7 +192,13 @@ class BatchScheduler:
         self._queue = kept
 
     def _take_batch(self) -> None:
-        batching = batch_requests(self._queue, self._limits(), cached_tokens=self._cached_tokens, padded=self._padded)
+        batching = batch_requests(
+            self._queue,
+            self._limits(),
+            cached_tokens=self._cached_tokens,
+            padded=self._padded,
+            take=self._take_blocks,
+        )
         assert batching.micro_batches and not batching.rejected, "what can run alone makes a batch"
         self._queue = batching.aborted
         self._running = batching.micro_batches
@@ -192,7 +206,15 @@ class BatchScheduler:
             for sequence in micro_batch:
                 sequence.partition = number
                 sequence.state = State.PREFILL
-                self._allocator.grow(sequence, sequence.max_tokens)
+
+    def _take_blocks(self, sequence: Sequence, padding: int) -> bool:
+        """All that the request will ever need, on one side of the cache where it has two."""
+        num_tokens = sequence.max_tokens + padding
+        if self._allocator.missing_blocks(sequence, num_tokens) > self._allocator.free_for(sequence):
+            return False
+        sequence.padding = padding
+        self._allocator.grow(sequence, num_tokens)
+        return True
 
     def _limits(self) -> BatchLimits:
         wanted = -(-len(self._queue) // self._micro_batch_size)
@@ -208,6 +230,6 @@ class BatchScheduler:
             prompt_tokens=self._prompt_tokens,
         )
 
-    def _cached_tokens(self, sequence: Sequence) -> int:
+    def _cached_tokens(self, sequence: Sequence, padding: int = 0) -> int:
         """Whole blocks."""
-        return self._allocator.blocks_for(sequence.max_tokens) * self._allocator.block_size
+        return self._allocator.blocks_for(sequence.max_tokens + padding) * self._allocator.block_size

@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from harness.engine import parallel
-from harness.engine.batch import PassPlan, assemble
+from harness.engine.batch import MicroBatch, PassPlan, assemble
 from harness.engine.emitter import InFlight
 from harness.engine.engine import Engine
+from harness.engine.sharded import Sharded, shards_of
 from harness.engine.strategy import PassResult
 
 
 class SequentialPipeline:
     """`prefetch=False`: each part is loaded when its turn comes, used, and dropped, and every op waits for the one
     before it. `prefetch=True`: layers are double-buffered, so weight transfer overlaps with computation, while
-    attention on the CPU and work on the GPU still alternate. Several GPUs share the model if the engine has them.
+    attention on the CPU and work on the GPU still alternate.
+
+    Several GPUs share every layer if the engine has them. With `own_sequences` they share its transfer only: each has
+    the whole pass of the sequences whose KV cache it holds, of at most `max_tokens`.
     """
 
-    def __init__(self, engine: Engine, *, max_tokens: int, packet_bytes: int, prefetch: bool) -> None:
+    def __init__(
+        self, engine: Engine, *, max_tokens: int, packet_bytes: int, prefetch: bool, own_sequences: bool = False
+    ) -> None:
         depth = 2 if prefetch else 1
         self._engine = engine
         self._prefetch = prefetch
-        self._stream = parallel.weight_stream(engine, depth=depth, packet_bytes=packet_bytes)
+        self._is_split = own_sequences and len(engine.ranks) > 1
+        stream_of = parallel.gathered_stream if self._is_split else parallel.weight_stream
+        self._stream = stream_of(engine, depth=depth, packet_bytes=packet_bytes)
         self._acts = parallel.activations(engine, max_tokens=max_tokens, name="activations")
-        self._emit = parallel.emitter(engine, serial=not prefetch)
+        emitter_of = parallel.each_gpu_emitter if self._is_split else parallel.emitter
+        self._emit = emitter_of(engine, serial=not prefetch)
         self._next_index = 0
 
     def run(self, plan: PassPlan) -> PassResult:
-        batch = assemble(0, plan.prefill, plan.decode, self._engine.kv.allocator)
+        batch = self._batch(plan)
         it = InFlight(batch, self._acts)
         if self._next_index == 0 and self._prefetch:
             for index in range(self._stream.depth):
@@ -33,8 +44,20 @@ class SequentialPipeline:
         self._emit.embed(it)
         for layer in range(self._engine.spec.num_layers):
             self._layer(it, layer)
-        sampled = self._engine.machine.wait(self._emit.head(it))
-        return PassResult([batch], [sampled])
+        heads = zip(shards_of(batch), shards_of(self._emit.head(it)), strict=True)
+        ran = [(one, self._engine.machine.wait(head)) for one, head in heads if one is not None]
+        return PassResult([one for one, _ in ran], [sampled for _, sampled in ran])
+
+    def _batch(self, plan: PassPlan) -> MicroBatch:
+        """One, or one a GPU that has sequences in this pass."""
+        blocks = self._engine.kv.allocator
+        if not self._is_split:
+            return assemble(0, plan.prefill, plan.decode, blocks)
+        batches: list[MicroBatch | None] = []
+        for rank in range(len(self._engine.ranks)):
+            prefill, decode = ([s for s in phase if s.kv_rank == rank] for phase in (plan.prefill, plan.decode))
+            batches.append(assemble(rank, prefill, decode, blocks) if prefill or decode else None)
+        return cast(MicroBatch, Sharded(batches))
 
     def finish(self) -> None:
         self._stream.cancel_all()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 
 from harness.engine.activation_pool import PooledActivations
@@ -17,25 +17,33 @@ class Steps:
     """One pass. Each method submits the ops of one step, and none waits: a schedule is an order of calls.
 
     Micro-batches leave a layer in ascending order. `i` may be the number of layers where weights are meant: that is
-    layer 0 of the next pass, at whose start its pages have all been requested. `first_index` is the pass's layer 0 in
-    the stream of weights; `kv_staging` are two device buffers for cached keys and values, none where the CPU attends.
+    layer 0 of the next pass, at whose start its pages have all been requested. Beside its buffers each micro-batch has
+    the place in pinned memory where its hidden states wait between layers, None where they stay on the device.
+    `first_index` is the pass's layer 0 in the stream of weights; `kv_staging` are two device buffers for cached keys
+    and values, none where the CPU attends.
+
+    Where the GPUs are stages of a pipeline, this is a pass through one of them: `i` counts its `layers` from 0, and
+    `following` are the micro-batches' buffers in the next one, none behind the last. Hidden states that wait in pinned
+    memory between layers are handed on there.
     """
 
     def __init__(
         self,
         emit: Emitter,
         weights: PagedWeights,
-        micro_batches: Seq[tuple[MicroBatch, PooledActivations]],
+        micro_batches: Seq[tuple[MicroBatch, PooledActivations, Buffer | None]],
         *,
         first_index: int,
-        num_layers: int,
+        layers: range,
         kv_staging: Seq[Buffer] = (),
+        following: Seq[PooledActivations] = (),
     ) -> None:
         self._emit, self._weights = emit, weights
-        self._its = [InFlight(batch, acts) for batch, acts in micro_batches]
-        self._kept = [acts.kept_hidden for _, acts in micro_batches]
+        self._its = [InFlight(batch, acts) for batch, acts, _ in micro_batches]
+        self._kept = [kept for _, _, kept in micro_batches]
         self._first_index, self._kv_staging = first_index, kv_staging
-        self.num_layers, self.num_micro_batches = num_layers, len(micro_batches)
+        self._layers, self._following = layers, following
+        self.num_layers, self.num_micro_batches = len(layers), len(micro_batches)
         self.sampled: list[Ticket] = []  # in the order of the micro-batches, once the last layer has been submitted
 
     def ahead(self, i: int, j: int, by: int) -> tuple[int, int] | None:
@@ -69,56 +77,59 @@ class Steps:
 
     def pre_attn(self, i: int, j: int) -> None:
         """Norm, QKV, and in front of layer 0 the embedding."""
-        it, kept = self._its[j], self._kept[j]
-        if i == 0:
+        it, kept, layer = self._its[j], self._kept[j], self._layers[i]
+        if layer == 0:
             self._emit.look_up(it)
         elif kept is not None:
-            self._emit.load_hidden(it, i, kept)
-        self._emit.attention_in(it, i, self._weights.part(self._first_index + i, "attention_in"))
+            self._emit.load_hidden(it, layer, kept)
+        self._emit.attention_in(it, layer, self._weights.part(self._first_index + i, "attention_in"))
 
     def post_attn(self, i: int, j: int) -> None:
         """Output projection, router and experts, and behind the last layer the head."""
-        it, kept, index = self._its[j], self._kept[j], self._first_index + i
-        self._emit.attention_out(it, i, self._weights.part(index, "attention_out"))
-        self._emit.experts(it, i, self._weights.experts(index))
-        self._emit.combine(it, i)
-        if i == self.num_layers - 1:
+        it, kept, index, layer = self._its[j], self._kept[j], self._first_index + i, self._layers[i]
+        self._emit.attention_out(it, layer, self._weights.part(index, "attention_out"))
+        self._emit.experts(it, layer, self._weights.experts(index))
+        self._emit.combine(it, layer)
+        is_last = i == self.num_layers - 1
+        if is_last and not self._following:
             self.sampled.append(self._emit.head(it))
         elif kept is not None:
-            self._emit.offload_hidden(it, i, kept)
+            self._emit.offload_hidden(it, layer, kept)
+        elif is_last:
+            self._emit.send_hidden(it, layer, self._following[j])
         if j == self.num_micro_batches - 1:
             self._weights.release(index)
 
     def prefill_attn(self, i: int, j: int) -> None:
-        self._emit.prefill_attention(self._its[j], i)
+        self._emit.prefill_attention(self._its[j], self._layers[i])
 
     # -- attention on the CPU -------------------------------------------------------------------------------------
 
     def offload_qkv(self, i: int, j: int) -> None:
-        self._emit.offload_qkv(self._its[j], i)
+        self._emit.offload_qkv(self._its[j], self._layers[i])
 
     def cpu_attn(self, i: int, j: int) -> None:
         """The new keys and values into the cache, and attention over it."""
-        self._emit.append_kv(self._its[j], i)
-        self._emit.attend_on_host(self._its[j], i)
+        self._emit.append_kv(self._its[j], self._layers[i])
+        self._emit.attend_on_host(self._its[j], self._layers[i])
 
     def load_h(self, i: int, j: int) -> None:
         """Attention's results to the device."""
-        self._emit.load_attention(self._its[j], i)
+        self._emit.load_attention(self._its[j], self._layers[i])
 
     # -- attention on the GPU -------------------------------------------------------------------------------------
 
     def load_kv(self, i: int, j: int) -> None:
         """The cached keys and values of a micro-batch, into the buffer that the one before it does not use."""
-        self._emit.load_kv(self._its[j], i, self._rows(j), self._staging(i, j))
+        self._emit.load_kv(self._its[j], self._layers[i], self._rows(j), self._staging(i, j))
 
     def gpu_attn(self, i: int, j: int) -> None:
-        self._emit.attend_on_device(self._its[j], i, self._rows(j), self._staging(i, j))
+        self._emit.attend_on_device(self._its[j], self._layers[i], self._rows(j), self._staging(i, j))
 
     def offload_kv(self, i: int, j: int) -> None:
         """New keys and values into the cache."""
-        self._emit.offload_qkv(self._its[j], i, queries=False)
-        self._emit.append_kv(self._its[j], i)
+        self._emit.offload_qkv(self._its[j], self._layers[i], queries=False)
+        self._emit.append_kv(self._its[j], self._layers[i])
 
     def _rows(self, j: int) -> range:
         return range(len(self._its[j].batch.decode))
@@ -127,10 +138,11 @@ class Steps:
         return self._kv_staging[(i * self.num_micro_batches + j) % len(self._kv_staging)]
 
 
-Schedule = Callable[[Steps], None]
+# Yields where other GPUs may go on, which have other passes: the host's lanes serve all in the order of submission.
+Schedule = Callable[[Steps], Iterator[None]]
 
 
-def zigzag(steps: Steps) -> None:
+def zigzag(steps: Steps) -> Iterator[None]:
     """Prefill on the gpu lane: all micro-batches through a layer before any enters the next (MoE-Lightning §4)."""
     for i in range(steps.num_layers):
         for j in range(steps.num_micro_batches):
@@ -139,3 +151,4 @@ def zigzag(steps: Steps) -> None:
             steps.prefill_attn(i, j)
             steps.offload_kv(i, j)
             steps.post_attn(i, j)
+            yield

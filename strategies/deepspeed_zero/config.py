@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from harness.config import config, require
 
 
 @config
 class Config:
-    """`batch_size` null: as many sequences as device memory holds, each taken to be as long as the longest."""
+    """`batch_size`, of each GPU, null: as many sequences as its memory holds, each as long as the longest."""
+
+    parallelism: ClassVar[str] = "data"
 
     packet_mb: float = 1.0
     batch_size: int | None = None

@@ -14,7 +14,7 @@ from strategies.deepspeed_zero.config import Config
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    batch_size: int  # sequences of one batch
+    batch_size: int  # sequences of one batch, of each GPU
     batch_size_limit: int  # what device memory would hold
     max_pass_tokens: int  # the prefill of a whole batch
     kv_bytes: int
@@ -54,7 +54,7 @@ def plan_batch(config: Config, engine: Engine) -> Policy:
     limit = room_bytes // needed_bytes(prompt_len, num_blocks)
     if config.batch_size is not None and config.batch_size > limit:
         raise ConfigError("strategy.batch_size", f"must be at most {limit}, which fill the device, or null")
-    batch_size = min(config.batch_size or limit, max(1, len(engine.sequences)))
+    batch_size = min(config.batch_size or limit, max(1, -(-len(engine.sequences) // len(engine.ranks))))
     return Policy(
         batch_size=batch_size,
         batch_size_limit=limit,

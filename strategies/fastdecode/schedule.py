@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from strategies.common.steps import Steps
 
 _AHEAD = 2
 
 
-def overlapping_cpu_attention(steps: Steps) -> None:
+def overlapping_cpu_attention(steps: Steps) -> Iterator[None]:
     """One decode step. The CPU attends two micro-batches ahead; the next layer's weights are requested when its first
     micro-batch is to enter it, and the attention results of this layer's last one wait behind all of them."""
     for j in range(min(_AHEAD, steps.num_micro_batches)):
@@ -20,6 +22,7 @@ def overlapping_cpu_attention(steps: Steps) -> None:
             steps.post_attn(i, j)
             if (ahead := steps.ahead(i, j, _AHEAD)) is not None:
                 _attend(steps, *ahead)
+            yield
 
 
 def _attend(steps: Steps, i: int, j: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from typing import Literal
 
 from harness.config import config, require
 from harness.engine.engine import Engine
@@ -15,7 +16,9 @@ from strategies.common.policy import GivenPolicy
 
 @config
 class Config:
+    parallelism: Literal["pipeline", "tensor"] = "pipeline"  # of several GPUs; its paper's, or every layer shared
     staging: bool = False  # true: pageable -> pinned -> device; false: the whole model lies in pinned memory
+    padding: bool = False  # true: prompts are padded to the longest of their batch
     packet_mb: float = 1.0
     policy: GivenPolicy = field(default_factory=GivenPolicy)  # null: searched
 
@@ -31,6 +34,12 @@ class Config:
 
 def build(config: Config, engine: Engine) -> Strategy:
     planned = complete_policy(
-        config.policy, engine, packet_mb=config.packet_mb, gpu_attention=True, overlap="weights apart"
+        config.policy,
+        engine,
+        packet_mb=config.packet_mb,
+        padded=config.padding,
+        gpu_attention=True,
+        overlap="weights apart",
+        stages=config.parallelism == "pipeline",
     )
     return build_offloading(engine, planned, gpu_attention, paging=False, packet_mb=config.packet_mb)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from typing import ClassVar
 
 from harness.config import config, require
 from harness.engine.engine import Engine
@@ -15,7 +16,10 @@ from strategies.flexgen_c.schedule import waiting_for_cpu_attention
 
 @config
 class Config:
+    parallelism: ClassVar[str] = "tensor"
+
     staging: bool = False  # true: pageable -> pinned -> device; false: the whole model lies in pinned memory
+    padding: bool = False  # true: prompts are padded to the longest of their batch
     packet_mb: float = 1.0
     policy: GivenPolicy = field(default_factory=GivenPolicy)  # null: searched
 
@@ -30,5 +34,12 @@ class Config:
 
 
 def build(config: Config, engine: Engine) -> Strategy:
-    planned = complete_policy(config.policy, engine, packet_mb=config.packet_mb, gpu_attention=False, overlap="nothing")
+    planned = complete_policy(
+        config.policy,
+        engine,
+        packet_mb=config.packet_mb,
+        padded=config.padding,
+        gpu_attention=False,
+        overlap="nothing",
+    )
     return build_offloading(engine, planned, waiting_for_cpu_attention, paging=False, packet_mb=config.packet_mb)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from strategies.common.steps import Steps
 
 
-def waiting_for_cpu_attention(steps: Steps) -> None:
+def waiting_for_cpu_attention(steps: Steps) -> Iterator[None]:
     """One decode step. A micro-batch goes through the whole layer before the next one enters it; the next layer's
     weights come as one block, requested with the layer's first micro-batch, and its other results wait behind it."""
     last = steps.num_micro_batches - 1
@@ -18,3 +20,4 @@ def waiting_for_cpu_attention(steps: Steps) -> None:
             steps.w_pintog(i + 1, last)
             steps.w_ctopin(i + 2, last)
             steps.post_attn(i, j)
+            yield

@@ -18,6 +18,7 @@ def build(config: Config, engine: Engine) -> Strategy:
         config.policy,
         engine,
         packet_mb=config.packet_mb,
+        padded=config.padding,
         min_micro_batches=2,
         overlap="all" if config.paging else "weights apart",
     )

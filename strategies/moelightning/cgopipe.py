@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from strategies.common.steps import Steps
 
 _AHEAD = 2  # micro-batches that the CPU attends ahead of the GPU
 
 
-def cgopipe(steps: Steps) -> None:
+def cgopipe(steps: Steps) -> Iterator[None]:
     """While the GPU has micro-batch j, the CPU attends for j + 1 and j + 2, one page of the next layer's weights goes
     to the device, and a later one to pinned memory. All lanes are plain FIFOs.
 
@@ -31,3 +33,4 @@ def cgopipe(steps: Steps) -> None:
                 steps.offload_qkv(layer, k)
                 steps.cpu_attn(layer, k)
                 steps.w_ctopin(layer + 1, k)
+            yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from typing import ClassVar
 
 from harness.config import config, require
 from harness.memory.tiers import PAGEABLE, PINNED
@@ -11,8 +12,11 @@ from strategies.common.policy import GivenPolicy
 
 @config
 class Config:
+    parallelism: ClassVar[str] = "tensor"  # §4.3
+
     paging: bool = True  # §4.1; false: a layer's weights as one block
     staging: bool = True  # §A.1: pageable -> pinned -> device; false: the whole model lies in pinned memory
+    padding: bool = False  # true: the paper's "(p)", prompts padded to the longest of their batch
     packet_mb: float = 1.0
     policy: GivenPolicy = field(default_factory=GivenPolicy)  # Table 1; null: searched
 

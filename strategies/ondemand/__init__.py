@@ -17,7 +17,7 @@ class Config:
     """`max_pass_tokens` null: as many as device memory allows beside the weights, at most 4096. With `prefetch` it is
     the simplest pipeline that overlaps: the next layer's weights come while one computes."""
 
-    tensor_parallel: ClassVar[bool] = True
+    parallelism: ClassVar[str] = "tensor"
 
     packet_mb: float = 1.0
     prefetch: bool = False

@@ -10,7 +10,7 @@ from harness.engine import loop
 from harness.engine.assembly import assemble_engine, rank_sources
 from harness.engine.engine import Engine
 from harness.engine.sequences import Sequence, State
-from harness.engine.strategy import Strategy, weights_tier
+from harness.engine.strategy import Strategy, parallelism, weights_tier
 from harness.machine.base import LaneKind, Machine
 from harness.machine.emulated import EmulatedMachine
 from harness.machine.host_context import LaneRate
@@ -60,6 +60,7 @@ def engine_on(
     num_gpus: int = 1, values: dict[str, Any] | None = None,
 ) -> Engine:  # fmt: skip
     """With the `values` of a strategy its weights lie where it wants them."""
+    config = values and load_strategy(values)[1]
     specs = [source.spec for source in rank_sources(checkpoint, num_gpus)]
     return assemble_engine(
         machine,
@@ -67,7 +68,8 @@ def engine_on(
         num_gpus=num_gpus,
         kv_bytes=kv_blocks * block_size * sum(spec.kv_bytes_per_token for spec in specs),
         block_size=block_size,
-        weights_tier=weights_tier(values and load_strategy(values)[1]),
+        weights_tier=weights_tier(config),
+        parallelism=parallelism(config),
         sequences=[Sequence(request, records_routing=True) for request in work],
         eos_token_id=None,
     )

@@ -126,6 +126,32 @@ def test_flexgen_c_overlaps_no_cpu_attention(tiny):
     assert gpu == [(kind, i, j) for i in range(4) for j in range(4) for kind in ("attention in", "attention out")]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_padded_prompts_are_computed_kept_and_read_as_long_as_the_longest_of_their_batch(tiny, name):
+    """Every prompt prefilled, and every context attended to, as if of one length; same tokens."""
+    machine = Recording()
+    engine, _ = run(tiny, name, {"padding": True, "policy": {"batch_size": 6, "micro_batch_size": 3}}, machine)
+    ops = [op for _, op in machine.ops]
+    batches = {op.batch for op in ops if op.kind == "upload tokens"}
+    padded = 0
+    for batch in batches:
+        lens = {s.prompt_len + s.padding for s in batch.sequences}
+        assert len(lens) == 1
+        (length,) = lens
+        assert set(batch.prefill_lens) <= lens
+        padded += batch.num_padding_tokens
+        for s, read in zip(batch.decode, batch.on_host.read_lens.tolist(), strict=True):
+            assert length < read <= s.max_tokens + s.padding
+    assert padded == sum(s.padding for s in engine.sequences) > 50
+    read_by = {"decode attention", "load kv", "decode attention (device)"}
+    attended = [op for op in ops if op.kind in read_by and op.layer == 0]
+    newest = [len(op.rows) if op.kind == "load kv" else 0 for op in attended]
+    contexts = [int(op.batch.on_host.read_lens.sum()) - n for op, n in zip(attended, newest, strict=True)]
+    assert [op.cost_features()[1] for op in attended] == contexts
+    report = check_tokens(tiny, engine.sequences)
+    assert report.ok and report.checked == 12, report.first_mismatch
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", NAMES)
 def test_hidden_states_that_do_not_fit_the_device_wait_in_pinned_memory(tiny, name, seed):

@@ -23,10 +23,11 @@ VARIANTS = {
         {"policy": {"gpu_attention": True, "resident_weights": 0.4}},
         {"policy": {"batch_size": 3, "micro_batch_size": 2, "resident_weights": 0.8}, "packet_mb": 0.002},
         {"policy": {"resident_weights": 1.0}},
+        {"padding": True, "policy": {"batch_size": 2}},
     ],
-    "fastdecode": [{"staging": True}],
+    "fastdecode": [{"staging": True, "padding": True}],
     "flexgen_c": [{"staging": True, "policy": {"micro_batch_size": 3}}],
-    "flexgen": [{"staging": True, "policy": {"micro_batch_size": 1}}],
+    "flexgen": [{"staging": True, "policy": {"micro_batch_size": 1}}, {"padding": True}],
     "deepspeed_zero": [{"batch_size": 3}, {"prefetch": False}],
 }
 CASES = [(name, {}) for name in YAMLS] + [(name, change) for name, list_ in VARIANTS.items() for change in list_]

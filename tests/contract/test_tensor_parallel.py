@@ -13,7 +13,8 @@ from harness.engine.emitter import Emitter
 from harness.engine.engine import Engine
 from harness.engine.kv_placement import place_kv
 from harness.engine.ops.collective import AfterAttention, AllReduce, OutputProjection
-from harness.engine.parallel import ParallelEmitter, ParallelStream
+from harness.engine.parallel import ParallelStream
+from harness.engine.parallel_emitter import ParallelEmitter
 from harness.machine.base import GPU, HOST_KINDS, Lane, LaneKind, MachineError
 from harness.machine.host_context import HostContext
 from harness.machine.shuffled import ShuffledMachine

@@ -1,4 +1,5 @@
-"""What several GPUs that share a layer do instead of AttentionOut and Combine: partial results, and their sums."""
+"""What several GPUs say to each other. Those that share a layer have partial results and their sums in the place of
+AttentionOut and Combine; those that share the layers hand hidden states on."""
 
 from __future__ import annotations
 
@@ -83,6 +84,29 @@ def _share_bytes(op: OutputProjection | AfterAttention, *, of_projection: bool) 
     assert op.layer is not None
     projection, others = op.spec.attention_out_params, op.spec.common_mlp_params(op.layer)
     return op.weight_bytes() * (projection if of_projection else others) / (projection + others)
+
+
+class SendHidden(MicroBatchOp):
+    """Hidden states to the GPU that has the next layers (pipeline parallelism)."""
+
+    kind: ClassVar[str] = "send hidden"
+
+    def __init__(self, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int, to: Activations) -> None:
+        super().__init__(spec, batch, acts, layer)
+        self.source, self.target = acts.hidden, to.hidden
+        self.reads, self.writes = (self.source,), (self.target,)
+
+    def work(self) -> Work:
+        nbytes = self.batch.num_tokens * self.spec.hidden_dim * self.spec.dtype_bytes
+        return Work(device_bytes=nbytes, link_bytes=nbytes)
+
+    def cost_features(self) -> tuple[float, ...]:
+        return (float(self.batch.num_tokens),)
+
+    def run(self, ctx: Context, packet: int) -> None:
+        spec, n = self.spec, self.batch.num_tokens
+        source = rows(ctx, self.source, n, spec.hidden_dim, spec.dtype)
+        rows(ctx, self.target, n, spec.hidden_dim, spec.dtype).copy_(source)
 
 
 class AllReduce(MicroBatchOp):

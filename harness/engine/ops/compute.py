@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
-from torch import arange, cat, uint8
+from torch import arange, cat, empty_like, from_numpy, uint8
 
 from harness.engine.activations import Activations, head_workspace_bytes
 from harness.engine.batch import MicroBatch
@@ -140,36 +140,56 @@ class DecodeAttentionDevice(ComputeOp):
         staging: Buffer,
     ) -> None:
         super().__init__(family, spec, batch, acts, (), layer)
-        self.rows, self.staging = rows, staging
+        self.rows, self.staging, self.there = rows, staging, batch.on_host
         self.reads = (acts.tokens, acts.q, acts.k, acts.v, staging)
         self.writes = ((acts.attention, "decode"), staging)
 
     def work(self) -> Work:
-        tokens = int(self.batch.context_lens[self.rows.start : self.rows.stop].sum())
+        tokens = self._num_read
         flops = tokens * self.spec.decode_pair_flops
         return Work(flops=flops, device_bytes=tokens * self.spec.kv_bytes_per_token_layer)
 
+    @property
+    def _num_read(self) -> int:
+        return int(self.there.read_lens[self.rows.start : self.rows.stop].sum())
+
     def cost_features(self) -> tuple[float, ...]:
-        return (float(len(self.rows)), float(self.batch.context_lens[self.rows.start : self.rows.stop].sum()))
+        return (float(len(self.rows)), float(self._num_read))
 
     def run(self, ctx: Context, packet: int) -> None:
         spec, n, first = self.spec, self.batch.num_tokens, self.batch.num_prefill_tokens
         q = ctx.tensor(self.acts.q, (n, spec.num_heads, spec.head_dim), spec.dtype)
         k = ctx.tensor(self.acts.k, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)
         v = ctx.tensor(self.acts.v, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)
-        lens = self.batch.context_lens[self.rows.start : self.rows.stop].tolist()
-        staging = ctx.tensor(self.staging, (2 * sum(lens) * spec.kv_dim,), spec.dtype)
-        mine = slice(first + self.rows.start, first + self.rows.stop)
+        there, run = self.there, self.rows
+        lens = there.context_lens[run.start : run.stop].tolist()
+        staging = ctx.tensor(self.staging, (2 * self._num_read * spec.kv_dim,), spec.dtype)
+        mine = slice(first + run.start, first + run.stop)
         positions = device_rows(ctx, self.batch, self.acts)[1, mine]
         _add_newest(staging, positions, k[mine], v[mine])
         out = rows(ctx, self.acts.attention, n, spec.q_dim, spec.dtype)[mine]
+        padded = there.padded_among(run)
+        padding = [int(there.padding[row]) for row in padded]
+        behind = staging[staging.numel() - 2 * sum(padding) * spec.kv_dim :]
         if on_gpu.attends(spec, q):
+            if padded:  # read, and dropped
+                table = from_numpy(np.array([padded, padding])).to(q.device, non_blocking=True)
+                wasted = q[first + table[0]]
+                on_gpu.decode_attention(spec, wasted, behind, table[1] - 1, empty_like(wasted))
             return on_gpu.decode_attention(spec, q[mine], staging, positions, out)
-        sizes = [length * spec.kv_dim for length in lens for _ in ("keys", "values")]
-        pieces = [piece.view(spec.num_kv_heads, -1, spec.head_dim) for piece in staging.split(sizes)]
-        for at, length in enumerate(lens):
-            keys, values = pieces[2 * at : 2 * at + 2]
-            out[at] = self.family.decode_attention(spec, q[mine][at], keys, values, length).reshape(-1)
+        for row, length, (keys, values) in zip(padded, padding, self._staged(behind, padding), strict=True):
+            self.family.decode_attention(spec, q[first + row], keys, values, length)
+        for at, (keys, values) in enumerate(self._staged(staging, lens)):
+            out[at] = self.family.decode_attention(spec, q[mine][at], keys, values, lens[at]).reshape(-1)
+
+    def _staged(self, staging: Any, lens: list[int]) -> list[tuple[Any, Any]]:
+        """Keys and values of contexts that lie one after another, each [kv_heads, context, head_dim]."""
+        spec, at, found = self.spec, 0, []
+        for length in lens:
+            shape, size = (spec.num_kv_heads, length, spec.head_dim), length * spec.kv_dim
+            found.append((staging[at : at + size].view(shape), staging[at + size : at + 2 * size].view(shape)))
+            at += 2 * size
+        return found
 
 
 def _add_newest(staging: Any, positions: Any, k: Any, v: Any) -> None:

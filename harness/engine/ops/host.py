@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 
 import kernels
 from harness.engine.activations import Activations
-from harness.engine.batch import MicroBatch
+from harness.engine.batch import CachedRows, MicroBatch
 from harness.engine.ops.data import MicroBatchOp
 from harness.machine.base import Context, Work
 from harness.model.spec import ModelSpec
@@ -78,15 +79,31 @@ class DecodeAttention(KvOp):
     def run(self, ctx: Context, packet: int) -> None:
         spec, here = self.spec, self.batch.on_host
         shape = (self.batch.num_tokens, spec.num_heads, spec.head_dim)
-        keys, values = self.cached(ctx)
+        q = ctx.tensor(self.acts.host_q, shape, spec.dtype)[here.decode]
+        out = ctx.tensor(self.acts.host_attention, shape, spec.dtype)[here.decode]
+        paged_attention(spec, q, *self.cached(ctx), here, out, num_threads=ctx.num_threads())
+
+
+def paged_attention(
+    spec: ModelSpec, q: Any, keys: Any, values: Any, here: CachedRows, out: Any, *, num_threads: int = 1
+) -> None:
+    """The paged kernel: q and out [decode, heads, head_dim]. Padding is read as well, as behind a mask; what comes of
+    it is dropped."""
+
+    def attend(q: Any, tables: np.ndarray, lens: np.ndarray, out: Any) -> None:
         kernels.decode_attention(
-            ctx.tensor(self.acts.host_q, shape, spec.dtype)[here.decode],
+            q,
             keys,
             values,
-            torch.from_numpy(here.block_tables),
-            torch.from_numpy(here.context_lens),
-            ctx.tensor(self.acts.host_attention, shape, spec.dtype)[here.decode],
+            torch.from_numpy(tables),
+            torch.from_numpy(lens),
+            out,
             scale=spec.head_dim**-0.5,
             sliding_window=spec.sliding_window or 0,
-            num_threads=ctx.num_threads(),
+            num_threads=num_threads,
         )
+
+    if len(padded := here.padded):
+        wasted = q[torch.from_numpy(padded)]
+        attend(wasted, here.padding_tables[padded], here.padding[padded], torch.empty_like(wasted))
+    attend(q, here.block_tables, here.context_lens, out)

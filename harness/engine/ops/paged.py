@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
+import numpy as np
 
-import kernels
 from harness.engine.activations import Activations
 from harness.engine.batch import MicroBatch
 from harness.engine.ops import on_gpu
 from harness.engine.ops.data import device_rows
-from harness.engine.ops.host import KvOp
+from harness.engine.ops.host import KvOp, paged_attention
 from harness.machine.base import Context, Work
 from harness.model.spec import ModelSpec
 
@@ -79,28 +78,30 @@ class DecodeAttentionPaged(KvOp):
         if on_gpu.attends(spec, q):
             positions = device_rows(ctx, self.batch, self.acts)[1, rows]
             blocks = ctx.tensor(self.tables, self.batch.on_device.flat_blocks.shape, "int32")
+            self._read_padding(q, keys, values)
             return on_gpu.paged_attention(spec, q, keys, values, blocks, positions, out)
         attend = self.by_kernel if q.device.type == "cpu" else self.by_family
         attend(q, keys, values, out)
 
     def by_kernel(self, q: Any, keys: Any, values: Any, out: Any) -> None:
         """The paged kernel, on one thread, where device memory is played by the host's."""
-        here = self.batch.on_device
-        kernels.decode_attention(
-            q,
-            keys,
-            values,
-            torch.from_numpy(here.block_tables),
-            torch.from_numpy(here.context_lens),
-            out,
-            scale=self.spec.head_dim**-0.5,
-            sliding_window=self.spec.sliding_window or 0,
-        )
+        paged_attention(self.spec, q, keys, values, self.batch.on_device, out)
 
     def by_family(self, q: Any, keys: Any, values: Any, out: Any) -> None:
         """The family's own math, sequence by sequence, where the GPU kernels do not know this model's attention."""
-        here, (_, heads, block_size, head_dim) = self.batch.on_device, self.cache.shape
+        here = self.batch.on_device
+        self._read_padding(q, keys, values)
         for row, length in enumerate(here.context_lens.tolist()):
-            blocks = here.block_tables[row, : -(-length // block_size)].tolist()
-            k, v = (x[blocks].transpose(0, 1).reshape(heads, -1, head_dim) for x in (keys, values))
-            out[row] = self.family.decode_attention(self.spec, q[row], k, v, length).view(out[row].shape)
+            out[row] = self._attend(q[row], keys, values, here.block_tables[row], length).view(out[row].shape)
+
+    def _read_padding(self, q: Any, keys: Any, values: Any) -> None:
+        """As a padded system does; the result is dropped."""
+        here = self.batch.on_device
+        for row in here.padded.tolist():
+            self._attend(q[row], keys, values, here.padding_tables[row], int(here.padding[row]))
+
+    def _attend(self, q: Any, keys: Any, values: Any, table: np.ndarray, length: int) -> Any:
+        _, heads, block_size, head_dim = self.cache.shape
+        blocks = table[: -(-length // block_size)].tolist()
+        k, v = (x[blocks].transpose(0, 1).reshape(heads, -1, head_dim) for x in (keys, values))
+        return self.family.decode_attention(self.spec, q, k, v, length)

@@ -41,6 +41,43 @@ def batches(draw) -> tuple[list[Sequence], list[Sequence], BlockAllocator]:
     return prefill, decode, allocator
 
 
+prompts_and_new = st.lists(st.tuples(st.integers(1, 20), st.integers(2, 9)), min_size=1, max_size=6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(prompts_and_new, st.sampled_from((1, 3, 4, 16)))
+def test_padding_follows_the_prompt_and_lies_behind_all_that_is_to_come(sizes, block_size):
+    allocator, longest = BlockAllocator(400, block_size), max(prompt for prompt, _ in sizes)
+    padded = [
+        Sequence(Request(request_id=i, prompt_ids=(7,) * prompt, max_new_tokens=new, text=None), State.PREFILL)
+        for i, (prompt, new) in enumerate(sizes)
+    ]
+    for one in padded:
+        one.padding = longest - one.prompt_len
+        allocator.grow(one, one.max_tokens + one.padding)
+    batch = assemble(0, padded, [], allocator)
+    assert batch.prefill_lens == (longest,) * len(padded)
+    assert batch.num_padding_tokens == sum(one.padding for one in padded)
+    assert len(set(batch.slots.tolist())) == batch.num_tokens, "two tokens in one place of the cache"
+    slots = batch.slots.reshape(len(padded), longest)
+    for number, (one, own) in enumerate(batch.rows_of()):
+        start = number * longest
+        assert (own.start, own.stop - 1) == (start, batch.last_rows[number])
+        assert batch.token_ids[own].tolist() == [7] * one.prompt_len
+        assert batch.positions[start : start + longest].tolist() == list(range(longest))
+        behind = range(one.max_tokens, one.max_tokens + one.padding)
+        places = [one.blocks[at // block_size] * block_size + at % block_size for at in behind]
+        assert slots[number, one.prompt_len :].tolist() == places
+    for one in padded:
+        one.accept(9, None)
+    decoding = assemble(0, [], padded, allocator)
+    assert decoding.context_lens.tolist() == [one.prompt_len + 1 for one in padded]
+    assert decoding.on_host.read_lens.tolist() == [longest + 1] * len(padded)
+    for one, table, row in zip(padded, decoding.padding_tables, decoding.on_host.padding, strict=True):
+        read = {block for block in table[: -(-int(row) // block_size)].tolist()}
+        assert read <= set(one.blocks)
+
+
 @settings(max_examples=100, deadline=None)
 @given(batches())
 def test_arrays_against_an_oracle(case):

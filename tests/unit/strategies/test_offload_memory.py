@@ -7,13 +7,18 @@ from dataclasses import replace
 import pytest
 
 from harness.engine.activation_pool import ActivationPool
+from harness.engine.assembly import assemble_engine
 from harness.machine.base import LaneKind
 from harness.machine.costs import LaneCost, Roofline
 from harness.machine.simulated import SimulatedMachine
 from harness.memory.kv_cache import KVCache
 from harness.memory.paged_weights import PagedWeights
+from harness.memory.tiers import device_tier
 from harness.memory.weights import Resident, WeightStore
 from harness.model.planned import PlannedModel
+from strategies.common.gpu_attention import gpu_attention
+from strategies.common.hrm import Level
+from strategies.common.micro_batch_pipeline import MicroBatchPipeline
 from strategies.common.offload_memory import (
     Deployment,
     Storage,
@@ -25,10 +30,13 @@ from strategies.common.offload_memory import (
     pool_sizes,
     shortfalls,
 )
+from strategies.common.offload_planner import OffloadPlan, deployment_of
 from strategies.common.policy import Policy
+from strategies.common.policy_cost import CostModel, Rates
 from tests.unit.model.test_spec_sizes import spec_of
 
 SPEC = spec_of("mixtral-8x7b")
+LEVEL = Level(name="any", flops_s=1.0, bytes_s=1.0)
 ROOM = {"device": 10**12, "pinned": 10**12, "host": 10**12}
 SHAPE = WorkloadShape.of_lengths(77, 128, longest_prompt=418, num_requests=1000)
 
@@ -67,6 +75,43 @@ def test_a_pipeline_reserves_what_the_model_says(tier, hidden, num_experts, gpu_
         taken, counted = on.tiers[name].used_bytes, sum(held[name].values())
         rounding = 40 * 10**9 // 10**4 if name == "pinned" else 300_000
         assert taken <= counted <= taken + rounding, name
+
+
+@pytest.mark.parametrize("tier", ["host", "pinned"])
+@pytest.mark.parametrize("hidden", ["device", "pinned"])
+@pytest.mark.parametrize("parallelism", ["tensor", "pipeline"])
+@pytest.mark.parametrize("num_gpus", [2, 4])
+def test_the_pipeline_of_several_gpus_reserves_what_the_model_says(tier, hidden, parallelism, num_gpus):
+    """On no GPU more than the model says, on the fullest hardly less, and in host memory for all of them together."""
+    room = ROOM | {device_tier(rank): 10**12 for rank in range(num_gpus)}
+    free = Roofline(lanes={kind: LaneCost() for kind in LaneKind})
+    on = SimulatedMachine(capacities_bytes=room, costs=free, host_bytes_s=float("inf"))
+    engine = assemble_engine(
+        on, PlannedModel(SPEC), num_gpus=num_gpus, kv_bytes=40 * 10**9, block_size=16, sequences=[],
+        eos_token_id=None, weights_tier=tier, parallelism=parallelism,
+    )  # fmt: skip
+    stages = num_gpus if parallelism == "pipeline" else 1
+    known = deployment_of(engine, num_stages=stages)
+    storage = replace(known.storage, prefill_hidden_tier=hidden)
+    deployment = replace(known, shape=replace(SHAPE, num_requests=5000), storage=storage)
+    share = 3 * known.storage.resident_step
+    chosen = policy(resident_weights=share, gpu_attention=True)
+    rates = Rates(gpu=LEVEL, cpu_attention=LEVEL, cpu_ffn=LEVEL, h2d_bytes_s=1.0, d2h_bytes_s=1.0)
+    planned = OffloadPlan(policy=chosen, cost=CostModel(deployment=deployment, rates=rates))
+    MicroBatchPipeline(
+        engine, gpu_attention, planned.memory, num_pages=3, resident_share=share, packet_bytes=10**9,
+        stages=stages > 1,
+    )  # fmt: skip
+    held = {name: sum(pools.values()) for name, pools in held_bytes(deployment, chosen).items()}
+    used = {name: one.used_bytes for name, one in on.tiers.items()}
+    ends = used["device"] - min(used[device_tier(rank)] for rank in range(num_gpus))
+    devices = [used[device_tier(rank)] for rank in range(num_gpus)]
+    assert max(devices) <= held["device"] <= max(devices) + 300_000
+    assert ends <= known.sizes.device_ends_bytes
+    for name in ("pinned", "host"):
+        rounding = (40 * 10**9 // 10**4 if name == "pinned" else 0) + 300_000
+        assert used[name] <= held[name] <= used[name] + rounding, name
+    assert used["host" if tier == "host" else "pinned"] >= PlannedModel(SPEC).spec.model_bytes
 
 
 def test_mixtral_by_hand():

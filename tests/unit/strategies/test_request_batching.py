@@ -80,12 +80,12 @@ def test_only_what_fits_no_empty_micro_batch_is_rejected(case):
     result = batch_requests(queue, limits, padded=padded)
     rejected = {s.request.request_id for s, _ in result.rejected}
     for sequence in queue:
-        cached = prompt_and_generation(sequence)
+        cached = prompt_and_generation(sequence, 0)
         longest = min(limits.micro_batch_prompt_tokens or 10**9, limits.prompt_tokens or 10**9)
         too_long = sequence.prompt_len > longest
         too_much = cached > min(limits.micro_batch_cache_tokens, limits.cache_tokens or 10**9)
         assert (sequence.request.request_id in rejected) == (too_long or too_much)
-    assert all(str(s.prompt_len) in why or str(prompt_and_generation(s)) in why for s, why in result.rejected)
+    assert all(str(s.prompt_len) in why or str(prompt_and_generation(s, 0)) in why for s, why in result.rejected)
 
 
 @settings(max_examples=200, deadline=None)
@@ -171,8 +171,23 @@ def test_the_scheduler_conserves_requests_and_blocks(load: Workload, limits: Siz
         assert all(len(numbers) == 1 for numbers in partitions), "a micro-batch has one KV partition"
         assert len(set.union(*partitions)) == len(partitions), "two micro-batches share a KV partition"
         assert not (plan.prefill and plan.decode), "phases are apart"
-        if plan.prefill:
-            assert all(sum(s.prompt_len for s in m) <= load.max_pass_tokens for m in plan.micro_batches)
+
+
+@settings(max_examples=200, deadline=None)
+@given(workloads(), sizes)
+def test_a_batch_takes_its_blocks_padding_included(load: Workload, limits: Sizes):
+    kv, work = FakeKV(load.num_blocks, load.block_size), load.sequences()
+    most = load.max_pass_tokens
+    scheduler = BatchScheduler(work, kv.allocator, micro_batch_prompt_tokens=most, **vars(limits))
+    plan = scheduler.next_pass()
+    if plan is None:
+        return
+    assert plan.micro_batches is not None
+    lens = [s.prompt_len for s in plan.prefill]
+    assert [s.padding for s in plan.prefill] == [(max(lens) - one) * limits.padded for one in lens]
+    for s in plan.prefill:
+        assert len(s.blocks) == -(-(s.max_tokens + s.padding) // load.block_size)
+    assert all(sum(s.prompt_len + s.padding for s in m) <= load.max_pass_tokens for m in plan.micro_batches)
 
 
 def test_a_batch_decodes_to_its_end_before_the_next_begins():

@@ -1,0 +1,265 @@
+"""MoE-Lightning's S6 to S9 from the simulator: 2 and 4 T4 with tensor parallelism, against FlexGen's pipeline
+parallelism and DeepSpeed's sharding.
+
+    python -m paper_figures.moelightning several_gpus --out FOLDER
+    python -m paper_figures.moelightning.several_gpus --settings S6 S7 --g 32 --out FOLDER   # some; others are kept
+
+Each system runs one full batch (for each GPU, where each has its own) of the size that its own search finds. Prefill
+and the first decode steps are simulated; the other steps are their linear continuation, as only the context grows.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from harness.engine import loop
+from harness.plan import Plan, make_plan
+from harness.record.passes import PassRecord
+from harness.record.provenance import code_version, environment
+from paper_figures.support import REFERENCE, composed, new_figure, read_json, write_json
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+OUT = REFERENCE / "moelightning-simulated"
+NOTE = (
+    "MTBench lengths without padding (synthetic prompts, mean 77, longest 418); rates of conf/hardware/t4x2.yaml and "
+    "t4x4.yaml; one full batch, of whose decode steps the first are simulated and the rest continued"
+)
+SETTINGS = {  # MoE-Lightning Table 2: model and profile; and GB of the host for the KV cache, beside the weights
+    "S6": ("mixtral-8x22b", "t4x2", 100),
+    "S7": ("mixtral-8x22b", "t4x4", 100),
+    "S8": ("dbrx", "t4x2", 120),
+    "S9": ("dbrx", "t4x4", 120),
+}
+SCALING = {("S6", "S7"): (2.77, 3.38), ("S8", "S9"): (2.1, 2.8)}  # MoE-Lightning section 5.3: 4 GPUs over 2, its own
+SYSTEMS = {
+    "MoE-Lightning": ("strategy=moelightning",),
+    "MoE-Lightning, weights pinned": ("strategy=moelightning", "strategy.staging=false"),
+    "FlexGen": ("strategy=flexgen",),
+    "DeepSpeed-Zero": ("strategy=deepspeed_zero",),
+}
+GENERATED = (32, 64, 128, 256)  # Table 3
+STEPS = 5  # of decode that are simulated
+MOST_REQUESTS = 5000  # "thousands of questions" (section 5.1), more than any batch has
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One batch, or one each of those in flight: when its prefill and its simulated decode steps ended."""
+
+    num_sequences: int
+    prefill_s: float
+    steps_s: tuple[float, ...]
+    new_tokens: int
+
+    @property
+    def total_s(self) -> float:
+        missing = np.arange(len(self.steps_s), self.new_tokens - 1)
+        steady = np.arange(1, len(self.steps_s))  # the first step still shares the machine with the prefill
+        if not len(missing):
+            return self.prefill_s + sum(self.steps_s)
+        slope, start = np.polyfit(steady, np.array(self.steps_s)[steady], 1)
+        return float(self.prefill_s + sum(self.steps_s) + (start + slope * missing).sum())
+
+    @property
+    def tok_s(self) -> float:
+        """Generated tokens over the time of prefill and decode (section 5.1)."""
+        return self.num_sequences * self.new_tokens / self.total_s
+
+
+def overrides(setting: str, system: str, g: int, num_requests: int) -> list[str]:
+    """As `python -m harness.plan` takes them."""
+    model, hardware, kv_gb = SETTINGS[setting]
+    return [
+        *SYSTEMS[system],
+        *(f"model={model}", f"hardware={hardware}", f"kv_cache_gb={kv_gb}", "strategy.packet_mb=1000000"),
+        *("dataset=mtbench_lightning", "dataset.synthetic=lengths", f"dataset.max_new_tokens={g}"),
+        f"dataset.num_requests={num_requests}",
+    ]
+
+
+def planned(arguments: Sequence[str]) -> Plan:
+    return make_plan(composed(*arguments), simulate=False)
+
+
+class _Enough(Exception):
+    """Nothing behind this pass is asked for."""
+
+
+def simulated(plan: Plan, *, new_tokens: int, steps: int = STEPS) -> Batch:
+    """The first batch of a plan, of which all requests generate `new_tokens`. Its passes are as many prefills as
+    batches are in flight, and then as many for each decode step."""
+    passes: list[PassRecord] = []
+    last_step = min(steps, new_tokens - 1)
+
+    def on_pass(record: PassRecord) -> None:
+        passes.append(record)
+        prefills = sum(one.mode == "prefill" for one in passes)
+        if len(passes) == prefills * (1 + last_step):
+            raise _Enough
+
+    start_s = plan.machine.now()
+    with suppress(_Enough):
+        loop.run(plan.engine, plan.strategy, on_pass)
+    prefills = [one for one in passes if one.mode == "prefill"]
+    count = len(prefills)
+    ends_s = [max(one.end_s for one in passes[at : at + count]) for at in range(0, len(passes), count)]
+    return Batch(
+        num_sequences=sum(one.num_sequences for one in prefills),
+        prefill_s=ends_s[0] - start_s,
+        steps_s=tuple(b - a for a, b in pairwise(ends_s)),
+        new_tokens=new_tokens,
+    )
+
+
+def row(setting: str, system: str, g: int) -> dict[str, Any]:
+    """A cell: the workload is cut to one batch of the size that the search finds for thousands of requests."""
+    searched = planned(overrides(setting, system, g, MOST_REQUESTS))
+    num_gpus = len(searched.engine.ranks)
+    together = num_gpus if system in ("FlexGen", "DeepSpeed-Zero") else 1
+    arguments = overrides(setting, system, g, together * searched.strategy.plan["batch_size"])
+    plan = planned(arguments)
+    batch = simulated(plan, new_tokens=g)
+    policy = plan.strategy.plan
+    return {
+        "setting": setting,
+        "model": SETTINGS[setting][0],
+        "num_gpus": num_gpus,
+        "system": system,
+        "g": g,
+        "sequences": batch.num_sequences,
+        "N": policy["batch_size"],
+        "mu": policy.get("micro_batch_size"),
+        "r_w": policy.get("resident_weights"),
+        "attention": "GPU" if policy.get("gpu_attention", True) else "CPU",
+        "simulated_tok_s": batch.tok_s,
+        "predicted_tok_s": predicted_tok_s(plan, g),
+        "prefill_s": batch.prefill_s,
+        "steps_s": batch.steps_s,
+        "command": f"python -m harness.plan {' '.join(arguments)}",
+    }
+
+
+def predicted_tok_s(plan: Plan, new_tokens: int) -> float | None:
+    """Of one full batch, or one each of those in flight; None for a system without a model."""
+    prediction = plan.strategy.prediction
+    if prediction is None:
+        return None
+    prefill_s, decode_s = (
+        max(seconds for name, seconds in prediction.terms.items() if name.startswith(f"{phase} layer, "))
+        for phase in ("prefill", "decode")
+    )
+    total_s = plan.engine.spec.num_layers * (prefill_s + (new_tokens - 1) * decode_s)
+    return plan.strategy.passes_in_flight * prediction.terms["N"] * new_tokens / total_s
+
+
+def compute(
+    settings: Sequence[str] = tuple(SETTINGS),
+    generated: Sequence[int] = GENERATED,
+    systems: Sequence[str] = tuple(SYSTEMS),
+) -> dict[str, Any]:
+    rows = []
+    for g in generated:
+        for setting in settings:
+            for system in systems:
+                rows.append(row(setting, system, g))
+                print(f"{setting}, g {g}, {system}: {rows[-1]['simulated_tok_s']:.4g} tok/s", flush=True)
+    return report(rows)
+
+
+def report(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {"label": "simulated", "rows": list(rows), "scaling": scaling(rows)}
+
+
+def joined(kept: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows in the order of a whole run, new ones in the place of old ones."""
+
+    def key(r: dict[str, Any]) -> tuple[int, int, int]:
+        return GENERATED.index(r["g"]), list(SETTINGS).index(r["setting"]), list(SYSTEMS).index(r["system"])
+
+    found = {key(r): r for r in (*kept, *rows)}
+    return [found[at] for at in sorted(found)]
+
+
+def scaling(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Throughput with 4 GPUs over that with 2, beside the range that the paper states for itself."""
+    by_key = {(r["setting"], r["system"], r["g"]): r["simulated_tok_s"] for r in rows}
+    found = []
+    for (two, four), published in SCALING.items():
+        for system, g in dict.fromkeys((r["system"], r["g"]) for r in rows):
+            if (two, system, g) in by_key and (four, system, g) in by_key:
+                ratio = by_key[four, system, g] / by_key[two, system, g]
+                stated = list(published) if system.startswith("MoE-Lightning") else None
+                found.append({"of": f"{four}/{two}", "system": system, "g": g, "simulated": ratio, "published": stated})
+    return found
+
+
+def tables(data: dict[str, Any]) -> str:
+    """Markdown."""
+    lines = [
+        "# Several GPUs (simulated)\n",
+        "| setting | g | system | N | μ | r_w | attention | sequences | simulated tok/s | predicted tok/s | s a step |",
+        "|" + " ---: |" * 11,
+    ]
+    for r in data["rows"]:
+        predicted = "-" if r["predicted_tok_s"] is None else f"{r['predicted_tok_s']:.4g}"
+        share = "-" if r["r_w"] is None else f"{r['r_w']:.2f}"
+        lines.append(
+            f"| {r['setting']} | {r['g']} | {r['system']} | {r['N']:,} | {r['mu'] or '-'} | {share} | {r['attention']} "
+            f"| {r['sequences']:,} | {r['simulated_tok_s']:.4g} | {predicted} | {r['steps_s'][-1]:.3g} |"
+        )
+    lines += ["\n## 4 GPUs over 2\n", "| of | g | system | simulated | published |", "|" + " ---: |" * 5]
+    for r in data["scaling"]:
+        stated = "-" if r["published"] is None else f"{r['published'][0]}-{r['published'][1]}"
+        lines.append(f"| {r['of']} | {r['g']} | {r['system']} | {r['simulated']:.2f} | {stated} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(data: dict[str, Any]) -> Figure:
+    """Throughput over generation length, a block a setting."""
+    settings = list(dict.fromkeys(r["setting"] for r in data["rows"]))
+    figure = new_figure(3.0 * len(settings) + 0.6, 3.4)
+    for axes, setting in zip(figure.subplots(1, len(settings), squeeze=False)[0], settings, strict=True):
+        for system in dict.fromkeys(r["system"] for r in data["rows"]):
+            points = [
+                (r["g"], r["simulated_tok_s"]) for r in data["rows"] if (r["setting"], r["system"]) == (setting, system)
+            ]
+            axes.plot(*zip(*points, strict=True), marker="o", label=system)
+        axes.set(
+            title=f"{setting}: {SETTINGS[setting][0]}, {SETTINGS[setting][1]}", xlabel="generated tokens", yscale="log"
+        )
+    figure.axes[0].set_ylabel("tok/s")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    return figure
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
+    parser.add_argument(
+        "--g", type=int, nargs="+", default=list(GENERATED), choices=GENERATED, help="tokens to generate"
+    )
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
+    parser.add_argument("--out", type=Path, default=OUT)
+    args = parser.parse_args(arguments)
+    numbers = args.out / "several_gpus.json"
+    kept = read_json(numbers)["rows"] if numbers.exists() else []
+    rows = joined(kept, compute(args.settings, args.g, args.systems)["rows"])
+    data = {"code": code_version(), "environment": environment(), **report(rows)}
+    write_json(numbers, data)
+    text = tables(data)
+    (args.out / "several_gpus.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Simulated runs pass by pass: what happened in each and how long every lane was busy, without keeping their spans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from harness.engine import loop
+from harness.machine.base import Machine, Span
+from harness.plan import Plan, make_plan
+from harness.record.metrics import pass_activity
+from harness.record.passes import PassRecord
+from paper_figures.support import composed
+
+LANES = ("gpu", "cpu", "h2d", "d2h")
+
+
+def planned(arguments: list[str]) -> Plan:
+    """What `python -m harness.plan` would be given, planned and not yet simulated."""
+    return make_plan(composed(*arguments), simulate=False)
+
+
+class Recorder:
+    """Passes with each lane's busy time. Spans are folded into it pass by pass: a run has millions of them."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._machine = machine
+        self._last: PassRecord | None = None
+        self._reaching_over: list[Span] = []  # into the next pass
+
+    def on_pass(self, record: PassRecord) -> None:
+        """The pass before is settled now: transfers that reach into this one have ended and are recorded."""
+        self.settle()
+        self._last = record
+
+    def settle(self) -> None:
+        if self._last is None:
+            return
+        window = (self._last.start_s, self._last.end_s)
+        spans = [*self._reaching_over, *self._machine.spans]
+        self.rows.append({**asdict(self._last), "busy_s": pass_activity(spans, window)["busy_s"]})
+        self._reaching_over = [span for span in spans if span.end_s > window[1]]
+        self._machine.spans.clear()
+        self._last = None
+
+
+class _Enough(Exception):
+    """Nothing behind this pass is asked for."""
+
+
+def simulated_passes(plan: Plan, *, until: Callable[[PassRecord], bool] = lambda record: False) -> list[dict[str, Any]]:
+    """All passes, or those before the first one for which `until` holds. A plan is simulated once."""
+    plan.machine.drain()
+    plan.machine.spans.clear()  # set-up is not part of what is simulated
+    recorder = Recorder(plan.machine)
+
+    def on_pass(record: PassRecord) -> None:
+        recorder.on_pass(record)
+        if until(record):
+            raise _Enough
+
+    try:
+        loop.run(plan.engine, plan.strategy, on_pass)
+    except _Enough:
+        return recorder.rows
+    recorder.settle()
+    return recorder.rows
+
+
+def columns(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """One list a fact, over passes; seconds to the millisecond."""
+    counts = ("num_prefill_tokens", "num_decode_tokens", "num_preemptions", "kv_blocks_used", "generated_tokens")
+    found: dict[str, list[float]] = {"end_s": [round(row["end_s"], 3) for row in rows]}
+    found |= {name: [row[name] for row in rows] for name in counts}
+    for lane in LANES:
+        found[f"{lane}_busy_s"] = [round(row["busy_s"][lane], 3) for row in rows]
+    return {"start_s": [round(rows[0]["start_s"], 3)] if rows else [], **found}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One batch of static batching: a prefill, then a decode step for every further token.
+
+    `decode_s` are the steps that were simulated; `num_steps` all of them. Busy shares are those of the simulated time.
+    """
+
+    num_sequences: int
+    prefill_tokens: int
+    prefill_s: float
+    decode_s: tuple[float, ...]
+    num_steps: int
+    prefill_busy: Mapping[str, float]
+    decode_busy: Mapping[str, float]
+
+    @property
+    def all_decode_s(self) -> float:
+        """Steps beyond the simulated ones go on as the last `_FITTED_STEPS` of those do: linear in the context."""
+        simulated = np.array(self.decode_s)
+        missing = np.arange(len(simulated), self.num_steps)
+        if not len(missing):
+            return float(simulated.sum())
+        fitted = np.arange(len(simulated))[-_FITTED_STEPS:]
+        slope, start = np.polyfit(fitted, simulated[-_FITTED_STEPS:], 1)
+        return float(simulated.sum() + (start + slope * missing).sum())
+
+    @property
+    def throughput_tok_s(self) -> float:
+        """Generated tokens over the time of prefill and decode, as MoE-Lightning section 5.1 counts."""
+        return self.num_sequences * (self.num_steps + 1) / (self.prefill_s + self.all_decode_s)
+
+
+_FITTED_STEPS = 16  # a KV block's tokens: a step that opens blocks counts as often as it happens
+
+
+def first_batch(plan: Plan, *, max_steps: int | None = None) -> Batch:
+    """The first batch of a plan whose scheduler runs one batch after another, of requests that all generate the same
+    number of tokens; null `max_steps`: all its decode steps are simulated, otherwise so many of them."""
+    passes: list[PassRecord] = []
+
+    def is_over(record: PassRecord) -> bool:
+        passes.append(record)
+        decoding = [p for p in passes if p.num_decode_tokens]
+        return bool(decoding and record.num_prefill_tokens) or (max_steps is not None and len(decoding) > max_steps)
+
+    rows = simulated_passes(plan, until=is_over)
+    prefill = [row for row in rows if row["num_prefill_tokens"]]
+    decode = [row for row in rows if row["num_decode_tokens"]]
+    assert not {row["index"] for row in prefill} & {row["index"] for row in decode}, "not a static batch"
+    num_steps = plan.settings.dataset.max_new_tokens - 1
+    assert len(decode) == num_steps or max_steps is not None, f"{len(decode)} steps of {num_steps}"
+    return Batch(
+        num_sequences=sum(row["num_sequences"] for row in prefill),
+        prefill_tokens=sum(row["num_prefill_tokens"] for row in prefill),
+        prefill_s=sum(_length_s(row) for row in prefill),
+        decode_s=tuple(_length_s(row) for row in decode),
+        num_steps=num_steps,
+        prefill_busy=_busy(prefill),
+        decode_busy=_busy(decode),
+    )
+
+
+def _length_s(row: Mapping[str, Any]) -> float:
+    return float(row["end_s"] - row["start_s"])
+
+
+def _busy(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Busy share of each lane over these passes; 0 over none."""
+    length_s = sum(map(_length_s, rows))
+    return {lane: sum(row["busy_s"][lane] for row in rows) / length_s if rows else 0.0 for lane in LANES}

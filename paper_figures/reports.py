@@ -1,0 +1,67 @@
+"""Reports by name: numbers to a JSON file with what made them, tables beside it and on the terminal, pictures of it.
+
+python -m paper_figures.PAPER                       # every picture that its committed numbers allow
+python -m paper_figures.PAPER NAME ... --out FOLDER # compute these reports again
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from harness.record.provenance import code_version, environment, shown_command
+from paper_figures.drawing import Draw
+from paper_figures.support import FIGURES, read_json, save, write_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """`compute` gives the numbers with their `label`; `tables` writes them as Markdown; `pictures` draws them.
+
+    `folder` is where the committed numbers lie, and where new ones go unless it is said otherwise.
+    """
+
+    compute: Callable[[], dict[str, Any]]
+    tables: Callable[[dict[str, Any]], str]
+    note: str
+    folder: Path
+    pictures: Mapping[str, Draw] = field(default_factory=dict)
+
+
+def run(name: str, report: Report, out: Path, command: str) -> None:
+    """Compute, write <name>.json, <name>.md and pictures to `out`, and print the tables."""
+    made = {"date": date.today().isoformat(), "code": code_version(), "command": command, "environment": environment()}
+    write_json(out / f"{name}.json", {**made, **report.compute()})
+    written = read_json(out / f"{name}.json")
+    text = report.tables(written)
+    (out / f"{name}.md").write_text(text, encoding="utf-8")
+    print(text)
+    draw(report, written, out)
+
+
+def draw(report: Report, data: dict[str, Any], out: Path) -> None:
+    for picture, function in report.pictures.items():
+        save(function(data), out / f"{picture}.png", label=data["label"], note=report.note)
+        print(out / f"{picture}.png")
+
+
+def main(paper: str, reports: Mapping[str, Report], arguments: Sequence[str] | None = None) -> list[str]:
+    """The names that were asked for; where there are none, whatever numbers are committed is drawn again."""
+    program = f"paper_figures.{paper}"
+    parser = argparse.ArgumentParser(prog=f"python -m {program}", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"what to compute: {', '.join(reports)}")
+    parser.add_argument("--out", type=Path, default=None, metavar="FOLDER", help="default: where the report belongs")
+    given = parser.parse_args(arguments)
+    if unknown := [name for name in given.names if name not in reports]:
+        parser.error(f"NAME: must be one of {', '.join(reports)}, got {', '.join(unknown)}")
+    for name in given.names:
+        run(name, reports[name], given.out or reports[name].folder, shown_command(f"-m {program}", [name]))
+    if not given.names:
+        for name, report in reports.items():
+            if (numbers := report.folder / f"{name}.json").exists():
+                draw(report, read_json(numbers), given.out or FIGURES / paper)
+    return list(given.names)
