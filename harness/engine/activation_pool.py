@@ -50,10 +50,10 @@ class PoolSizes:
 
 class PooledActivations(Activations):
     """One micro-batch's share of a pool. `kept_hidden`: where its hidden states wait in pinned memory between layers;
-    None where they stay on the device."""
+    None where they stay on the device. There are no block tables: nothing attends over a cache on the device."""
 
     def __init__(self, max_tokens: int, buffers: Mapping[str, Buffer], kept_hidden: Buffer | None) -> None:
-        self.max_tokens = max_tokens
+        self.max_tokens, self.block_tables = max_tokens, None
         self.kept_hidden = kept_hidden
         for name, buffer in buffers.items():
             setattr(self, name, buffer)

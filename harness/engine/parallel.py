@@ -104,6 +104,7 @@ def activations(engine: Engine, *, max_tokens: int, name: str, host_experts: boo
             host=host,
             host_experts=host_experts,
             rank=each.rank,
+            device_blocks=each.kv.num_device_blocks,
         )
         for each in engine.ranks
     ]
