@@ -4,8 +4,8 @@ Runs every setting of every `strategies/*/validation.yaml` on the emulated machi
 table, and reports the errors and whether they meet the aims (exit code 1 where they do not). No setting is used to
 calibrate: a calibration measures ops and lanes together, never a strategy. Repeats are interleaved (a calibration, all
 settings once, and all of it again), so that a machine whose speed drifts is measured at the same times; what counts is
-the median. A run beside which others had the cores is made again once. Takes about twenty minutes, in which nothing
-else should run. Everything is written as it is finished; `--resume` goes on with the rest, if the code is the same.
+the median. A run beside which others had the cores is made again once. Takes about 25 minutes, in which nothing else
+should run. Everything is written as it is finished; `--resume` goes on with the rest, if the code is the same.
 """
 
 from __future__ import annotations

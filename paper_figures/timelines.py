@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 
 _COLOURS = {
     "weights": "#c9c2e6", "weights to pinned": "#e3dff3", "load kv": "#7fc97f", "load attention": "#33a02c",
-    "offload qkv": "#b2df8a", "decode attention": "#f28e2b", "append kv": "#ffd29b", "attention in": "#86bcec",
+    "offload qkv": "#b2df8a", "decode attention": "#f28e2b", "append kv": "#ffd29b",
+    "decode attention (device)": "#d9731a", "attention in": "#86bcec",
     "attention out": "#3d7fbf", "experts": "#1f4e8c", "combine": "#9fb6d0", "prefill attention": "#e15759",
 }  # fmt: skip
 _OTHER = "#bab0ac"
 _WIDE = 0.018  # of the time shown: a slice that takes a letter and a number
+_SUBSCRIPT = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 _ROW_INCHES, _FRAME_INCHES = 0.24, 0.62
 
 
@@ -94,11 +96,16 @@ def draw(windows: Sequence[Mapping[str, Any]], *, letters: Mapping[str, str] | N
             for kind, _, batch, start_ms, end_ms in entries:
                 axes.broken_barh(
                     [(start_ms, end_ms - start_ms)], (row - 0.42, 0.84), color=_COLOURS.get(kind, _OTHER),
-                    edgecolor="white", linewidth=0.3, hatch="///" if (batch or 0) % 2 else None,
+                    edgecolor="white", linewidth=0.3, hatch="///" if not letters and (batch or 0) % 2 else None,
                 )  # fmt: skip
                 kinds[kind] = None
                 if end_ms - start_ms > wide_ms and (letter := (letters or {}).get(kind)):
-                    _write(axes, (start_ms + end_ms) / 2, row, letter if batch is None else f"{letter}{batch + 1}")
+                    _write(
+                        axes,
+                        (start_ms + end_ms) / 2,
+                        row,
+                        letter if batch is None else letter + str(batch + 1).translate(_SUBSCRIPT),
+                    )
         busy = [sum(e[4] - e[3] for e in entries) / data["length_ms"] for entries in data["lanes"].values()]
         names = [f"{lane} {share:.0%}" for lane, share in zip(data["lanes"], busy, strict=True)]
         axes.set_yticks(range(len(names)), names)
@@ -107,7 +114,7 @@ def draw(windows: Sequence[Mapping[str, Any]], *, letters: Mapping[str, str] | N
         layers = data["layers"]
         shown = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
         axes.set_title(f"{data['strategy']}: {shown} in {data['length_ms']:.3g} ms [{data['label']}]", loc="left")
-    blocks[-1].set_xlabel("ms; hatched: odd micro-batches; percent: of the window")
+    blocks[-1].set_xlabel("ms; percent: of the window" + ("" if letters else "; hatched: odd micro-batches"))
     blocks[-1].set_xlim(0, max(w["length_ms"] for w in windows))
     named = [kind for kind in _COLOURS if kind in kinds] + ([""] if kinds.keys() - _COLOURS.keys() else [])
     patches = [Patch(color=_COLOURS.get(kind, _OTHER), label=kind or "other") for kind in named]

@@ -14,7 +14,8 @@ from harness.engine.activations import Activations
 from harness.engine.batch import assemble
 from harness.engine.emitter import Emitter, InFlight
 from harness.engine.engine import Engine
-from harness.engine.ops import data, paged
+from harness.engine.ops import data, host_experts, paged
+from harness.engine.ops.views import weights
 from harness.engine.sequences import Sequence, State
 from harness.machine.base import CPU, D2H, GPU, H2D, PIN, Context, Op, Ticket, Work
 from harness.memory.kv_cache import BlockAllocator, Blocks, KVCache
@@ -27,6 +28,7 @@ from harness.workload.request import Request
 Pair = tuple[InFlight, InFlight]  # the second one finds weights that the first one has just read
 _STAGING_BYTES = 4_000_000  # keys and values of one layer on the device: contexts beyond it are not probed there
 _DEVICE_KV_BYTES = 16_000_000  # of the cache in device memory, all layers; nor are they beyond this
+_TABLES_BYTES = 64_000  # of block tables for that cache and two micro-batches, with blocks of 2 KB or more
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,14 @@ class Shape:
 
 
 class CpuExpert(Op):
-    """One expert on the cpu lane with the kernel that a CPU has for it. The weights are a stored expert's bytes read as
-    gate, up and down one after the other, whatever their real layout: only the time counts."""
+    """One expert on the cpu lane. In bfloat16 with the kernel that a CPU has for it, whose weights are a stored
+    expert's bytes read as gate, up and down one after the other, whatever their real layout: only the time counts. In
+    others with the family's math."""
 
     kind: ClassVar[str] = "experts"
 
-    def __init__(self, spec: ModelSpec, part: PlacedPart, tokens: Buffer, num_tokens: int) -> None:
-        self.spec, self.part, self.tokens, self.num_tokens = spec, part, tokens, num_tokens
+    def __init__(self, family: Any, spec: ModelSpec, part: PlacedPart, tokens: Buffer, num_tokens: int) -> None:
+        self.family, self.spec, self.part, self.tokens, self.num_tokens = family, spec, part, tokens, num_tokens
         self.reads, self.writes = part.keys, (tokens,)
 
     def work(self) -> Work:
@@ -69,10 +72,13 @@ class CpuExpert(Op):
 
     def run(self, ctx: Context, packet: int) -> Any:
         spec = self.spec
+        rows = ctx.tensor(self.tokens, (2, self.num_tokens, spec.hidden_dim), spec.dtype)
+        if spec.dtype != "bfloat16":
+            rows[1].copy_(self.family.expert(spec, weights(ctx, self.part), rows[0]))
+            return
         size, shape = spec.expert_dim * spec.hidden_dim, (spec.expert_dim, spec.hidden_dim)
         flat = ctx.tensor(self.part.buffer, (3 * size,), "bfloat16")
         gate, up = flat[:size].view(shape), flat[size : 2 * size].view(shape)
-        rows = ctx.tensor(self.tokens, (2, self.num_tokens, spec.hidden_dim), "bfloat16")
         kernels.expert_ffn(
             rows[0], gate, up, flat[2 * size :].view(shape[::-1]), rows[1], num_threads=ctx.num_threads()
         )
@@ -81,19 +87,30 @@ class CpuExpert(Op):
 class Bench:
     """Device memory for two layers and two micro-batches of `max_tokens`, and ops over them. `close` gives it back."""
 
-    RESERVED_BYTES = _STAGING_BYTES + _DEVICE_KV_BYTES  # of the device, beside layers and activations
+    RESERVED_BYTES = _STAGING_BYTES + _DEVICE_KV_BYTES + _TABLES_BYTES  # of the device, beside layers and activations
 
     def __init__(self, engine: Engine, *, max_tokens: int, packet_bytes: int) -> None:
         self.engine = engine
         self.packet_bytes = packet_bytes
         machine, spec = engine.machine, engine.spec
         self.stream = WeightStream(machine, engine.store, depth=2, packet_bytes=packet_bytes, name="bench slot")
-        self.acts = [Activations(machine, spec, max_tokens=max_tokens, name=f"bench {i}") for i in (0, 1)]
-        self.staging = machine.tiers["device"].reserve("bench kv staging", _STAGING_BYTES)
-        self.rows = machine.tiers["pinned"].reserve("bench expert rows", 4 * max_tokens * spec.hidden_dim)
-        self.staged = self._pageable_part()
         block_size = engine.kv.allocator.block_size
         self.kv = KVCache(machine, spec, capacity_bytes=_DEVICE_KV_BYTES, block_size=block_size, tier=DEVICE)
+        blocks = self.kv.num_device_blocks
+        self.acts = [
+            Activations(
+                machine, spec, max_tokens=max_tokens, name=f"bench {i}", host_experts=True, device_blocks=blocks
+            )
+            for i in (0, 1)
+        ]
+        self.kept = machine.tiers["pinned"].reserve(
+            "bench kept hidden", max_tokens * spec.hidden_dim * spec.dtype_bytes
+        )
+        self.staging = machine.tiers["device"].reserve("bench kv staging", _STAGING_BYTES)
+        self.rows = machine.tiers["pinned"].reserve(
+            "bench expert rows", 2 * max_tokens * spec.hidden_dim * spec.dtype_bytes
+        )
+        self.staged = self._pageable_part()
         self._in_device_kv: tuple[InFlight, InFlight] | None = None  # see `pair`
         self._rng = np.random.default_rng(0)
         self._next_expert = 0
@@ -211,6 +228,10 @@ class Bench:
         emit.append_kv(it, layer)
         emit.decode_attention(it, layer)
         emit.fetch_routing(it, layer)
+        emit.offload_hidden(it, layer, self.kept)
+        emit.load_hidden(it, layer, self.kept)
+        emit.submit(D2H, host_experts.OffloadExpertInput(self.engine.spec, it.batch, it.acts, layer))
+        emit.load_expert_sums(it, layer)
 
     def device_attention(self, emit: Emitter, it: InFlight, layer: int) -> None:
         """Decode attention where the gpu lane has it: keys and values over the link, or in device memory. Too long
@@ -220,6 +241,7 @@ class Bench:
         if self._in_device_kv is None or self._in_device_kv[0] is not it:
             return
         it, spec = self._in_device_kv[1], self.engine.spec
+        emit.upload_tokens(it)
         emit.submit(GPU, paged.AppendKvOnDevice(spec, it.batch, it.acts, layer, self.kv))
         if it.batch.on_device.num_decode:
             attend = paged.DecodeAttentionPaged(self.engine.family, spec, it.batch, it.acts, layer, self.kv)
@@ -240,11 +262,10 @@ class Bench:
             emit.submit(PIN, self.stage())
 
     def cpu_expert(self, emit: Emitter, num_tokens: int) -> None:
-        """An expert over its share of so many tokens, where the weights are such that the kernel takes them."""
-        spec = self.engine.spec
-        if spec.dtype == "bfloat16":
-            share = -(-num_tokens * spec.experts_per_token // spec.num_experts)
-            emit.submit(CPU, CpuExpert(spec, self._stored_expert(), self.rows, share))
+        """An expert over its share of so many tokens."""
+        spec, family = self.engine.spec, self.engine.family
+        share = -(-num_tokens * spec.experts_per_token // spec.num_experts)
+        emit.submit(CPU, CpuExpert(family, spec, self._stored_expert(), self.rows, share))
 
     def _fits_staging(self, it: InFlight) -> bool:
         nbytes = it.batch.on_host.num_context_tokens * self.engine.spec.kv_bytes_per_token_layer
@@ -274,6 +295,7 @@ class Bench:
         tiers["device"].release(self.staging)
         self.kv.close()
         tiers["pinned"].release(self.rows)
+        tiers["pinned"].release(self.kept)
         if self.staged is not None:
             tiers["host"].release(self.staged[0].buffer)
             tiers["pinned"].release(self.staged[1])

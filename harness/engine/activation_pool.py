@@ -12,6 +12,7 @@ from harness.engine.activations import (
     attention_bytes,
     expert_bytes,
     host_attention_bytes,
+    host_expert_bytes,
     state_bytes,
 )
 from harness.machine.base import Machine
@@ -22,8 +23,9 @@ from harness.model.spec import ModelSpec
 @dataclass(frozen=True, kw_only=True)
 class PoolSizes:
     """In tokens. `in_pass`: all micro-batches together; `largest`: of one micro-batch; `in_attention`: those between
-    QKV and output projection; `hidden`: whose hidden states the device holds; `kept`: those that pinned memory holds.
-    Passes that are in flight at the same time share what is around attention and behind it.
+    QKV and output projection; `hidden`: whose hidden states the device holds; `kept`: those that pinned memory holds;
+    `host_experts`: of a pass whose experts run on the host. Passes that are in flight at the same time share what is
+    around attention and behind it.
     """
 
     in_pass: int
@@ -31,6 +33,7 @@ class PoolSizes:
     in_attention: int
     hidden: int
     kept: int
+    host_experts: int = 0
     passes: int = 1
 
     def device_bytes(self, spec: ModelSpec) -> int:
@@ -41,15 +44,16 @@ class PoolSizes:
 
     def pinned_bytes(self, spec: ModelSpec) -> int:
         kept_bytes = self.passes * self.kept * state_bytes(spec)["hidden"]
+        kept_bytes += self.passes * self.host_experts * _sum(host_expert_bytes(spec))
         return self.in_attention * _sum(host_attention_bytes(spec)) + kept_bytes
 
 
 class PooledActivations(Activations):
     """One micro-batch's share of a pool. `kept_hidden`: where its hidden states wait in pinned memory between layers;
-    None where they stay on the device."""
+    None where they stay on the device. There are no block tables: nothing attends over a cache on the device."""
 
     def __init__(self, max_tokens: int, buffers: Mapping[str, Buffer], kept_hidden: Buffer | None) -> None:
-        self.max_tokens = max_tokens
+        self.max_tokens, self.block_tables = max_tokens, None
         self.kept_hidden = kept_hidden
         for name, buffer in buffers.items():
             setattr(self, name, buffer)
@@ -59,6 +63,7 @@ class ActivationPool:
     """Reserved once, cut anew for each pass. What lives from layer to layer is a micro-batch's own; buffers around
     attention are taken in turns, and those behind it are one for all, since the gpu lane runs one op at a time.
 
+    Where experts run on the host, they are still at it while others compute, so their rows are each micro-batch's own.
     Of two passes with the same number (modulo `PoolSizes.passes`) the last op of one has finished before the other is
     laid out. Where passes overlap, buffers that they share are cut alike for all of them, so that ops of several passes
     know each other's; else as small as a pass needs them, which gives it more turns. The device is that of GPU
@@ -89,6 +94,11 @@ class ActivationPool:
             (device, expert_bytes(spec), dict.fromkeys(expert_bytes(spec), sizes.largest)),
             (pinned, host_attention_bytes(spec), dict.fromkeys(host_attention_bytes(spec), sizes.in_attention)),
             (pinned, kept, {"kept_hidden": sizes.passes * sizes.kept}),
+            (
+                pinned,
+                host_expert_bytes(spec),
+                dict.fromkeys(host_expert_bytes(spec), sizes.passes * sizes.host_experts),
+            ),
         )
         for tier, bytes_per_token, tokens in groups:
             for name, nbytes in bytes_per_token.items():
@@ -97,6 +107,7 @@ class ActivationPool:
                 self._bytes[name] = nbytes
         self._turn_names = (*attention_bytes(spec), *host_attention_bytes(spec))
         self._shared_names = tuple(expert_bytes(spec))
+        self._host_expert_names = tuple(host_expert_bytes(spec))
         self._alike = self._shared_buffers(sizes.largest, sizes.in_attention) if sizes.passes > 1 else None
 
     def layout(self, sizes: Seq[int], number: int = 0) -> list[PooledActivations]:
@@ -110,9 +121,11 @@ class ActivationPool:
         turn = number % limits.passes
         first_hidden, first_kept = turn * limits.hidden, turn * limits.kept
         hidden = self._in_turns(("hidden",), largest, limits.hidden, first_hidden) if is_kept else None
+        host_names = self._host_expert_names if in_pass <= limits.host_experts else ()
         laid_out, start = [], 0
         for index, size in enumerate(sizes):
             own = {name: self._range(name, turn * limits.in_pass + start, size) for name in ("tokens", "sampled")}
+            own |= {name: self._range(name, turn * limits.host_experts + start, size) for name in host_names}
             own |= around(index)
             own |= hidden(index) if hidden else {"hidden": self._range("hidden", first_hidden + start, size)}
             has_place = is_kept and "kept_hidden" in self._roots

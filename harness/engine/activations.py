@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from harness.engine.batch import NUM_ROW_FIELDS
 from harness.machine.base import Machine
 from harness.memory.tiers import PINNED, Buffer, device_tier
 from harness.model.spec import ModelSpec
@@ -14,12 +15,14 @@ ATTENDED_BY = ("prefill", "decode", "decode on device")
 class Activations:
     """Room for `max_tokens` tokens of one micro-batch, reserved once; reused pass after pass.
 
-    Device: tokens [2, n] (ids, positions), hidden, q, k, v, attention output, normed hidden, routing. Pinned: the host
+    Device: `MicroBatch.rows`, hidden, q, k, v, attention output, normed hidden, routing. Pinned: the host
     copies of q, k, v and of the attention output of decode tokens, unless `host` is false: nothing then attends there.
-    `workspace` accounts for temporaries inside ops. `spec` is that of the part of the model that GPU `rank` computes.
+    `workspace` accounts for temporaries inside ops; `block_tables` has room for all blocks of a KV cache on the device
+    where that has `device_blocks`. `spec` is that of the part of the model that GPU `rank` computes.
     """
 
     tokens: Buffer
+    block_tables: Buffer | None
     hidden: Buffer
     sampled: Buffer
     q: Buffer
@@ -35,18 +38,36 @@ class Activations:
     host_k: Buffer
     host_v: Buffer
     host_attention: Buffer
+    host_normed: Buffer  # this and what follows only where experts run on the host
+    host_expert_ids: Buffer
+    host_expert_weights: Buffer
+    host_moe_out: Buffer
 
     def __init__(
-        self, machine: Machine, spec: ModelSpec, *, max_tokens: int, name: str, host: bool = True, rank: int = 0
+        self,
+        machine: Machine,
+        spec: ModelSpec,
+        *,
+        max_tokens: int,
+        name: str,
+        host: bool = True,
+        host_experts: bool = False,
+        rank: int = 0,
+        device_blocks: int = 0,
     ) -> None:
         self._machine = machine
         self.max_tokens = max_tokens
         device = {**state_bytes(spec), **attention_bytes(spec), **expert_bytes(spec)}
         pinned = {what: host * nbytes for what, nbytes in host_attention_bytes(spec).items()}
+        pinned |= host_expert_bytes(spec) if host_experts else {}
         for tier, sizes in ((device_tier(rank), device), (PINNED, pinned)):
             for what, nbytes in sizes.items():
                 label, backed = f"{name} {what.replace('_', ' ')}", what not in UNBACKED
                 setattr(self, what, machine.tiers[tier].reserve(label, max_tokens * nbytes, backed=backed))
+        self.block_tables = None
+        if device_blocks:
+            table_bytes = device_blocks * TABLE_ENTRY_BYTES
+            self.block_tables = machine.tiers[device_tier(rank)].reserve(f"{name} block tables", table_bytes)
 
     @property
     def attention_keys(self) -> tuple[tuple[Buffer, str], ...]:
@@ -64,6 +85,7 @@ class Activations:
         return tuple(value for value in vars(self).values() if isinstance(value, Buffer))
 
 
+TABLE_ENTRY_BYTES = 4  # of a block of a KV cache on the device
 UNBACKED = ("workspace",)  # torch allocates temporaries while an op runs; they are gone with it
 
 # Bytes per token by buffer, in the groups in which micro-batches need them.
@@ -71,7 +93,7 @@ UNBACKED = ("workspace",)  # torch allocates temporaries while an op runs; they 
 
 def state_bytes(spec: ModelSpec) -> Mapping[str, int]:
     """What a micro-batch keeps from layer to layer."""
-    return {"tokens": 16, "hidden": spec.hidden_dim * spec.dtype_bytes, "sampled": 8}
+    return {"tokens": 8 * NUM_ROW_FIELDS, "hidden": spec.hidden_dim * spec.dtype_bytes, "sampled": 8}
 
 
 def attention_bytes(spec: ModelSpec) -> Mapping[str, int]:
@@ -102,9 +124,34 @@ def expert_bytes(spec: ModelSpec) -> Mapping[str, int]:
     }
 
 
+def host_expert_bytes(spec: ModelSpec) -> Mapping[str, int]:
+    """What experts on the host read and write, in pinned memory."""
+    return {
+        "host_normed": spec.hidden_dim * spec.dtype_bytes,
+        "host_expert_ids": spec.experts_per_token * 8,
+        "host_expert_weights": spec.experts_per_token * 4,
+        "host_moe_out": spec.hidden_dim * 4,
+    }
+
+
 def workspace_bytes_per_token(spec: ModelSpec) -> int:
-    """Temporaries of the widest op: one expert's gate and up projections with its input and output, in float32."""
-    return 4 * (3 * spec.expert_dim + 2 * spec.hidden_dim)
+    """Temporaries of the widest op. `tests/contract/test_gpu_lane.py` holds that no op takes more.
+
+    Experts: one's gate and up projections with its input and output, in float32. A norm: two rows in float32 and four
+    in the model's dtype. Rotary embedding: the projections, what comes of them, and the queries' halves on the way.
+    """
+    number_bytes, projections = spec.dtype_bytes, spec.q_dim + 2 * spec.kv_dim
+    experts = 4 * (3 * spec.expert_dim + 2 * spec.hidden_dim)
+    norm = (2 * 4 + 4 * number_bytes) * spec.hidden_dim
+    rotation = (2 * projections + 3 * spec.q_dim) * number_bytes
+    return max(experts, norm, rotation)
+
+
+def head_workspace_bytes(spec: ModelSpec) -> int:
+    """Temporaries of the head for one sequence: its logits in the model's dtype and in float32, or what its norm takes,
+    beside the rows that go in and out of that."""
+    widest = max((spec.dtype_bytes + 4) * spec.vocab_size, 2 * 4 * spec.hidden_dim)
+    return widest + 4 * spec.dtype_bytes * spec.hidden_dim
 
 
 def device_bytes_per_token(spec: ModelSpec) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 from harness.engine.activations import ATTENDED_BY, Activations
 from harness.engine.batch import MicroBatch
 from harness.engine.engine import Engine
-from harness.engine.ops import collective, compute, data, host, paged
+from harness.engine.ops import collective, compute, data, host, host_experts, paged
 from harness.machine.base import CPU, D2H, GPU, H2D, HOST_KINDS, LANES, Lane, Op, Ticket
 from harness.memory.kv_cache import KVCache
 from harness.memory.ops import Poison
@@ -178,6 +178,28 @@ class Emitter:
             self._family, self._spec, it.batch, it.acts, tuple(parts.values()), tuple(parts), layer, routed
         )
         return self.submit(GPU, op)
+
+    def experts_on_host(self, it: InFlight, layer: int) -> list[Ticket]:
+        """All experts of the layer on the cpu lane, after their input has come down; none in a layer without experts.
+        `load_expert_sums` brings back what they found."""
+        stored = self._engine.store.layers[layer]
+        parts = {int(name.split(".")[1]): part for name, part in stored.items() if name.startswith("expert.")}
+        if not parts:
+            return []
+        self.submit(D2H, host_experts.OffloadExpertInput(self._spec, it.batch, it.acts, layer))
+        world = self._engine.machine.world
+        routed = None if world is None else world.expert_counts(it.batch, layer)
+        ops = [
+            host_experts.ExpertOnHost(
+                self._family, self._spec, it.batch, it.acts, part, number, layer, routed, first=number == min(parts)
+            )
+            for number, part in parts.items()
+        ]
+        return [self.submit(CPU, op) for op in ops]
+
+    def load_expert_sums(self, it: InFlight, layer: int) -> None:
+        """What experts on the host add, to the device."""
+        self.submit(H2D, host_experts.LoadExpertSums(self._spec, it.batch, it.acts, layer))
 
     def combine(self, it: InFlight, layer: int, extra: tuple[Buffer, ...] = ()) -> Ticket:
         """Experts' sums into the residual stream."""

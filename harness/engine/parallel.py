@@ -72,6 +72,7 @@ def paged_weights(
     packet_bytes: int,
     resident_share: float = 0.0,
     layers: range | None = None,
+    experts: bool = True,
 ) -> PagedWeights:
     """For all GPUs of the engine, each over its own link; they take turns at the host's staging copies."""
     pages = [
@@ -83,17 +84,28 @@ def paged_weights(
             resident_share=resident_share,
             rank=each.rank,
             layers=layers,
+            experts=experts,
+            prefix="" if experts else "dense ",
         )
         for each in engine.ranks
     ]
     return pages[0] if len(pages) == 1 else cast(PagedWeights, ParallelPages(pages))
 
 
-def activations(engine: Engine, *, max_tokens: int, name: str) -> Activations:
+def activations(engine: Engine, *, max_tokens: int, name: str, host_experts: bool = False) -> Activations:
     """For all GPUs of the engine. Without host buffers where no part of the KV cache lies in host memory."""
     host = engine.kv.host is not None
     each_acts = [
-        Activations(each.machine, each.spec, max_tokens=max_tokens, name=name, host=host, rank=each.rank)
+        Activations(
+            each.machine,
+            each.spec,
+            max_tokens=max_tokens,
+            name=name,
+            host=host,
+            host_experts=host_experts,
+            rank=each.rank,
+            device_blocks=each.kv.num_device_blocks,
+        )
         for each in engine.ranks
     ]
     return each_acts[0] if len(each_acts) == 1 else cast(Activations, Sharded(each_acts))

@@ -95,6 +95,13 @@ class EachGpuEmitter:
     def experts(self, it: InFlight, layer: int, parts: Any) -> Ticket | None:
         return self._step(Emitter.experts, it, layer, parts)
 
+    def experts_on_host(self, it: InFlight, layer: int) -> list[Ticket]:
+        found: list[Ticket] = self._step(Emitter.experts_on_host, it, layer)
+        return found
+
+    def load_expert_sums(self, it: InFlight, layer: int) -> None:
+        self._step(Emitter.load_expert_sums, it, layer)
+
     def combine(self, it: InFlight, layer: int, extra: Any = ()) -> Ticket:
         return self._step(partial(Emitter.combine, extra=extra), it, layer)
 

@@ -29,7 +29,8 @@ class _Progress:
 class PagedWeights:
     """`num_pages` pages a layer. Of every layer whole parts worth at most `resident_share` of its bytes stay on the
     device for good: the last ones (experts), so that {norm, QKV} lies in the earliest pages and a layer can be begun
-    before its last page has landed. A `PlacedPart` reads the keys of all pages that it lies in.
+    before its last page has landed. A `PlacedPart` reads the keys of all pages that it lies in. Without `experts` a
+    layer is all but its experts: for passes in which these are computed on the host. `prefix`: of names in memory.
 
     All layers share one page size, that of the largest: a smaller layer has fewer pages. Pages go in order, and each
     once: `stage` and `load` request what is missing up to the page they name. Nothing is staged where the store itself
@@ -47,6 +48,8 @@ class PagedWeights:
         resident_share: float = 0.0,
         rank: int = 0,
         layers: range | None = None,
+        experts: bool = True,
+        prefix: str = "",
     ) -> None:
         assert num_pages >= 1, "a layer has at least one page"
         self._machine, self._store = machine, store
@@ -54,13 +57,16 @@ class PagedWeights:
         self._h2d, self._gpu = Lane(LaneKind.H2D, rank), Lane(LaneKind.GPU, rank)
         self.num_pages, self._packet_bytes = num_pages, packet_bytes
         self._layers = layers = range(len(store.layers)) if layers is None else layers
-        self._streamed = {layer: streamed_parts(store, layer, resident_share) for layer in layers}
+        self._names = {layer: part_names(store, layer, experts=experts) for layer in layers}
+        self._streamed = {layer: streamed_parts(store, layer, resident_share, experts=experts) for layer in layers}
         self.slot_bytes = max(self._bytes(layer) for layer in layers)
         self.page_bytes = page_bytes(self.slot_bytes, num_pages)
         self._sources = {layer: self._cut(layer) for layer in layers}
         self._roots: list[Buffer] = []
-        self._device = [self._reserve(self._tier, f"weight pages {slot}") for slot in range(_SLOTS)]
-        self._staging = [self._reserve("pinned", f"staged pages {slot}") for slot in range(_SLOTS) if store.is_pageable]
+        self._device = [self._reserve(self._tier, f"{prefix}weight pages {slot}") for slot in range(_SLOTS)]
+        self._staging = [
+            self._reserve("pinned", f"{prefix}staged pages {slot}") for slot in range(_SLOTS) if store.is_pageable
+        ]
         self._parts = [{layer: self._place(slot, layer) for layer in layers} for slot in range(_SLOTS)]
         self._resident = self._load_resident()
         self._progress: dict[int, _Progress] = {}  # by index, from its first request to its release
@@ -178,8 +184,8 @@ class PagedWeights:
 
     def _load_resident(self) -> dict[int, dict[str, PlacedPart]]:
         kept = {
-            layer: {name: part for name, part in self._store.layers[layer].items() if name not in streamed}
-            for layer, streamed in self._streamed.items()
+            layer: {name: self._store.layers[layer][name] for name in names if name not in self._streamed[layer]}
+            for layer, names in self._names.items()
         }
         total_bytes = sum(part.layout.nbytes for parts in kept.values() for part in parts.values())
         if not total_bytes:
@@ -196,11 +202,15 @@ class PagedWeights:
         return kept
 
 
-def streamed_parts(store: WeightStore, layer: int, resident_share: float) -> tuple[str, ...]:
+def part_names(store: WeightStore, layer: int, *, experts: bool = True) -> list[str]:
+    """Of a layer, in transfer order; without `experts` all others, which come first."""
+    return [name for name in store.part_names(layer) if experts or not name.startswith("expert.")]
+
+
+def streamed_parts(store: WeightStore, layer: int, resident_share: float, *, experts: bool = True) -> tuple[str, ...]:
     """All parts of a layer but those at its end that `resident_share` of its bytes hold."""
-    parts = store.layers[layer]
-    allowed_bytes = resident_share * sum(part.layout.nbytes for part in parts.values())
-    names = list(parts)
+    names, parts = part_names(store, layer, experts=experts), store.layers[layer]
+    allowed_bytes = resident_share * sum(parts[name].layout.nbytes for name in names)
     while names and parts[names[-1]].layout.nbytes <= allowed_bytes:
         allowed_bytes -= parts[names.pop()].layout.nbytes
     return tuple(names)

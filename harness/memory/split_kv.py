@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 class SplitAllocator:
     """The blocks of several memories behind one face. A sequence has all of its blocks on one side: when it takes its
-    first ones, on the side that is filled least, so that sequences admitted together are on all sides in the
-    proportion of the sides' sizes; where that side has too few, on another."""
+    first ones, on a device where there are enough of them, otherwise on the host. Of several devices it is the one that
+    is filled least, so that sequences admitted together are on all of them in the proportion of their sizes."""
 
     def __init__(self, *sides: BlockAllocator) -> None:
         assert len({(side.on_device, side.rank) for side in sides}) == len(sides), "one side each"
@@ -63,10 +63,10 @@ class SplitAllocator:
             side.check_integrity([s for s in sequences if not s.blocks or side.is_home_of(s)])
 
     def _open_to(self, sequence: Sequence) -> list[BlockAllocator]:
-        """Where it may take blocks, the side filled least first."""
+        """Where it may take blocks, devices first, the side filled least first."""
         if sequence.blocks:
             return [self._side_of(sequence)]
-        return sorted(self._sides, key=lambda side: side.num_used / max(1, side.num_blocks))
+        return sorted(self._sides, key=lambda side: (not side.on_device, side.num_used / max(1, side.num_blocks)))
 
     def _side_of(self, sequence: Sequence) -> BlockAllocator:
         return next(side for side in self._sides if side.is_home_of(sequence))
@@ -81,6 +81,10 @@ class SplitKVCache:
         self.device = next((part for part in parts if part.on_device), None)
         self.host = next((part for part in parts if not part.on_device), None)
         self.allocator = SplitAllocator(*(part.allocator for part in parts))
+
+    @property
+    def num_device_blocks(self) -> int:
+        return max(part.num_device_blocks for part in self._parts)
 
     def release(self, sequence: Sequence) -> None:
         next(part for part in self._parts if part.allocator.is_home_of(sequence)).release(sequence)

@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 NOTE = (
     "mixtral-mini on two cores (hardware=laptop, host memory 1 GB/s), prompts of 384 tokens, N = 128, μ = 32; "
-    "packets as recorded. A: norm, QKV; B: attention on the CPU; C: projection, router, experts; D1: QKV to the host; "
-    "D2: attention's results to the GPU; D3: weights; D4: keys and values to the GPU"
+    "packets as recorded. A: norm, QKV; B: attention, on the CPU but for S4; C: projection, router, experts; "
+    "D1: QKV to the host; D2: attention's results to the GPU; D4: keys and values to the GPU; the number is the "
+    "micro-batch's"
 )
 SCHEDULES = {"moelightning": "CGOPipe", "fastdecode": "S2", "flexgen_c": "S3", "flexgen": "S4"}
 LETTERS = {
-    "attention in": "A", "append kv": "B", "decode attention": "B", "attention out": "C", "experts": "C",
-    "offload qkv": "D1", "load attention": "D2", "weights": "D3", "load kv": "D4",
+    "attention in": "A", "decode attention": "B", "decode attention (device)": "B", "attention out": "C",
+    "experts": "C", "offload qkv": "D1", "load attention": "D2", "load kv": "D4",
 }  # fmt: skip
 N, MU, PROMPT, LAYERS = 128, 32, 384, 2
 SETTING = (
@@ -40,7 +41,7 @@ def overrides(
     strategy: str, *, n: int = N, mu: int = MU, prompt: int = PROMPT, steps: int = 6, model: str = "mixtral-mini"
 ) -> list[str]:
     """As `python run.py` takes them."""
-    policy = {"batch_size": n, "micro_batch_size": mu, "resident_weights": 0}
+    policy = {"batch_size": n, "micro_batch_size": mu, "gpu_ffn": "true", "resident_weights": 0, "resident_kv": 0}
     return [
         *("machine=emulated", f"strategy={strategy}", f"model={model}", *SETTING),
         *(f"strategy.policy.{name}={value}" for name, value in policy.items()),

@@ -27,9 +27,17 @@ class _Stage:
 
     layers: range
     emit: Emitter
-    weights: PagedWeights
+    prefill_weights: PagedWeights
+    weights: PagedWeights  # of decode: the same, or without experts
     pool: ActivationPool
     kv_staging: Seq[Buffer]
+
+    def weights_for(self, plan: PassPlan) -> PagedWeights:
+        """Where the phases have streams of their own, the other one's prefetch is dropped."""
+        wanted, other = (self.prefill_weights, self.weights)[:: 1 if plan.prefill else -1]
+        if other is not wanted:
+            other.cancel_all()
+        return wanted
 
 
 @dataclass(eq=False, frozen=True)
@@ -46,6 +54,9 @@ class MicroBatchPipeline:
     Several GPUs share every layer if the engine has them, or with `stages` the layers: each has a stage of consecutive
     ones, and as many passes can be in flight as there are stages. They move on together: while one pass is in stage s,
     the one that began after it is in stage s - 1, and what they submit takes turns.
+
+    With F_g = 0 (`gpu_ffn` false; one GPU) decode has a stream of weights without experts, in pages of its own, beside
+    that of whole layers for prefill; where the phase changes, what the other one has prefetched is dropped.
     """
 
     def __init__(
@@ -57,20 +68,23 @@ class MicroBatchPipeline:
         num_pages: int,
         resident_share: float,
         packet_bytes: int,
+        gpu_ffn: bool = True,
         stages: bool = False,
     ) -> None:
         self._engine, self._schedule, self._memory = engine, schedule, memory
         engines = engine.stages if stages else [engine]
+        assert gpu_ffn or len(engine.ranks) == 1, "experts on the CPU are a matter of one GPU"
         per_stage = engine.spec.num_layers // len(engines)
 
         def stage(number: int, on: Engine) -> _Stage:
             layers = range(number * per_stage, (number + 1) * per_stage)
+            pages = partial(parallel.paged_weights, on, num_pages=num_pages, packet_bytes=packet_bytes, layers=layers)
+            whole = pages(resident_share=resident_share if gpu_ffn else 0.0)
             return _Stage(
                 layers=layers,
                 emit=parallel.emitter(on, fifo=True),
-                weights=parallel.paged_weights(
-                    on, num_pages=num_pages, packet_bytes=packet_bytes, resident_share=resident_share, layers=layers
-                ),
+                prefill_weights=whole,
+                weights=whole if gpu_ffn else pages(resident_share=resident_share, experts=False),
                 pool=parallel.activation_pool(on, memory.pool, keeps=number == 0),
                 kv_staging=[
                     parallel.device_buffer(on, f"kv staging {i}", memory.kv_staging_bytes)
@@ -81,6 +95,7 @@ class MicroBatchPipeline:
         self._stages = [stage(number, on) for number, on in enumerate(engines)]
         self._under_way: deque[_UnderWay] = deque()  # not all of which has been submitted
         self._num_passes = 0
+        self._cpu_experts = not gpu_ffn
 
     @property
     def page_bytes(self) -> int:
@@ -105,11 +120,12 @@ class MicroBatchPipeline:
         steps = [
             Steps(
                 stage.emit,
-                stage.weights,
+                stage.weights_for(plan),
                 list(zip(batches, mine, kept, strict=True)),
                 first_index=number * len(stage.layers),
                 layers=stage.layers,
                 kv_staging=stage.kv_staging,
+                cpu_experts=self._cpu_experts and not plan.prefill,
                 following=theirs,
             )
             for stage, mine, theirs in zip(self._stages, acts, [*acts[1:], []], strict=True)
@@ -124,6 +140,7 @@ class MicroBatchPipeline:
 
     def finish(self) -> None:
         for stage in self._stages:
+            stage.prefill_weights.cancel_all()
             stage.weights.cancel_all()
 
     def _complete(self, wanted: _UnderWay) -> None:
@@ -156,3 +173,4 @@ _END = object()
 def _through(steps: Steps, schedule: Schedule) -> Iterator[None]:
     steps.begin()
     yield from schedule(steps)
+    steps.end()

@@ -13,7 +13,13 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from harness.engine.activation_pool import PoolSizes
-from harness.engine.activations import attention_bytes, expert_bytes, host_attention_bytes, state_bytes
+from harness.engine.activations import (
+    attention_bytes,
+    expert_bytes,
+    host_attention_bytes,
+    host_expert_bytes,
+    state_bytes,
+)
 from harness.memory.tiers import PAGEABLE, PINNED, RAM
 from harness.model.spec import ModelSpec
 from strategies.common.linear_terms import BATCH, DEVICE_SEQUENCES, RESIDENT_WEIGHTS, Linear
@@ -187,8 +193,8 @@ class Deployment:
 def demands(deployment: Deployment, switches: Switches) -> dict[str, dict[str, Linear]]:
     """Bytes by tier and name. Where the host cache's size is given, the tier "kv cache" has what is kept in it.
 
-    Prefill runs on the device whatever F_g says, so the layer buffers hold whole layers; with F_g = 0 the experts
-    never stay there, and r_w is the share of everything else.
+    Prefill runs on the device whatever F_g says, out of buffers for whole layers. With F_g = 0 decode has buffers of
+    its own, for all but the experts; of that r_w is a share, for decode alone.
     """
     sizes, storage = deployment.sizes, deployment.storage
     num_gpus = deployment.num_gpus
@@ -207,12 +213,17 @@ def demands(deployment: Deployment, switches: Switches) -> dict[str, dict[str, L
 
 
 def streamed_bytes(sizes: WeightSizes, *, gpu_ffn: bool, prefill: bool = False) -> Linear:
-    """Of a layer, what is not on the device and has to be brought there for a pass: all of it in prefill, and in decode
-    not the experts where those are computed on the CPU."""
-    others = (sizes.layer_bytes - sizes.experts_bytes) * (1 - RESIDENT_WEIGHTS)
+    """Of a layer, what has to be brought to the device for a pass: what is not there, and of a layer whose experts the
+    CPU has in decode, all in prefill."""
     if gpu_ffn:
-        return others + sizes.experts_bytes * (1 - RESIDENT_WEIGHTS)
-    return others + (sizes.experts_bytes if prefill else 0)
+        return sizes.layer_bytes * (1 - RESIDENT_WEIGHTS)
+    return Linear(sizes.layer_bytes) if prefill else (sizes.layer_bytes - sizes.experts_bytes) * (1 - RESIDENT_WEIGHTS)
+
+
+def buffered_bytes(sizes: WeightSizes, *, gpu_ffn: bool) -> Linear:
+    """Two layers, of each stream of weights that there is."""
+    prefill = streamed_bytes(sizes, gpu_ffn=gpu_ffn, prefill=True)
+    return _LAYERS_BUFFERED * (prefill if gpu_ffn else prefill + streamed_bytes(sizes, gpu_ffn=False))
 
 
 def kv_bytes_per_sequence(deployment: Deployment) -> float:
@@ -233,6 +244,7 @@ def pool_tokens(deployment: Deployment, switches: Switches) -> dict[str, Linear]
         "in_attention": Linear(max(storage.prefill_buffers * largest, _IN_ATTENTION * mu)),
         "hidden": BATCH + storage.prefill_buffers * largest if is_kept else in_pass,
         "kept": in_pass if is_kept else Linear(),
+        "host_experts": Linear() if switches.gpu_ffn else BATCH,
     }
 
 
@@ -250,7 +262,7 @@ def _on_device(deployment: Deployment, switches: Switches) -> dict[str, Linear]:
     held = {
         "embedding and head": Linear(sizes.device_ends_bytes),
         "resident weights": resident * RESIDENT_WEIGHTS,
-        "weight buffer": _LAYERS_BUFFERED * streamed_bytes(sizes, gpu_ffn=switches.gpu_ffn, prefill=True),
+        "weight buffer": buffered_bytes(sizes, gpu_ffn=switches.gpu_ffn),
         "hidden states": deployment.blocks_in_flight * tokens["hidden"] * state.pop("hidden"),
         "token ids": deployment.blocks_in_flight * tokens["in_pass"] * sum(state.values()),
         "around attention": tokens["in_attention"] * sum(attention_bytes(spec).values()),
@@ -279,11 +291,11 @@ def _in_pinned(deployment: Deployment, switches: Switches) -> dict[str, Linear]:
     held = {
         "host rows": num_gpus * (tokens["in_attention"] * sum(host_attention_bytes(spec).values())),
         "kept hidden states": deployment.blocks_in_flight * tokens["kept"] * state_bytes(spec)["hidden"],
+        "experts' rows": num_gpus * tokens["host_experts"] * sum(host_expert_bytes(spec).values()),
         "pinned slack": Linear(_SLACK_BYTES),
     }
     if deployment.storage.weights_tier == PAGEABLE:
-        staged = streamed_bytes(deployment.sizes, gpu_ffn=switches.gpu_ffn, prefill=True)
-        held["weight staging"] = num_gpus * _LAYERS_BUFFERED * staged
+        held["weight staging"] = num_gpus * buffered_bytes(deployment.sizes, gpu_ffn=switches.gpu_ffn)
     return held
 
 

@@ -15,11 +15,13 @@ from harness.memory.tiers import PAGEABLE, PINNED
 from strategies.common.blocks_in_flight import like_shares
 from strategies.common.micro_batch_memory import MicroBatchMemory
 from strategies.common.offload_memory import (
+    KV_CACHE,
     Deployment,
     Storage,
     Switches,
     WeightSizes,
     WorkloadShape,
+    held_bytes,
     kv_staging_bytes,
     micro_batch_kv_tokens,
     pool_sizes,
@@ -55,6 +57,11 @@ class OffloadPlan:
             cached_tokens=ceil(micro_batch_kv_tokens(self.deployment.shape, size)),
             kv_staging_bytes=staged,
         )
+
+    @property
+    def device_kv_bytes(self) -> int:
+        """Of the batch's KV cache, what lies on the device."""
+        return held_bytes(self.deployment, self.policy)["device"][KV_CACHE]
 
     @property
     def prediction(self) -> Prediction | None:
@@ -96,7 +103,10 @@ def plan_policy(
     """
     deployment = deployment_of(engine, padded=padded, num_stages=len(engine.ranks) if stages else 1)
     shares_layers = deployment.blocks_in_flight < deployment.num_gpus
-    rates = rates or RateProbe(engine, packet_bytes=packet_bytes, shares_layers=shares_layers).measure()
+    cpu_ffn = given.gpu_ffn is not True
+    rates = (
+        rates or RateProbe(engine, packet_bytes=packet_bytes, shares_layers=shares_layers, cpu_ffn=cpu_ffn).measure()
+    )
 
     def task(storage: Storage) -> Search:
         cost = CostModel(deployment=replace(deployment, storage=storage), rates=rates, overlap=overlap)

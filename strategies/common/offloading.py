@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from harness.config import require
 from harness.engine.engine import Engine
+from harness.engine.kv_placement import place_kv
 from harness.engine.sequences import Sequence
 from harness.engine.strategy import Strategy
 from harness.memory.kv_cache import Blocks
@@ -33,11 +34,13 @@ def complete_policy(
     """What is given, and for the rest the best that the search finds. `gpu_attention` is where the schedule attends,
     null where there is one for either. Raises ConfigError naming what these pipelines cannot run, or what does not
     fit."""
-    require_supported(given, min_micro_batches=min_micro_batches)
+    require_supported(given, num_gpus=len(engine.ranks), min_micro_batches=min_micro_batches)
+    if len(engine.ranks) > 1:
+        given = replace(given, gpu_ffn=True, resident_kv=0.0)
     chosen = gpu_attention if given.gpu_attention is None else given.gpu_attention
     return plan_policy(
         engine,
-        replace(given, gpu_attention=chosen, gpu_ffn=True, resident_kv=0.0),
+        replace(given, gpu_attention=chosen),
         packet_bytes=int(packet_mb * 1e6),
         padded=padded,
         min_micro_batches=min_micro_batches,
@@ -46,15 +49,13 @@ def complete_policy(
     )
 
 
-def require_supported(given: GivenPolicy, *, min_micro_batches: int = 1) -> None:
+def require_supported(given: GivenPolicy, *, num_gpus: int = 1, min_micro_batches: int = 1) -> None:
     """What these pipelines cannot run yet, by the field below `strategy`."""
     field = "strategy.policy"
-    require(given.gpu_ffn is not False, f"{field}.gpu_ffn", "must be true: experts on the CPU are not built")
-    require(
-        not given.resident_kv,
-        f"{field}.resident_kv",
-        f"must be 0: the KV cache lies in host memory, got {given.resident_kv}",
-    )
+    if num_gpus > 1:
+        require(given.gpu_ffn is not False, f"{field}.gpu_ffn", "must be true or null where there are several GPUs")
+        message = f"must be 0 or null where there are several GPUs, got {given.resident_kv}"
+        require(not given.resident_kv, f"{field}.resident_kv", message)
     if given.batch_size is not None and given.micro_batch_size is not None:
         require(
             -(-given.batch_size // given.micro_batch_size) >= min(min_micro_batches, given.batch_size),
@@ -76,6 +77,7 @@ def build_offloading(
     """With `paging` a layer's weights come in as many pages as there are micro-batches, otherwise as one block. Where
     the plan is for GPUs that are stages of a pipeline, each has a batch in flight."""
     policy, memory, num_blocks = planned.policy, planned.memory, planned.deployment.blocks_in_flight
+    _place_kv(engine, planned)
     num_pages = policy.num_micro_batches if paging else 1
     pipeline = MicroBatchPipeline(
         engine,
@@ -84,6 +86,7 @@ def build_offloading(
         num_pages=num_pages,
         resident_share=policy.resident_weights,
         packet_bytes=int(packet_mb * 1e6),
+        gpu_ffn=policy.gpu_ffn,
         stages=num_blocks > 1,
     )
 
@@ -105,6 +108,7 @@ def build_offloading(
         "pages_per_layer": num_pages,
         "page_mb": pipeline.page_bytes / 1e6,
         "resident_weights_gb": pipeline.resident_bytes / 1e9,
+        "resident_kv_gb": planned.device_kv_bytes / 1e9,
         "prefill_micro_batch_tokens": memory.pool.largest,
         "prefill_pass_tokens": memory.pool.in_pass,
         "hidden_states_wait_in": "pinned memory" if memory.pool.kept else "device memory",
@@ -119,3 +123,11 @@ def build_offloading(
         prediction=planned.prediction,
         plan=plan,
     )
+
+
+def _place_kv(engine: Engine, planned: OffloadPlan) -> None:
+    """r_c of the batch's KV cache on the device, beside the host's cache."""
+    blocks = engine.kv.allocator
+    block_bytes = blocks.block_size * engine.spec.kv_bytes_per_token
+    if planned.device_kv_bytes >= block_bytes:
+        place_kv(engine, host_bytes=blocks.num_blocks * block_bytes, device_bytes=planned.device_kv_bytes)

@@ -20,7 +20,7 @@ class Policy:
     gpu_attention: bool  # A_g
     gpu_ffn: bool  # F_g
     resident_weights: float  # r_w: share of each layer's weights that stays on the device
-    resident_kv: float  # r_c: share of the KV cache on the device
+    resident_kv: float  # r_c: share of the KV cache on the device, where the GPU attends to it whatever A_g says
 
     def __post_init__(self) -> None:
         require(self.batch_size >= 1, "batch_size", f"must be at least 1, got {self.batch_size}")

@@ -83,33 +83,36 @@ class CostModel:
     overlap: Overlap = "all"
 
     def decode(self, switches: Switches) -> LayerTime:
-        """One layer of a decode step, at the mean context: step i of 1 .. n - 1 sees s + i tokens."""
+        """One layer of a decode step, at the mean context: step i of 1 .. n - 1 sees s + i tokens. Whose KV cache is on
+        the device is attended to there, whatever A_g says."""
         d, rates = self.deployment, self.rates
         spec, on_host = d.spec, BATCH - DEVICE_SEQUENCES
         row_bytes = spec.dtype_bytes
         context = mean_seen_tokens(spec, d.shape.prompt_tokens + d.shape.new_tokens / 2)
-        kv_bytes, flops = context * spec.kv_bytes_per_token_layer, BATCH * (context * spec.decode_pair_flops)
+        kv_bytes, flops = context * spec.kv_bytes_per_token_layer, context * spec.decode_pair_flops
+        attending = BATCH if switches.gpu_attention else DEVICE_SEQUENCES  # on the GPU
         weights = streamed_bytes(d.sizes, gpu_ffn=switches.gpu_ffn)
         to_gpu = [_task("weights", link=weights / rates.h2d_bytes_s)]
         to_host = [_task("kv", link=on_host * spec.kv_bytes_per_token_layer / rates.d2h_bytes_s)]
-        on_gpu, on_cpu = [], []
+        on_gpu = [_roofs("attention", rates.gpu, flops=attending * flops, nbytes=attending * kv_bytes)]
+        on_cpu = []
         if switches.gpu_attention:
             to_gpu.append(_task("kv", link=on_host * kv_bytes / rates.h2d_bytes_s))
-            on_gpu.append(_roofs("attention", rates.gpu, flops=flops, nbytes=BATCH * kv_bytes))
         else:
-            to_gpu.append(_task("attention results", link=BATCH * (spec.cached_o_dim * row_bytes / rates.h2d_bytes_s)))
-            to_host.append(_task("queries", link=BATCH * (spec.cached_q_dim * row_bytes / rates.d2h_bytes_s)))
-            seen = d.num_gpus * BATCH * kv_bytes
-            on_cpu.append(_roofs("attention", rates.cpu_attention, flops=d.num_gpus * flops, nbytes=seen))
+            results, queries = (on_host * (dim * row_bytes) for dim in (spec.cached_o_dim, spec.cached_q_dim))
+            to_gpu.append(_task("attention results", link=results / rates.h2d_bytes_s))
+            to_host.append(_task("queries", link=queries / rates.d2h_bytes_s))
+            attended = d.num_gpus * on_host
+            on_cpu.append(_roofs("attention", rates.cpu_attention, flops=attended * flops, nbytes=attended * kv_bytes))
         ffn = _ffn(d, BATCH, switches.micro_batch_size, MICRO_BATCHES, with_experts=switches.gpu_ffn)
         on_gpu.append(_roofs("ffn" if switches.gpu_ffn else "projections", rates.gpu, *ffn))
         on_gpu += self._sums(BATCH)
         if not switches.gpu_ffn:
-            flops, nbytes = _experts(d, BATCH, switches.micro_batch_size, MICRO_BATCHES)
-            on_cpu.append(_roofs("experts", rates.cpu_ffn, d.num_gpus * flops, d.num_gpus * nbytes))
-            hidden = BATCH * (spec.hidden_dim * row_bytes)
-            to_gpu.append(_task("expert results", link=hidden / rates.h2d_bytes_s))
-            to_host.append(_task("hidden states", link=hidden / rates.d2h_bytes_s))
+            needed, nbytes = _experts(d, BATCH, switches.micro_batch_size, MICRO_BATCHES)
+            on_cpu.append(_roofs("experts", rates.cpu_ffn, d.num_gpus * needed, d.num_gpus * nbytes))
+            input_bytes = spec.hidden_dim * row_bytes + 12 * spec.experts_per_token
+            to_gpu.append(_task("expert sums", link=BATCH * (spec.hidden_dim * 4) / rates.h2d_bytes_s))
+            to_host.append(_task("expert inputs", link=BATCH * input_bytes / rates.d2h_bytes_s))
         return self._layer(to_gpu, to_host, on_gpu, on_cpu, weights=weights, in_decode=True)
 
     def prefill(self, switches: Switches) -> LayerTime:

@@ -63,11 +63,8 @@ class Search:
         return policy.batch_size / self.layer_time(Switches.of(policy)).seconds(policy)
 
     def switches(self) -> Iterator[tuple[bool, bool]]:
-        """(A_g, F_g) that are open. r_c is a matter of attention on the GPU only."""
-        attention = _open(self.given.gpu_attention)
-        if self.given.resident_kv:
-            attention = [on_gpu for on_gpu in attention if on_gpu]
-        return product(attention, _open(self.given.gpu_ffn))
+        """(A_g, F_g) that are open."""
+        return product(_open(self.given.gpu_attention), _open(self.given.gpu_ffn))
 
     def allows(self, policy: Policy) -> bool:
         """Whether the policy is what is given, fits the pipeline and the memory."""
@@ -77,7 +74,6 @@ class Search:
             all(abs(getattr(policy, name) - value) <= 1e-9 for name, value in given.items())
             and self.fewest_micro_batches <= policy.num_micro_batches <= most
             and policy.batch_size <= self.most_sequences
-            and (policy.gpu_attention or policy.resident_kv == 0)
             and fits(self.deployment, policy)
         )
 
@@ -159,9 +155,10 @@ class _Program:
 
     def smallest_at(self, rate: float, *, fewest: int) -> Policy | None:
         """The least number of sequences from `fewest` on that still reaches `rate`; as a tie, the most weights on the
-        device."""
+        device, and then the fewest sequences."""
         enough = LinearConstraint(self._row(Linear(batch=1.0)), lb=fewest)
-        objective = self._row(Linear(batch=1.0, resident_weights=-0.5))
+        few = 0.25 / self.task.most_sequences
+        objective = self._row(Linear(batch=1.0, resident_weights=-0.5, device_sequences=few))
         solution = self._solve(objective, integer=True, more=[LinearConstraint(-self._gain(rate), lb=0.0), enough])
         return None if solution is None else self._policy(solution)
 
@@ -204,16 +201,21 @@ class _Program:
 
     @property
     def _step(self) -> float:
-        """The unknown for r_w counts these: the pipeline's smallest share, or the whole where any share will do."""
-        given = self.task.given.resident_weights is not None
-        return 1.0 if given else self.task.deployment.storage.resident_step or 1.0
+        """The unknown for r_w counts these: the pipeline's smallest share, or the whole where any share will do. Of
+        what is no expert, the pipeline keeps all or nothing."""
+        step = self.task.deployment.storage.resident_step
+        return step if step is not None and self._has_steps and self.gpu_ffn else 1.0
+
+    @property
+    def _has_steps(self) -> bool:
+        return self.task.given.resident_weights is None and self.task.deployment.storage.resident_step is not None
 
     def _policy(self, solution: Any) -> Policy:
         batch, _, steps, on_device = solution[:_NUM_UNKNOWNS]
         given = self.task.given
-        resident = (steps if self._step == 1.0 else round(steps)) * self._step
+        resident = (round(steps) if self._has_steps else steps) * self._step
         size = round(batch)
-        kv = given.resident_kv if given.resident_kv is not None else min(max(round(on_device) / size, 0.0), 1.0)
+        kv = given.resident_kv if given.resident_kv is not None else min(max(float(on_device) / size, 0.0), 1.0)
         weights = given.resident_weights if given.resident_weights is not None else min(max(float(resident), 0.0), 1.0)
         return Policy(
             batch_size=size,
@@ -229,8 +231,7 @@ class _Program:
         whole = np.zeros(self._num_columns)
         if integer:
             whole[:2] = 1
-            whole[2] = self._step != 1.0
-            whole[3] = self.task.given.resident_kv is None
+            whole[2] = self._has_steps
         constraints = [*self._constraints, *more]
         result = milp(objective, constraints=constraints, bounds=self._bounds, integrality=whole, options=_SOLVER)
         if result.status == 2:  # infeasible
@@ -246,7 +247,7 @@ class _Program:
         low[1], high[1] = task.fewest_micro_batches, task.max_micro_batches or task.most_sequences
         share, most = given.resident_weights, int(1 / self._step + 1e-9)
         low[2], high[2] = (0.0, most) if share is None else (share, share)
-        high[3] = task.most_sequences if self.gpu_attention else 0.0
+        high[3] = task.most_sequences
         return Bounds(low, high)
 
     @cached_property

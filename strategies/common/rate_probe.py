@@ -25,18 +25,19 @@ from strategies.common.policy_cost import Rates
 
 _MANY_TOKENS = 1024  # that saturate the GPU's arithmetic, where its memory holds them
 _FEW_TOKENS_AN_EXPERT = 2  # so few that reading the weights takes longer
+_SOME_TOKENS = 128  # the same for a CPU, which has less to saturate and takes longer
 _CONTEXT_TOKENS = 64  # of a sequence, for attention on the CPU
 _REPEATS = 3  # disturbances only ever add time: the shortest counts
 _LEAST_S = 1e-9  # a clock may stand still
 
 
 class RateProbe:
-    """`measure` takes a few passes of one layer. Of several GPUs all links are probed together, as they
-    will be used; for
-    the rest the first stands for all."""
+    """`measure` takes a few passes of one layer. Of several GPUs all links are probed together, as they will be used;
+    for the rest the first stands for all. Without `cpu_ffn`, where no experts will run on the CPU, their rate is not
+    measured; attention's stands in its place."""
 
-    def __init__(self, engine: Engine, *, packet_bytes: int, shares_layers: bool = True) -> None:
-        self._engine, self._packet_bytes = engine, packet_bytes
+    def __init__(self, engine: Engine, *, packet_bytes: int, shares_layers: bool = True, cpu_ffn: bool = True) -> None:
+        self._engine, self._packet_bytes, self._cpu_ffn = engine, packet_bytes, cpu_ffn
         self._adds_up = shares_layers and len(engine.ranks) > 1
         self._emit = Emitter(engine, fifo=True)
         self._layer = engine.spec.num_layers - 1  # leading layers may be dense
@@ -46,12 +47,15 @@ class RateProbe:
     def measure(self) -> Rates:
         engine = self._engine
         all_weights = parallel.paged_weights(engine, num_pages=4, packet_bytes=self._packet_bytes)
-        all_acts = parallel.activations(engine, max_tokens=self._max_tokens, name="rate probe")
+        all_acts = parallel.activations(
+            engine, max_tokens=self._max_tokens, name="rate probe", host_experts=self._cpu_ffn
+        )
         weights, acts = shard_of(all_weights, 0), shard_of(all_acts, 0)
         try:
             pin_bytes_s, h2d_bytes_s = self._weights(all_weights)
             gpu = self._gpu(weights, acts)
             cpu = self._cpu(weights, acts)
+            cpu_ffn = self._cpu_experts(weights, acts) if self._cpu_ffn else cpu
             d2h_bytes_s = self._offload(acts)
             peer_bytes_s = self._sums(all_acts) if self._adds_up else None
         finally:
@@ -61,7 +65,7 @@ class RateProbe:
         return Rates(
             gpu=gpu,
             cpu_attention=cpu,
-            cpu_ffn=cpu,
+            cpu_ffn=cpu_ffn,
             h2d_bytes_s=h2d_bytes_s,
             d2h_bytes_s=d2h_bytes_s,
             pin_bytes_s=pin_bytes_s if engine.store.is_pageable else None,
@@ -90,11 +94,28 @@ class RateProbe:
 
     def _gpu(self, weights: PagedWeights, acts: Activations) -> Level:
         """FLOP/s with many tokens, bytes/s with so few that reading the weights is what takes time."""
-        spec = self._engine.spec
-        few = min(self._max_tokens, _FEW_TOKENS_AN_EXPERT * max(1, spec.num_experts // spec.experts_per_token))
         many_s, many = self._matrices(weights, acts, self._max_tokens)
-        few_s, little = self._matrices(weights, acts, few)
+        few_s, little = self._matrices(weights, acts, self._few_tokens)
         return Level(name="gpu", flops_s=many.flops / many_s, bytes_s=little.device_bytes / few_s)
+
+    @property
+    def _few_tokens(self) -> int:
+        spec = self._engine.spec
+        return min(self._max_tokens, _FEW_TOKENS_AN_EXPERT * max(1, spec.num_experts // spec.experts_per_token))
+
+    def _cpu_experts(self, weights: PagedWeights, acts: Activations) -> Level:
+        """FLOP/s and bytes/s of a layer's experts on the CPU, with some tokens and with few."""
+        (some_s, some), (few_s, little) = (
+            self._experts_on_host(weights, acts, n) for n in (min(_SOME_TOKENS, self._max_tokens), self._few_tokens)
+        )
+        return Level(name="cpu", flops_s=some.flops / some_s, bytes_s=little.host_bytes / few_s)
+
+    def _experts_on_host(self, weights: PagedWeights, acts: Activations, num_tokens: int) -> tuple[float, Work]:
+        it, layer = InFlight(self._prompt(num_tokens), acts), self._layer
+        self._emit.embed(it)
+        self._emit.attention_in(it, layer, weights.part(layer, "attention_in"))
+        self._emit.attention_out(it, layer, weights.part(layer, "attention_out"))
+        return self._shortest(lambda: self._emit.experts_on_host(it, layer))
 
     def _matrices(self, weights: PagedWeights, acts: Activations, num_tokens: int) -> tuple[float, Work]:
         """Seconds and work of a layer's projections, router and experts."""

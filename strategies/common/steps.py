@@ -20,7 +20,8 @@ class Steps:
     layer 0 of the next pass, at whose start its pages have all been requested. Beside its buffers each micro-batch has
     the place in pinned memory where its hidden states wait between layers, None where they stay on the device.
     `first_index` is the pass's layer 0 in the stream of weights; `kv_staging` are two device buffers for cached keys
-    and values, none where the CPU attends.
+    and values, none where the CPU attends. With `cpu_experts` the CPU has the experts, and a micro-batch takes their
+    sums when it enters the next layer, so that the GPU has other micro-batches in the meantime.
 
     Where the GPUs are stages of a pipeline, this is a pass through one of them: `i` counts its `layers` from 0, and
     `following` are the micro-batches' buffers in the next one, none behind the last. Hidden states that wait in pinned
@@ -36,6 +37,7 @@ class Steps:
         first_index: int,
         layers: range,
         kv_staging: Seq[Buffer] = (),
+        cpu_experts: bool = False,
         following: Seq[PooledActivations] = (),
     ) -> None:
         self._emit, self._weights = emit, weights
@@ -44,6 +46,8 @@ class Steps:
         self._first_index, self._kv_staging = first_index, kv_staging
         self._layers, self._following = layers, following
         self.num_layers, self.num_micro_batches = len(layers), len(micro_batches)
+        self._cpu_experts = cpu_experts
+        self._at_experts: dict[int, int] = {}  # micro-batches whose layer the CPU has not given back yet
         self.sampled: list[Ticket] = []  # in the order of the micro-batches, once the last layer has been submitted
 
     def ahead(self, i: int, j: int, by: int) -> tuple[int, int] | None:
@@ -78,6 +82,7 @@ class Steps:
     def pre_attn(self, i: int, j: int) -> None:
         """Norm, QKV, and in front of layer 0 the embedding."""
         it, kept, layer = self._its[j], self._kept[j], self._layers[i]
+        self._take_sums(j)
         if layer == 0:
             self._emit.look_up(it)
         elif kept is not None:
@@ -88,7 +93,27 @@ class Steps:
         """Output projection, router and experts, and behind the last layer the head."""
         it, kept, index, layer = self._its[j], self._kept[j], self._first_index + i, self._layers[i]
         self._emit.attention_out(it, layer, self._weights.part(index, "attention_out"))
-        self._emit.experts(it, layer, self._weights.experts(index))
+        if self._cpu_experts and self._emit.experts_on_host(it, layer):
+            assert kept is None, "its hidden states stay on the device until the sums are there"
+            self._at_experts[j] = i
+        else:
+            self._emit.experts(it, layer, self._weights.experts(index))
+            self._leave(i, j)
+        if j == self.num_micro_batches - 1:
+            self._weights.release(index)
+
+    def end(self) -> None:
+        """Behind the schedule: what the CPU still has of the last layer."""
+        for j in sorted(self._at_experts):
+            self._take_sums(j)
+
+    def _take_sums(self, j: int) -> None:
+        if (i := self._at_experts.pop(j, None)) is not None:
+            self._emit.load_expert_sums(self._its[j], self._layers[i])
+            self._leave(i, j)
+
+    def _leave(self, i: int, j: int) -> None:
+        it, kept, layer = self._its[j], self._kept[j], self._layers[i]
         self._emit.combine(it, layer)
         is_last = i == self.num_layers - 1
         if is_last and not self._following:
@@ -97,8 +122,6 @@ class Steps:
             self._emit.offload_hidden(it, layer, kept)
         elif is_last:
             self._emit.send_hidden(it, layer, self._following[j])
-        if j == self.num_micro_batches - 1:
-            self._weights.release(index)
 
     def prefill_attn(self, i: int, j: int) -> None:
         self._emit.prefill_attention(self._its[j], self._layers[i])
@@ -109,8 +132,10 @@ class Steps:
         self._emit.offload_qkv(self._its[j], self._layers[i])
 
     def cpu_attn(self, i: int, j: int) -> None:
-        """The new keys and values into the cache, and attention over it."""
+        """The new keys and values into the cache, and attention over it: by the CPU, and by the GPU of sequences whose
+        cache is in device memory."""
         self._emit.append_kv(self._its[j], self._layers[i])
+        self._emit.attend_in_place(self._its[j], self._layers[i])
         self._emit.attend_on_host(self._its[j], self._layers[i])
 
     def load_h(self, i: int, j: int) -> None:
@@ -120,11 +145,16 @@ class Steps:
     # -- attention on the GPU -------------------------------------------------------------------------------------
 
     def load_kv(self, i: int, j: int) -> None:
-        """The cached keys and values of a micro-batch, into the buffer that the one before it does not use."""
-        self._emit.load_kv(self._its[j], self._layers[i], self._rows(j), self._staging(i, j))
+        """The keys and values of a micro-batch that lie in host memory, into the buffer that the one before it does not
+        use."""
+        if rows := self._rows(j):
+            self._emit.load_kv(self._its[j], self._layers[i], rows, self._staging(i, j))
 
     def gpu_attn(self, i: int, j: int) -> None:
-        self._emit.attend_on_device(self._its[j], self._layers[i], self._rows(j), self._staging(i, j))
+        """Over what was loaded, and over what is in device memory."""
+        self._emit.attend_in_place(self._its[j], self._layers[i])
+        if rows := self._rows(j):
+            self._emit.attend_on_device(self._its[j], self._layers[i], rows, self._staging(i, j))
 
     def offload_kv(self, i: int, j: int) -> None:
         """New keys and values into the cache."""
@@ -132,7 +162,8 @@ class Steps:
         self._emit.append_kv(self._its[j], self._layers[i])
 
     def _rows(self, j: int) -> range:
-        return range(len(self._its[j].batch.decode))
+        """Of sequences with a cache in host memory."""
+        return range(self._its[j].batch.on_host.num_decode)
 
     def _staging(self, i: int, j: int) -> Buffer:
         return self._kv_staging[(i * self.num_micro_batches + j) % len(self._kv_staging)]

@@ -24,10 +24,21 @@ VARIANTS = {
         {"policy": {"batch_size": 3, "micro_batch_size": 2, "resident_weights": 0.8}, "packet_mb": 0.002},
         {"policy": {"resident_weights": 1.0}},
         {"padding": True, "policy": {"batch_size": 2}},
+        {"policy": {"batch_size": 3, "resident_kv": 0.5}},
+        {"policy": {"gpu_attention": True, "resident_kv": 0.3}},
+        {"policy": {"gpu_ffn": False}},
+        {"policy": {"batch_size": 6, "micro_batch_size": 2, "gpu_ffn": False, "resident_weights": 1.0}},
+        {"paging": False, "padding": True, "policy": {"gpu_ffn": False, "gpu_attention": True, "batch_size": 2}},
     ],
     "fastdecode": [{"staging": True, "padding": True}],
-    "flexgen_c": [{"staging": True, "policy": {"micro_batch_size": 3}}],
-    "flexgen": [{"staging": True, "policy": {"micro_batch_size": 1}}, {"padding": True}],
+    "flexgen_c": [
+        {"staging": True, "policy": {"micro_batch_size": 3}},
+        {"policy": {"resident_kv": 1.0, "gpu_ffn": False}},
+    ],
+    "flexgen": [
+        {"staging": True, "policy": {"micro_batch_size": 1}},
+        {"padding": True, "policy": {"resident_kv": 0.5}},
+    ],
     "deepspeed_zero": [{"batch_size": 3}, {"prefetch": False}],
 }
 CASES = [(name, {}) for name in YAMLS] + [(name, change) for name, list_ in VARIANTS.items() for change in list_]

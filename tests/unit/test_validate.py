@@ -9,6 +9,7 @@ from harness.command_line import composed_values
 from harness.settings import load_strategy, parse_settings
 from harness.validate import Report, settings_of
 from harness.validation_report import aggregates, by_kind, compared, figures, markdown, verdict
+from tests.composing import names_in
 
 SUMMARY = {
     "num_passes": 12,
@@ -24,6 +25,7 @@ def test_there_are_enough_settings_and_all_are_valid():
     settings = settings_of()
     assert len(settings) >= 40
     assert len({setting.name for setting in settings}) == len(settings)
+    assert {setting.strategy for setting in settings} == set(names_in("strategy"))
     for setting in settings:
         for machine in (validate.EMULATED, validate.SIMULATED):
             parsed = parse_settings(composed_values([f"strategy={setting.strategy}", *machine, *setting.overrides]))

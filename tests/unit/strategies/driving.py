@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from harness.engine.batch import PassPlan
 from harness.engine.sequences import Sequence, State
 from harness.engine.strategy import Scheduler
-from harness.memory.kv_cache import BlockAllocator
+from harness.memory.kv_cache import BlockAllocator, Blocks
+from harness.memory.split_kv import SplitAllocator
 from harness.workload.request import Request
 
 EOS = 2
@@ -54,8 +55,12 @@ def workloads(draw) -> Workload:
 
 
 class FakeKV:
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.allocator = BlockAllocator(num_blocks, block_size)
+    """With `device_blocks` of its blocks on the device."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, device_blocks: int = 0) -> None:
+        host = BlockAllocator(num_blocks - device_blocks, block_size)
+        device = BlockAllocator(device_blocks, block_size, on_device=True)
+        self.allocator: Blocks = SplitAllocator(device, host) if device_blocks else host
 
     def release(self, sequence: Sequence) -> None:
         self.allocator.release(sequence)

@@ -53,19 +53,23 @@ def policy(**changes) -> Policy:
 
 @pytest.mark.parametrize("tier", ["host", "pinned"])
 @pytest.mark.parametrize("hidden", ["device", "pinned"])
-@pytest.mark.parametrize("num_experts", [0, 1, 5])
+@pytest.mark.parametrize("num_experts", [0, 1, 5, None])
 @pytest.mark.parametrize("gpu_attention", [False, True])
 def test_a_pipeline_reserves_what_the_model_says(tier, hidden, num_experts, gpu_attention):
-    """Everything a run takes, on a machine with room for anything; equal but for the rounding of pages and blocks."""
+    """Everything a run takes, on a machine with room for anything; equal but for the rounding of pages and blocks.
+    None: experts on the CPU."""
     on = machine()
     store = WeightStore(on, PlannedModel(SPEC), tier=tier)
     Resident(on, store)
     sizes = WeightSizes.of_store(store)
-    share = num_experts * sizes.experts_bytes / SPEC.num_experts / sizes.layer_bytes * (1 + 1e-9)
-    chosen = policy(resident_weights=share, gpu_attention=gpu_attention)
+    share = (num_experts or 0) * sizes.experts_bytes / SPEC.num_experts / sizes.layer_bytes * (1 + 1e-9)
+    gpu_ffn = num_experts is not None
+    chosen = policy(resident_weights=share, gpu_attention=gpu_attention, gpu_ffn=gpu_ffn)
     storage = Storage(weights_tier=tier, prefill_hidden_tier=hidden, kv_cache_bytes=40 * 10**9)
     deployment = Deployment(spec=SPEC, sizes=sizes, shape=SHAPE, capacities_bytes=ROOM, storage=storage)
     PagedWeights(on, store, num_pages=chosen.num_micro_batches, packet_bytes=10**6, resident_share=share)
+    if not gpu_ffn:
+        PagedWeights(on, store, num_pages=chosen.num_micro_batches, packet_bytes=10**6, experts=False, prefix="dense ")
     ActivationPool(on, SPEC, pool_sizes(deployment, chosen))
     KVCache(on, SPEC, capacity_bytes=40 * 10**9)
     for _ in range(2 if gpu_attention else 0):
@@ -140,10 +144,13 @@ def test_resident_kv_moves_from_host_to_device():
 
 def test_experts_on_the_cpu_stay_in_host_memory():
     deployment = Deployment(spec=SPEC, sizes=WeightSizes.of_spec(SPEC), shape=SHAPE, capacities_bytes=ROOM)
-    held = held_bytes(deployment, policy(gpu_ffn=False, resident_weights=1.0))["device"]
+    held = held_bytes(deployment, policy(gpu_ffn=False, resident_weights=1.0))
     experts = 8 * 3 * 4096 * 14336 * 2
-    assert held["weight buffer"] == 2 * experts, "prefill brings them, two layers at a time"
-    assert held["resident weights"] == 32 * (SPEC.layer_bytes - experts)
+    assert held["device"]["weight buffer"] == 2 * SPEC.layer_bytes, "prefill brings whole layers, two at a time"
+    assert held["device"]["resident weights"] == 32 * (SPEC.layer_bytes - experts)
+    assert held["pinned"]["experts' rows"] == 504 * (4096 * (2 + 4) + 2 * (8 + 4))
+    streamed = held_bytes(deployment, policy(gpu_ffn=False))["device"]
+    assert streamed["weight buffer"] == 2 * (2 * SPEC.layer_bytes - experts)
 
 
 def test_each_tier_has_to_hold_its_part_and_ram_both():

@@ -72,9 +72,19 @@ def test_with_attention_on_the_gpu_the_cache_crosses_the_link():
     assert "cpu" not in busy
 
 
+def test_who_has_a_cache_on_the_device_is_attended_to_there():
+    """Half of the sequences: half of the CPU's attention, of queries and of results, and no new keys over the link."""
+    busy, without = decode(resident_kv=0.5), decode()
+    assert busy["cpu"] == pytest.approx(without["cpu"] / 2)
+    assert busy["gpu"] - without["gpu"] == pytest.approx(252 * CONTEXT * KV / 240e9)
+    assert busy["offload"] == pytest.approx(252 * (KV + 4096 * 2) / 12e9)
+    assert busy["link"] == pytest.approx((LAYER + 252 * 4096 * 2) / 12e9)
+
+
 def test_experts_on_the_cpu_stay_off_the_link():
     busy = decode(gpu_ffn=False)
-    assert busy["link"] == pytest.approx((LAYER - EXPERTS + 2 * 504 * 4096 * 2) / 12e9)
+    assert busy["link"] == pytest.approx((LAYER - EXPERTS + 504 * 4096 * (2 + 4)) / 12e9)
+    assert busy["offload"] == pytest.approx(504 * (KV + 4096 * 2 + 4096 * 2 + 2 * 12) / 12e9)
     attention_s, flops = 504 * CONTEXT * KV / 45e9, 504 * 2 * 2 * 3 * 4096 * 14336
     experts_s = max(14 * EXPERTS * (1 - 0.75**36) / 73e9, flops / 560e9)
     assert busy["cpu"] == pytest.approx(attention_s + experts_s)

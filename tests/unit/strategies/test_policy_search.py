@@ -74,7 +74,7 @@ def every_policy(task: Search):
     """A coarse grid over all six numbers."""
     for batch in range(1, task.most_sequences + 1):
         for size, on_gpu, ffn in product(range(1, batch + 1), (False, True), (False, True)):
-            kv_shares = {number / batch for number in (0, 1, batch // 2, batch)} | {0.5} if on_gpu else {0.0}
+            kv_shares = {number / batch for number in (0, 1, batch // 2, batch)} | {0.5}
             for weights, kv in product(SHARES, kv_shares):
                 yield Policy(
                     batch_size=batch,
@@ -141,6 +141,28 @@ def test_on_the_papers_machine_attention_goes_to_the_cpu_and_experts_to_the_gpu(
     found = search(s1())
     assert (found.gpu_attention, found.gpu_ffn, found.resident_kv) == (False, True, 0.0)
     assert found.num_micro_batches >= 2
+
+
+def test_a_slow_cpu_leaves_attention_to_the_gpu_where_its_memory_holds_the_cache():
+    """A GPU of 40 GB beside a CPU of a tenth of the bandwidth: what weights do not need is better used for r_c."""
+    deployment = s1(device=40 * 10**9).deployment
+    cost = replace(s1().cost, deployment=replace(deployment, shape=replace(deployment.shape, num_requests=150)))
+    slow = Level(name="cpu", flops_s=56e9, bytes_s=1e9)
+    task = Search(cost=replace(cost, rates=replace(cost.rates, cpu_attention=slow)), min_micro_batches=2)
+    found = search(task)
+    assert found.resident_kv > 0.1
+    assert task.rate(found) > 1.05 * task.rate(search(replace(task, given=GivenPolicy(resident_kv=0.0))))
+
+
+def test_experts_go_to_the_cpu_where_that_is_better():
+    """Few sequences behind a link of a tenth: reading experts where they lie beats bringing them."""
+    task = s1()
+    shape = replace(task.deployment.shape, num_requests=16)
+    cost = replace(task.cost, deployment=replace(task.deployment, shape=shape))
+    slow = replace(task, cost=replace(cost, rates=replace(cost.rates, h2d_bytes_s=1.2e9)))
+    found = search(slow)
+    assert not found.gpu_ffn
+    assert slow.rate(found) > 2 * slow.rate(search(replace(slow, given=GivenPolicy(gpu_ffn=True))))
 
 
 def test_what_is_given_stays_and_the_rest_is_searched():

@@ -140,9 +140,11 @@ sizes = st.builds(
 
 
 @settings(max_examples=200, deadline=None)
-@given(workloads(), sizes)
-def test_the_scheduler_conserves_requests_and_blocks(load: Workload, limits: Sizes):
-    kv, work = FakeKV(load.num_blocks, load.block_size), load.sequences()
+@given(workloads(), sizes, st.integers(0, 30))
+def test_the_scheduler_conserves_requests_and_blocks(load: Workload, limits: Sizes, device_blocks: int):
+    """Also where a share of the blocks is on the device: a request lies wholly on one side."""
+    on_device = min(device_blocks, load.num_blocks)
+    kv, work = FakeKV(load.num_blocks, load.block_size, device_blocks=on_device), load.sequences()
     plans = []
 
     class Watched(BatchScheduler):
@@ -157,7 +159,7 @@ def test_the_scheduler_conserves_requests_and_blocks(load: Workload, limits: Siz
 
     def never_fits(sequence: Sequence) -> bool:
         blocks = -(-sequence.max_tokens // load.block_size)
-        return blocks > load.num_blocks or sequence.prompt_len > load.max_pass_tokens
+        return blocks > max(on_device, load.num_blocks - on_device) or sequence.prompt_len > load.max_pass_tokens
 
     check_conservation(record, load, never_fits)
     for plan in plans:
