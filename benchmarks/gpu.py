@@ -23,7 +23,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 STAGES = ("build", "tokens", "ceilings", "memory", "strategies", "calibrate", "simulate", "peer")
-_NEEDED = ("torch", "transformers", "hydra", "omegaconf", "pydantic", "rich", "yaml", "safetensors", "tokenizers")
+_NEEDED = (
+    *("torch", "transformers", "hydra", "omegaconf", "antlr4", "pydantic", "rich", "yaml", "safetensors", "tokenizers"),
+    *("numpy", "scipy", "pybind11", "setuptools"),
+)
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
@@ -39,6 +42,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device-gb", type=float, default=16.0, help="memory of the GPU that is played")
     parser.add_argument("--kv-gb", type=float, default=None, help="KV cache; default: 24, or a fifth of the host")
     parser.add_argument("--requests", type=int, default=None, help="default: as many as the KV cache holds at once")
+    parser.add_argument("--layers", type=int, default=None, help="default: all, or as many as the host's memory holds")
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--peer-batch", type=int, default=128)
     args = parser.parse_args(given)
@@ -54,14 +58,15 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def build(left_s: float) -> dict[str, Any]:
-    """The extension, in place, unless it is there and newer than its sources."""
+def build(left_s: float, *, dry: bool) -> dict[str, Any]:
+    """The extension, in place, unless it is there and newer than its sources; and the GPU kernels."""
     environment = {**os.environ, "KERNELS_BUILD_JOBS": str(len(os.sched_getaffinity(0)))}
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
     subprocess.run(command, cwd=ROOT, env=environment, timeout=left_s, check=True, stdout=sys.stderr)
     import kernels
+    from benchmarks.gpu_stages.runs import compile_kernels
 
-    return {"isa": kernels.isa()}
+    return {"isa": kernels.isa(), **({} if dry else {"compiled_s": compile_kernels()})}
 
 
 def facts(dry: bool) -> dict[str, Any]:
@@ -96,7 +101,7 @@ def main(given: Sequence[str] | None = None) -> int:
         return 2
     scale = dry_scale(args.strategies) if args.dry else gpu_scale(
         host_gb=args.host_gb, device_gb=args.device_gb, kv_gb=args.kv_gb, requests=args.requests,
-        new_tokens=args.new_tokens, box_s=args.box_s, names=args.strategies,
+        new_tokens=args.new_tokens, box_s=args.box_s, names=args.strategies, most_layers=args.layers,
     )  # fmt: skip
 
     def after(content: dict[str, Any]) -> None:
@@ -119,7 +124,7 @@ def main(given: Sequence[str] | None = None) -> int:
 def run_stages(args: argparse.Namespace, stages: list[str], scale: Any, record: Any) -> None:
     """In the order of their worth; each knows what the ones before it found."""
     if "build" in stages:
-        record.run("build", build, needs_s=0.0)
+        record.run("build", lambda left_s: build(left_s, dry=args.dry), needs_s=0.0)
     from benchmarks.gpu_stages import accuracy, ceilings, peer, runs
     from harness.machine.device.pinned import keeping
 

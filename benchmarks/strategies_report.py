@@ -35,7 +35,7 @@ from harness.record.summary import accuracy  # noqa: E402
 
 LINKS_GB_S = (0.3, 0.5, 1.0)
 GIVES_POLICY = "moelightning"
-GIVEN = ("batch_size", "micro_batch_size", "resident_weights")
+GIVEN = ("batch_size", "micro_batch_size", "gpu_ffn", "resident_weights", "resident_kv")  # attention is the schedule's
 
 
 def available() -> list[str]:

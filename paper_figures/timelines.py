@@ -96,7 +96,7 @@ def draw(windows: Sequence[Mapping[str, Any]], *, letters: Mapping[str, str] | N
             for kind, _, batch, start_ms, end_ms in entries:
                 axes.broken_barh(
                     [(start_ms, end_ms - start_ms)], (row - 0.42, 0.84), color=_COLOURS.get(kind, _OTHER),
-                    edgecolor="white", linewidth=0.3, hatch="///" if (batch or 0) % 2 else None,
+                    edgecolor="white", linewidth=0.3, hatch="///" if not letters and (batch or 0) % 2 else None,
                 )  # fmt: skip
                 kinds[kind] = None
                 if end_ms - start_ms > wide_ms and (letter := (letters or {}).get(kind)):
@@ -114,7 +114,7 @@ def draw(windows: Sequence[Mapping[str, Any]], *, letters: Mapping[str, str] | N
         layers = data["layers"]
         shown = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
         axes.set_title(f"{data['strategy']}: {shown} in {data['length_ms']:.3g} ms [{data['label']}]", loc="left")
-    blocks[-1].set_xlabel("ms; hatched: odd micro-batches; percent: of the window")
+    blocks[-1].set_xlabel("ms; percent: of the window" + ("" if letters else "; hatched: odd micro-batches"))
     blocks[-1].set_xlim(0, max(w["length_ms"] for w in windows))
     named = [kind for kind in _COLOURS if kind in kinds] + ([""] if kinds.keys() - _COLOURS.keys() else [])
     patches = [Patch(color=_COLOURS.get(kind, _OTHER), label=kind or "other") for kind in named]

@@ -69,7 +69,7 @@ class FakeDevice:
     pci_bus_id = None
 
     def __init__(self, seed: int = 0, *, longest_pause_s: float = 3e-4, total_bytes: int = 1 << 30) -> None:
-        self.total_bytes = total_bytes
+        self.total_bytes = self.free_bytes = total_bytes
         self.changed = threading.Condition()
         self.held = self.closed = False
         self.broken: BaseException | None = None
@@ -179,6 +179,8 @@ class FakeDevice:
         pinned = [self._is_pinned(dst), self._is_pinned(src)]
         assert sum(pinned) == 1, f"a copy between the device and pinned memory, not {pinned}"
         assert dst.dtype == src.dtype
+        strided = "torch would take memory on the device and copy twice"
+        assert dst.is_contiguous() and src.is_contiguous(), strided
         stream.push(lambda: dst.copy_(src))
 
     def copy_now(self, dst: torch.Tensor, src: torch.Tensor, stream: FakeStream) -> None:

@@ -83,7 +83,48 @@ def test_stages_fail_alone_and_do_not_begin_without_time(tmp_path, capsys):
     stages = json.loads((tmp_path / "gpu.json").read_text())["stages"]
     assert [stage["status"] for stage in stages.values()] == ["failed", "skipped", "ok"]
     assert stages["broken"]["reason"] == "OSError: no space"
+    assert stages["broken"]["runs"] == {"one": {"status": "ok"}}, "what it had found stays"
     assert "it needs 60 s" in markdown({**record.content})
+
+
+def test_a_stage_ends_with_the_budget_and_keeps_what_it_has_found(tmp_path, capsys):
+    record = Record(tmp_path, {"title": "t", "facts": {}}, budget_s=0.3, after=lambda content: None)
+
+    def endless(left_s: float) -> dict:
+        record.keep("endless", {"runs": {"one": {"status": "ok"}}})
+        time.sleep(30)
+        return {}
+
+    begun_s = time.monotonic()
+    assert record.run("endless", endless, needs_s=0.0) is None
+    assert time.monotonic() - begun_s < 20
+    stage = json.loads((tmp_path / "gpu.json").read_text())["stages"]["endless"]
+    assert (stage["status"], stage["runs"]) == ("cut off", {"one": {"status": "ok"}})
+
+    def interrupted(left_s: float) -> dict:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):  # a user's ends everything
+        Record(tmp_path, {"title": "t", "facts": {}}, budget_s=60.0, after=lambda content: None).run(
+            "user's", interrupted, needs_s=0.0
+        )
+
+
+def test_runs_for_which_no_time_is_left_are_told(tmp_path):
+    scale, kept = dry_scale("moelens,ondemand"), []
+    found = runs.check_tokens(scale, tmp_path, -1.0, kept.append)
+    assert found["exact"] == 0 and found["of"] == len(found["runs"]) >= 2
+    rows = [*found["runs"].values(), *runs.measure_strategies(scale, tmp_path, [], 1.0, kept.append)["runs"].values()]
+    assert all(row == {"status": "skipped", "error": "no time left"} for row in rows)
+    assert "no time left" in markdown(
+        {"title": "t", "facts": {}, "stages": {"strategies": {"status": "ok", **kept[-1]}}}
+    )
+
+
+def test_fewer_layers_where_they_are_asked_for():
+    assert gpu_scale(host_gb=256.0).layers == 32
+    assert gpu_scale(host_gb=256.0, most_layers=12).layers == 12
+    assert gpu_scale(host_gb=40.0, most_layers=12).layers < 12, "as many as fit"
 
 
 def test_packed_files_are_few_and_small_and_what_is_left_out_is_told(tmp_path, monkeypatch):

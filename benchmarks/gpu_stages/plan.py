@@ -73,8 +73,9 @@ def gpu_scale(
     new_tokens: int = 16,
     box_s: float = 80.0,
     names: str | None = None,
+    most_layers: int | None = None,
 ) -> Scale:
-    """All layers where the host's memory holds them beside a KV cache, else as many as it does."""
+    """All layers, or `most_layers`, where the host's memory holds them beside a KV cache, else as many as it does."""
     dimensions = yaml.safe_load((ROOT / f"conf/model/{MODEL}.yaml").read_text())["spec"]
     hidden, expert = dimensions["hidden_dim"], dimensions["expert_dim"]
     kv_dim = dimensions["num_kv_heads"] * dimensions["head_dim"]
@@ -84,7 +85,8 @@ def gpu_scale(
     host_gb = host_gb or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     usable_gb = host_gb - _SYSTEM_GB
     kv_gb = kv_gb or min(24.0, usable_gb / 5)
-    layers = int(min(dimensions["num_layers"], (usable_gb - kv_gb - ends_gb - 2.0) / layer_gb))
+    wanted = min(most_layers or dimensions["num_layers"], dimensions["num_layers"])
+    layers = int(min(wanted, (usable_gb - kv_gb - ends_gb - 2.0) / layer_gb))
     if layers < 2:
         raise SystemExit(f"{host_gb:.0f} GB of host memory hold fewer than two layers of {layer_gb:.1f} GB")
     kv_token_gb = 4e-9 * kv_dim * layers

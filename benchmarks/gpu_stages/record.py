@@ -4,15 +4,38 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from harness.record.files import plain
 
 Stage = Callable[[float], dict[str, Any]]  # seconds that are left -> what it found
+
+
+@contextmanager
+def boxed(seconds: float) -> Iterator[threading.Event]:
+    """An interrupt as by a user once the time is over; the event tells that it was this one."""
+    thread = threading.main_thread().ident
+    assert thread is not None and threading.current_thread().ident == thread, "interrupts reach the main thread only"
+    over = threading.Event()
+
+    def interrupt() -> None:
+        over.set()
+        signal.pthread_kill(thread, signal.SIGINT)
+
+    timer = threading.Timer(max(seconds, 0.0), interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield over
+    finally:
+        timer.cancel()
 
 
 class Record:
@@ -29,14 +52,22 @@ class Record:
         return self._budget_s - (time.monotonic() - self._started_s)
 
     def run(self, name: str, stage: Stage, *, needs_s: float) -> dict[str, Any] | None:
-        """The stage's results; None where it failed or there was no time. `needs_s`: not begun with less."""
+        """The stage's results; None where it failed, or where there was or came to be no time: what it has kept until
+        then stays. `needs_s`: not begun with less."""
         if self.left_s < needs_s:
             self._put(name, {"status": "skipped", "reason": f"{self.left_s:.0f} s left, it needs {needs_s:.0f} s"}, 0.0)
             return None
         begun_s = time.monotonic()
         print(f"== {name} ({self.left_s:.0f} s left)", flush=True)
+        over = threading.Event()
         try:
-            found = stage(self.left_s)
+            with boxed(self.left_s) as over:
+                found = stage(self.left_s)
+        except KeyboardInterrupt:
+            if not over.is_set():
+                raise
+            self._put(name, {"status": "cut off", "reason": f"the budget of {self._budget_s:.0f} s is spent"}, begun_s)
+            return None
         except Exception as error:  # the other stages may still tell something
             traceback.print_exc()
             self._put(name, {"status": "failed", "reason": f"{type(error).__name__}: {error}"}, begun_s)
@@ -51,7 +82,8 @@ class Record:
 
     def _put(self, name: str, found: dict[str, Any], begun_s: float) -> None:
         seconds = time.monotonic() - begun_s if begun_s else 0.0
-        self.content["stages"][name] = {**found, "seconds": round(seconds, 2)}
+        kept = self.content["stages"].get(name, {})
+        self.content["stages"][name] = {**kept, **found, "seconds": round(seconds, 2)}
         if found["status"] != "ok":
             print(f"   {name}: {found['status']}: {found['reason']}", flush=True)
         self.save()

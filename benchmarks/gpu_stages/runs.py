@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_stages.plan import Scale, tiny_models
+import torch
+
+from benchmarks.gpu_stages.plan import MODEL, Scale, tiny_models
+from benchmarks.gpu_stages.record import boxed
 from harness.command_line import composed_values, explained
 from harness.experiment import RunFailed, run_experiment
 from harness.machine.build import load_machine
 from harness.memory.weights import stored_bytes
+from harness.model.gpu_kernels import warm_up
+from harness.model.planned import planned_model
 from harness.preparing import load_model
 from harness.record.files import read_json
 from harness.settings import parse_settings
@@ -26,13 +28,17 @@ _KEPT = (
 )
 
 
+_LEAST_BOX_S = 10.0  # less shows nothing
+_NO_TIME = {"status": "skipped", "error": "no time left"}
+
+
 def run(overrides: Sequence[str], *, box_s: float) -> dict[str, Any]:
     """One run of run.py; what its summary says, the folder, and `error` where it did not end well."""
     folder: Path | None = None
     error = None
     try:
         values = composed_values(list(overrides))
-        with _boxed(box_s):
+        with boxed(box_s):
             _, folder = run_experiment(values)
     except KeyboardInterrupt as cut:  # by the box; a second one, of a user, comes from outside of this call
         folder, error = Path(str(cut)), f"cut off after {box_s:.0f} s"
@@ -41,20 +47,6 @@ def run(overrides: Sequence[str], *, box_s: float) -> dict[str, Any]:
     except Exception as other:
         error = explained(other) or f"{type(other).__name__}: {other}"
     return {**_summary(folder), **({"error": error} if error else {}), "folder": str(folder) if folder else None}
-
-
-@contextmanager
-def _boxed(seconds: float) -> Iterator[None]:
-    """An interrupt as by a user once the time is over."""
-    thread = threading.main_thread().ident
-    assert threading.current_thread().ident == thread, "an interrupt reaches the main thread only"
-    timer = threading.Timer(seconds, lambda: signal.pthread_kill(thread, signal.SIGINT))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _summary(folder: Path | None) -> dict[str, Any]:
@@ -70,12 +62,28 @@ def strategy_overrides(name: str, values: dict[str, Any], scale: Scale) -> list[
     return [f"strategy={name}", *([f"strategy.packet_mb={scale.packet_mb:g}"] if "packet_mb" in values else [])]
 
 
+def compile_kernels() -> dict[str, float]:
+    """The GPU kernels of every model that is run, so that no run waits for a compiler; seconds by model."""
+    seconds = {}
+    for model in (*tiny_models(), MODEL):
+        settings = parse_settings(composed_values([f"model={model}"]))
+        begun_s = time.monotonic()
+        warm_up(planned_model(settings.model).spec, torch.device("cuda"), settings.kv_block_tokens)
+        torch.cuda.synchronize()
+        seconds[model] = round(time.monotonic() - begun_s, 1)
+    return seconds
+
+
 def check_tokens(scale: Scale, results: Path, left_s: float, keep: Any) -> dict[str, Any]:
-    """Every strategy on every tiny checkpoint, all tokens against Hugging Face."""
+    """Every strategy on every tiny checkpoint, all tokens against Hugging Face, as far as the time goes."""
     rows: dict[str, dict[str, Any]] = {}
     cases = [(model, name) for model in tiny_models() for name in scale.strategies]
-    box_s = max(10.0, left_s / max(len(cases), 1))
-    for model, name in cases:
+    end_s = time.monotonic() + left_s
+    for number, (model, name) in enumerate(cases):
+        box_s = max(_LEAST_BOX_S, (end_s - time.monotonic()) / (len(cases) - number))
+        if time.monotonic() >= end_s:
+            rows[f"{name} {model}"] = _NO_TIME
+            continue
         found = run(
             [
                 f"strategy={name}", f"model={model}", f"machine={scale.machine}", "hardware=laptop", "verify=all",
@@ -113,17 +121,21 @@ def measure_strategies(scale: Scale, results: Path, rates: Sequence[str], left_s
     """Every strategy on the same weights, prompts and memory, one after the other."""
     rows: dict[str, dict[str, Any]] = {}
     todo = list(scale.strategies.items())
+    end_s = time.monotonic() + left_s
     for number, (name, values) in enumerate(todo):
-        share_s = left_s / (len(todo) - number)
+        share_s = (end_s - time.monotonic()) / (len(todo) - number)
+        if share_s < _LEAST_BOX_S / 2:
+            rows[name] = _NO_TIME
+            keep({"runs": rows})
+            continue
         found = run(
             [
                 *strategy_overrides(name, values, scale), *scale.workload(), *rates, f"machine={scale.machine}",
                 "model.path=random", f"results_dir={results}",
             ],
-            box_s=min(scale.box_s, max(share_s, 5.0)),
+            box_s=min(scale.box_s, share_s),
         )  # fmt: skip
         rows[name] = found
-        left_s -= (found.get("setup_s") or 0.0) + (found.get("generation_s") or 0.0)
         rate = found.get("throughput_tok_s")
         print(f"   {name}: {found['status']} {'-' if rate is None else f'{rate:.1f} tok/s'} "
               f"{found.get('error') or ''}", flush=True)  # fmt: skip

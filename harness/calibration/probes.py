@@ -28,6 +28,7 @@ from harness.workload.request import Request
 Pair = tuple[InFlight, InFlight]  # the second one finds weights that the first one has just read
 _STAGING_BYTES = 4_000_000  # keys and values of one layer on the device: contexts beyond it are not probed there
 _DEVICE_KV_BYTES = 16_000_000  # of the cache in device memory, all layers; nor are they beyond this
+_TABLES_BYTES = 64_000  # of block tables for that cache and two micro-batches, with blocks of 2 KB or more
 
 
 @dataclass(frozen=True)
@@ -86,15 +87,21 @@ class CpuExpert(Op):
 class Bench:
     """Device memory for two layers and two micro-batches of `max_tokens`, and ops over them. `close` gives it back."""
 
-    RESERVED_BYTES = _STAGING_BYTES + _DEVICE_KV_BYTES  # of the device, beside layers and activations
+    RESERVED_BYTES = _STAGING_BYTES + _DEVICE_KV_BYTES + _TABLES_BYTES  # of the device, beside layers and activations
 
     def __init__(self, engine: Engine, *, max_tokens: int, packet_bytes: int) -> None:
         self.engine = engine
         self.packet_bytes = packet_bytes
         machine, spec = engine.machine, engine.spec
         self.stream = WeightStream(machine, engine.store, depth=2, packet_bytes=packet_bytes, name="bench slot")
+        block_size = engine.kv.allocator.block_size
+        self.kv = KVCache(machine, spec, capacity_bytes=_DEVICE_KV_BYTES, block_size=block_size, tier=DEVICE)
+        blocks = self.kv.num_device_blocks
         self.acts = [
-            Activations(machine, spec, max_tokens=max_tokens, name=f"bench {i}", host_experts=True) for i in (0, 1)
+            Activations(
+                machine, spec, max_tokens=max_tokens, name=f"bench {i}", host_experts=True, device_blocks=blocks
+            )
+            for i in (0, 1)
         ]
         self.kept = machine.tiers["pinned"].reserve(
             "bench kept hidden", max_tokens * spec.hidden_dim * spec.dtype_bytes
@@ -104,8 +111,6 @@ class Bench:
             "bench expert rows", 2 * max_tokens * spec.hidden_dim * spec.dtype_bytes
         )
         self.staged = self._pageable_part()
-        block_size = engine.kv.allocator.block_size
-        self.kv = KVCache(machine, spec, capacity_bytes=_DEVICE_KV_BYTES, block_size=block_size, tier=DEVICE)
         self._in_device_kv: tuple[InFlight, InFlight] | None = None  # see `pair`
         self._rng = np.random.default_rng(0)
         self._next_expert = 0
@@ -236,6 +241,7 @@ class Bench:
         if self._in_device_kv is None or self._in_device_kv[0] is not it:
             return
         it, spec = self._in_device_kv[1], self.engine.spec
+        emit.upload_tokens(it)
         emit.submit(GPU, paged.AppendKvOnDevice(spec, it.batch, it.acts, layer, self.kv))
         if it.batch.on_device.num_decode:
             attend = paged.DecodeAttentionPaged(self.engine.family, spec, it.batch, it.acts, layer, self.kv)

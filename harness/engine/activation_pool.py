@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from harness.engine.activations import (
+    TABLE_ENTRY_BYTES,
     UNBACKED,
     Activations,
     attention_bytes,
@@ -50,10 +51,17 @@ class PoolSizes:
 
 class PooledActivations(Activations):
     """One micro-batch's share of a pool. `kept_hidden`: where its hidden states wait in pinned memory between layers;
-    None where they stay on the device."""
+    None where they stay on the device. `block_tables`: None where none of its contexts lies on the device."""
 
-    def __init__(self, max_tokens: int, buffers: Mapping[str, Buffer], kept_hidden: Buffer | None) -> None:
-        self.max_tokens = max_tokens
+    def __init__(
+        self,
+        max_tokens: int,
+        buffers: Mapping[str, Buffer],
+        *,
+        kept_hidden: Buffer | None,
+        block_tables: Buffer | None,
+    ) -> None:
+        self.max_tokens, self.block_tables = max_tokens, block_tables
         self.kept_hidden = kept_hidden
         for name, buffer in buffers.items():
             setattr(self, name, buffer)
@@ -68,7 +76,8 @@ class ActivationPool:
     laid out. Where passes overlap, buffers that they share are cut alike for all of them, so that ops of several passes
     know each other's; else as small as a pass needs them, which gives it more turns. The device is that of GPU
     `rank`, and `spec` what it computes of the model. GPUs that share a layer have the same hidden states, which wait in
-    pinned memory once: only one of their pools `keeps` them.
+    pinned memory once: only one of their pools `keeps` them. A pass's block tables have an entry for each of the
+    `device_blocks` of the KV cache there.
     """
 
     def __init__(
@@ -79,9 +88,10 @@ class ActivationPool:
         *,
         rank: int = 0,
         keeps: bool = True,
+        device_blocks: int = 0,
     ) -> None:
         assert sizes.largest <= min(sizes.in_pass, sizes.in_attention, sizes.hidden), f"a micro-batch exceeds {sizes}"
-        self._sizes = sizes
+        self._sizes, self._device_blocks = sizes, device_blocks
         device, pinned = machine.tiers[device_tier(rank)], machine.tiers[PINNED]
         self._bytes: dict[str, int] = {}
         self._roots: dict[str, Buffer] = {}
@@ -94,6 +104,7 @@ class ActivationPool:
             (device, expert_bytes(spec), dict.fromkeys(expert_bytes(spec), sizes.largest)),
             (pinned, host_attention_bytes(spec), dict.fromkeys(host_attention_bytes(spec), sizes.in_attention)),
             (pinned, kept, {"kept_hidden": sizes.passes * sizes.kept}),
+            (device, {"block_tables": TABLE_ENTRY_BYTES}, {"block_tables": sizes.passes * device_blocks}),
             (
                 pinned,
                 host_expert_bytes(spec),
@@ -110,9 +121,12 @@ class ActivationPool:
         self._host_expert_names = tuple(host_expert_bytes(spec))
         self._alike = self._shared_buffers(sizes.largest, sizes.in_attention) if sizes.passes > 1 else None
 
-    def layout(self, sizes: Seq[int], number: int = 0) -> list[PooledActivations]:
-        """Buffers for the micro-batches, of so many tokens each, of the pass with this number."""
+    def layout(self, sizes: Seq[int], number: int = 0, *, blocks: Seq[int] | None = None) -> list[PooledActivations]:
+        """Buffers for the micro-batches of the pass with this number: of so many tokens each, and with so many blocks
+        of the KV cache on the device; null: none."""
         limits, largest, in_pass = self._sizes, max(sizes), sum(sizes)
+        entries = blocks or [0] * len(sizes)
+        assert sum(entries) <= self._device_blocks, f"{sum(entries)} blocks on a device of {self._device_blocks}"
         assert largest <= limits.largest, f"a micro-batch of {largest} tokens exceeds {limits.largest}"
         assert in_pass <= limits.in_pass, f"a pass of {in_pass} tokens exceeds {limits.in_pass}"
         is_kept = in_pass > limits.hidden
@@ -122,16 +136,17 @@ class ActivationPool:
         first_hidden, first_kept = turn * limits.hidden, turn * limits.kept
         hidden = self._in_turns(("hidden",), largest, limits.hidden, first_hidden) if is_kept else None
         host_names = self._host_expert_names if in_pass <= limits.host_experts else ()
-        laid_out, start = [], 0
-        for index, size in enumerate(sizes):
+        laid_out, start, entry = [], 0, turn * self._device_blocks
+        for index, (size, num_entries) in enumerate(zip(sizes, entries, strict=True)):
             own = {name: self._range(name, turn * limits.in_pass + start, size) for name in ("tokens", "sampled")}
             own |= {name: self._range(name, turn * limits.host_experts + start, size) for name in host_names}
             own |= around(index)
             own |= hidden(index) if hidden else {"hidden": self._range("hidden", first_hidden + start, size)}
             has_place = is_kept and "kept_hidden" in self._roots
             kept = self._range("kept_hidden", first_kept + start, size) if has_place else None
-            laid_out.append(PooledActivations(size, own, kept))
-            start += size
+            tables = self._range("block_tables", entry, num_entries) if num_entries else None
+            laid_out.append(PooledActivations(size, own, kept_hidden=kept, block_tables=tables))
+            start, entry = start + size, entry + num_entries
         return laid_out
 
     def _shared_buffers(self, size: int, capacity: int) -> Callable[[int], dict[str, Buffer]]:

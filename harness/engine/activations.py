@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from harness.engine.batch import NUM_ROW_FIELDS
 from harness.machine.base import Machine
 from harness.memory.tiers import PINNED, Buffer, device_tier
 from harness.model.spec import ModelSpec
@@ -14,12 +15,14 @@ ATTENDED_BY = ("prefill", "decode", "decode on device")
 class Activations:
     """Room for `max_tokens` tokens of one micro-batch, reserved once; reused pass after pass.
 
-    Device: tokens [2, n] (ids, positions), hidden, q, k, v, attention output, normed hidden, routing. Pinned: the host
+    Device: `MicroBatch.rows`, hidden, q, k, v, attention output, normed hidden, routing. Pinned: the host
     copies of q, k, v and of the attention output of decode tokens, unless `host` is false: nothing then attends there.
-    `workspace` accounts for temporaries inside ops. `spec` is that of the part of the model that GPU `rank` computes.
+    `workspace` accounts for temporaries inside ops; `block_tables` has room for all blocks of a KV cache on the device
+    where that has `device_blocks`. `spec` is that of the part of the model that GPU `rank` computes.
     """
 
     tokens: Buffer
+    block_tables: Buffer | None
     hidden: Buffer
     sampled: Buffer
     q: Buffer
@@ -50,6 +53,7 @@ class Activations:
         host: bool = True,
         host_experts: bool = False,
         rank: int = 0,
+        device_blocks: int = 0,
     ) -> None:
         self._machine = machine
         self.max_tokens = max_tokens
@@ -60,6 +64,10 @@ class Activations:
             for what, nbytes in sizes.items():
                 label, backed = f"{name} {what.replace('_', ' ')}", what not in UNBACKED
                 setattr(self, what, machine.tiers[tier].reserve(label, max_tokens * nbytes, backed=backed))
+        self.block_tables = None
+        if device_blocks:
+            table_bytes = device_blocks * TABLE_ENTRY_BYTES
+            self.block_tables = machine.tiers[device_tier(rank)].reserve(f"{name} block tables", table_bytes)
 
     @property
     def attention_keys(self) -> tuple[tuple[Buffer, str], ...]:
@@ -77,6 +85,7 @@ class Activations:
         return tuple(value for value in vars(self).values() if isinstance(value, Buffer))
 
 
+TABLE_ENTRY_BYTES = 4  # of a block of a KV cache on the device
 UNBACKED = ("workspace",)  # torch allocates temporaries while an op runs; they are gone with it
 
 # Bytes per token by buffer, in the groups in which micro-batches need them.
@@ -84,7 +93,7 @@ UNBACKED = ("workspace",)  # torch allocates temporaries while an op runs; they 
 
 def state_bytes(spec: ModelSpec) -> Mapping[str, int]:
     """What a micro-batch keeps from layer to layer."""
-    return {"tokens": 16, "hidden": spec.hidden_dim * spec.dtype_bytes, "sampled": 8}
+    return {"tokens": 8 * NUM_ROW_FIELDS, "hidden": spec.hidden_dim * spec.dtype_bytes, "sampled": 8}
 
 
 def attention_bytes(spec: ModelSpec) -> Mapping[str, int]:
@@ -126,8 +135,23 @@ def host_expert_bytes(spec: ModelSpec) -> Mapping[str, int]:
 
 
 def workspace_bytes_per_token(spec: ModelSpec) -> int:
-    """Temporaries of the widest op: one expert's gate and up projections with its input and output, in float32."""
-    return 4 * (3 * spec.expert_dim + 2 * spec.hidden_dim)
+    """Temporaries of the widest op. `tests/contract/test_gpu_lane.py` holds that no op takes more.
+
+    Experts: one's gate and up projections with its input and output, in float32. A norm: two rows in float32 and four
+    in the model's dtype. Rotary embedding: the projections, what comes of them, and the queries' halves on the way.
+    """
+    number_bytes, projections = spec.dtype_bytes, spec.q_dim + 2 * spec.kv_dim
+    experts = 4 * (3 * spec.expert_dim + 2 * spec.hidden_dim)
+    norm = (2 * 4 + 4 * number_bytes) * spec.hidden_dim
+    rotation = (2 * projections + 3 * spec.q_dim) * number_bytes
+    return max(experts, norm, rotation)
+
+
+def head_workspace_bytes(spec: ModelSpec) -> int:
+    """Temporaries of the head for one sequence: its logits in the model's dtype and in float32, or what its norm takes,
+    beside the rows that go in and out of that."""
+    widest = max((spec.dtype_bytes + 4) * spec.vocab_size, 2 * 4 * spec.hidden_dim)
+    return widest + 4 * spec.dtype_bytes * spec.hidden_dim
 
 
 def device_bytes_per_token(spec: ModelSpec) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from harness.config import require
 from harness.engine.engine import Engine
 from harness.engine.kv_placement import make_kv
+from harness.engine.ops.warm_up import WarmUp
 from harness.engine.sequences import Sequence
 from harness.engine.strategy import Parallelism
-from harness.machine.base import Machine
+from harness.machine.base import GPU, Machine
 from harness.memory.tiers import PINNED
 from harness.memory.weights import PartSource, Resident, ShardedSource, WeightStore, stored_bytes
 
@@ -80,4 +81,6 @@ def assemble_engine(
             peers=peers,
         )
 
+    if machine.warms_up:
+        machine.wait(machine.submit(GPU, WarmUp(source.family, sources[0].spec, residents[0], block_size)))
     return engine_of(0, tuple(engine_of(rank) for rank in range(1, num_gpus)))

@@ -36,6 +36,9 @@ class PassPlan:
         return [*self.prefill, *self.decode]
 
 
+NUM_ROW_FIELDS = 4  # of `MicroBatch.rows`
+
+
 @dataclass(eq=False)
 class MicroBatch:
     """Tokens in rows: those of prefilling sequences first, one after another, then one row a decoding sequence. Among
@@ -61,6 +64,7 @@ class MicroBatch:
     partitions: tuple[int, ...]
     num_host_prefill_tokens: int  # whose keys and values go to the host cache
     num_host_decode: int
+    block_size: int  # tokens of a KV block
     kv_tickets: list[Ticket] = field(default_factory=list)  # ops that touch the KV blocks of these sequences
     routing_tickets: dict[int, Ticket] = field(default_factory=dict)  # by layer, where routing is recorded
 
@@ -92,6 +96,15 @@ class MicroBatch:
         """The rows whose keys and values lie in device memory."""
         first, count = self.num_prefill_tokens, self.num_host_decode
         return CachedRows(self, slice(self.num_host_prefill_tokens, first), slice(first + count, self.num_tokens))
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """int64 [4, tokens], what ops on the device know of the rows: token ids, positions, KV slots, and `last_rows`
+        with zeros behind them."""
+        found = np.zeros((NUM_ROW_FIELDS, self.num_tokens), dtype=np.int64)
+        found[0], found[1], found[2] = self.token_ids, self.positions, self.slots
+        found[3, : len(self.last_rows)] = self.last_rows
+        return found
 
     @cached_property
     def request_ids(self) -> np.ndarray:
@@ -155,6 +168,12 @@ class CachedRows:
         """KV-cache tokens that decode attention reads."""
         return int(self.read_lens.sum())
 
+    @cached_property
+    def flat_blocks(self) -> np.ndarray:
+        """int32, the blocks of the first decoding sequence's context, then those of the second, and so on."""
+        used = -(-self.context_lens // self._batch.block_size)
+        return self.block_tables[np.arange(self.block_tables.shape[1]) < used[:, None]]
+
     def num_seen_tokens(self, spec: ModelSpec, layer: int) -> int:
         """Those that lie within the layer's window."""
         window = spec.seen_tokens(layer, spec.max_positions)
@@ -209,4 +228,5 @@ def assemble(index: int, prefill: Seq[Sequence], decode: Seq[Sequence], allocato
         partitions=tuple(sorted({s.partition for s in (*prefill, *decode)})),
         num_host_prefill_tokens=sum(n for s, n in zip(prefill, prefill_lens, strict=True) if not s.kv_on_device),
         num_host_decode=sum(not s.kv_on_device for s in decode),
+        block_size=allocator.block_size,
     )

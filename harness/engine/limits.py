@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from harness.config import ConfigError
-from harness.engine.activations import device_bytes_per_token, host_bytes_per_token, host_expert_bytes
+from harness.engine.activations import (
+    TABLE_ENTRY_BYTES,
+    device_bytes_per_token,
+    host_bytes_per_token,
+    host_expert_bytes,
+)
 from harness.engine.engine import Engine
 from harness.memory.tiers import PINNED, RAM
 from harness.memory.weights import PartSource, stored_bytes
@@ -53,7 +58,8 @@ def tokens_that_fit(
     Raises ConfigError naming the memory where not even one token fits.
     """
     device = engine.machine.tiers["device"]
-    weights_bytes = num_layers_buffered * engine.store.layer_bytes + reserved_bytes + SLACK_BYTES
+    tables_bytes = num_micro_batches * engine.kv.num_device_blocks * TABLE_ENTRY_BYTES
+    weights_bytes = num_layers_buffered * engine.store.layer_bytes + reserved_bytes + tables_bytes + SLACK_BYTES
     per_token_bytes = device_bytes_per_token(engine.spec) * num_micro_batches
     pinned = engine.machine.tiers["pinned"]
     fitting = (device.free_bytes - weights_bytes) // per_token_bytes

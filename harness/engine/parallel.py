@@ -104,6 +104,7 @@ def activations(engine: Engine, *, max_tokens: int, name: str, host_experts: boo
             host=host,
             host_experts=host_experts,
             rank=each.rank,
+            device_blocks=each.kv.num_device_blocks,
         )
         for each in engine.ranks
     ]
@@ -113,7 +114,14 @@ def activations(engine: Engine, *, max_tokens: int, name: str, host_experts: boo
 def activation_pool(engine: Engine, sizes: PoolSizes, *, keeps: bool = True) -> ActivationPool:
     """For all GPUs of the engine, of which the first keeps hidden states in pinned memory, if any does."""
     pools = [
-        ActivationPool(each.machine, each.spec, sizes, rank=each.rank, keeps=keeps and each is engine)
+        ActivationPool(
+            each.machine,
+            each.spec,
+            sizes,
+            rank=each.rank,
+            keeps=keeps and each is engine,
+            device_blocks=each.kv.num_device_blocks,
+        )
         for each in engine.ranks
     ]
     return pools[0] if len(pools) == 1 else cast(ActivationPool, ParallelPool(pools))
@@ -239,6 +247,6 @@ class ParallelPages(Sharded[PagedWeights]):
 class ParallelPool(Sharded[ActivationPool]):
     """The activation pools of all GPUs, cut alike: see `ActivationPool`."""
 
-    def layout(self, sizes: Seq[int], number: int = 0) -> list[PooledActivations]:
-        by_rank = [pool.layout(sizes, number) for pool in self.shards]
+    def layout(self, sizes: Seq[int], number: int = 0, *, blocks: Seq[int] | None = None) -> list[PooledActivations]:
+        by_rank = [pool.layout(sizes, number, blocks=blocks) for pool in self.shards]
         return [cast(PooledActivations, ShardedActivations(each)) for each in zip(*by_rank, strict=True)]

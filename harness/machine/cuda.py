@@ -68,6 +68,7 @@ class CudaMachine(ThreadedMachine):
 
     label: ClassVar[str] = "measured"
     name: ClassVar[str] = "cuda"
+    warms_up: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -175,27 +176,32 @@ class CudaMachine(ThreadedMachine):
             self._issues.start(ticket, time.monotonic())
             self._order_behind(stream, ticket)
         first, last, mark = stream.event(), stream.event(), self._clock.mark
-        take = partial(stream.take_slot, stopped=self._is_stopped)
-        context = DeviceContext(ticket.lane, self._memory, self._runtime, stream.handle, take)
+        room = stream.take_slot, stream.give_back
+        context = DeviceContext(ticket.lane, self._memory, self._runtime, stream.handle, *room)
         result: list[Any] = []
         error: BaseException | None = None
+        share = Work()
+        stream.launching = True
         self._lock.release()
         try:
-            share = share_of(op.work(), op.packets)
-            count = min(stream.depth.packets(share), op.packets - packet)
             self._runtime.record(first, stream.handle)
-            for number in range(packet, packet + count):
-                self._run(stream, partial(_run_packet, op, context, number, result), ticket.lane)
-            self._runtime.record(last, stream.handle)
+            try:
+                share = share_of(op.work(), op.packets)
+                count = min(stream.depth.packets(share), op.packets - packet)
+                for number in range(packet, packet + count):
+                    self._run(stream, partial(_run_packet, op, context, number, result), ticket.lane)
+            finally:  # what went to the device before an error is waited for like all else
+                self._runtime.record(last, stream.handle)
         except BaseException as caught:
             error = caught
         finally:
             self._lock.acquire()
+        stream.launching = False
+        work = Work(*(count * amount for amount in share))
+        stream.add(Launched(ticket, packet, count, first, last, mark, context, result, work))
         if error is not None:
             self._fail(str(ticket), error)
             return False
-        work = Work(*(count * amount for amount in share))
-        stream.add(Launched(ticket, packet, count, first, last, mark, context, result, work))
         lane.go_on(ticket, packet + count)
         if packet + count == op.packets:
             self._launched[ticket] = (stream, last)
@@ -225,13 +231,13 @@ class CudaMachine(ThreadedMachine):
         """Packets of a stream as they end; goes on after a failure until nothing is under way."""
         while True:
             while not stream.under_way:
-                if self._stopped:
+                if self._stopped and not stream.launching:
                     return
                 stream.changed.wait()
             launched = stream.under_way[0]
             times_s = self._await(stream, launched)
             stream.remove(launched)
-            if times_s is not None:
+            if times_s is not None and len(launched.result) == launched.count > 0:
                 self._ended(stream, launched, *times_s)
             self._wake[launched.ticket.lane].notify()  # there is room for another packet
 
@@ -245,8 +251,8 @@ class CudaMachine(ThreadedMachine):
             end_s = min(self._clock.seconds(launched.mark, launched.last), time.monotonic())
             start_s = max(self._clock.seconds(launched.mark, launched.first), stream.ended_s)
             times_s = min(start_s, end_s), end_s
-            for target, staged in launched.context.fills:
-                target.copy_(staged)
+            for staged in launched.context.staged:
+                staged.fill()
             if self._clock_lock.acquire(blocking=False):
                 try:
                     self._clock.refresh()
@@ -284,9 +290,6 @@ class CudaMachine(ThreadedMachine):
 
     # -- stopping -------------------------------------------------------------------------------------------------
 
-    def _is_stopped(self) -> bool:
-        return self._stopped
-
     def _wake_all(self) -> None:
         super()._wake_all()
         for lane in self._lanes.values():
@@ -322,13 +325,15 @@ def build(config: Config, hardware: HardwareConfig, spec: ModelSpec) -> CudaMach
     if not device_found():
         raise ConfigError("machine.name", "cuda needs an NVIDIA GPU that torch can use; machine=emulated needs none")
     runtime = TorchCudaRuntime()
-    largest_gb = runtime.total_bytes / 1e9
+    # Beside the planned bytes: what the allocator rounds up, and the workspaces of cuBLAS.
+    largest_gb = (runtime.free_bytes - _ROUNDING_BYTES) / 1e9
     require(
         hardware.device_memory_gb <= largest_gb,
         "hardware.device_memory_gb",
-        f"{runtime.name} has {largest_gb:.4g} GB, got {hardware.device_memory_gb:g}",
+        f"must be at most {largest_gb:.4g}: {runtime.name} has {runtime.total_bytes / 1e9:.4g} GB, of which "
+        f"{runtime.free_bytes / 1e9:.4g} are free and {_ROUNDING_BYTES / 1e9:.2g} are for rounding; "
+        f"got {hardware.device_memory_gb:g}",
     )
-    # Beside the planned bytes: what the allocator rounds up, and the workspaces of cuBLAS.
     runtime.limit_memory(int(hardware.device_memory_gb * 1e9) + _ROUNDING_BYTES)
     return CudaMachine(
         runtime=runtime,

@@ -182,6 +182,10 @@ class KVCache:
         """The part of the cache that lies in device memory, if any."""
         return self if self.on_device else None
 
+    @property
+    def num_device_blocks(self) -> int:
+        return self.allocator.num_blocks if self.on_device else 0
+
     def region(self, layer: int, partition: int) -> tuple[Buffer, int, int]:
         """The dependency key of one layer's cache of the sequences in `partition`."""
         return (self._root, layer, partition)

@@ -82,6 +82,10 @@ class SplitKVCache:
         self.host = next((part for part in parts if not part.on_device), None)
         self.allocator = SplitAllocator(*(part.allocator for part in parts))
 
+    @property
+    def num_device_blocks(self) -> int:
+        return max(part.num_device_blocks for part in self._parts)
+
     def release(self, sequence: Sequence) -> None:
         next(part for part in self._parts if part.allocator.is_home_of(sequence)).release(sequence)
 

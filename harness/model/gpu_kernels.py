@@ -10,8 +10,8 @@ from kernels import triton as gpu
 
 
 def warm_up(spec: ModelSpec, device: torch.device, kv_block_size: int | None = None) -> None:
-    """Compile and load what `spec` needs on this device; nothing where these kernels do not serve it. Called once, by
-    whoever sets the device up. `kv_block_size`: of a paged KV cache in device memory."""
+    """Compile and load what `spec` needs on this device; nothing where these kernels do not serve it.
+    `kv_block_size`: of a paged KV cache in device memory."""
     if not gpu.serves(torch.empty(0, device=device)) or spec.latent is not None or spec.attention_sinks:
         return
     family = families.family(spec.family)

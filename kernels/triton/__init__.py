@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=1)
 def available() -> bool:
-    """Whether Triton is installed (`pip install moe-offload-harness[gpu]`; PyTorch for CUDA brings it along)."""
+    """Whether Triton is installed: PyTorch for CUDA brings it along, and the extra `test` where there is no GPU."""
     return find_spec("triton") is not None
 
 

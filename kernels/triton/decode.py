@@ -11,22 +11,22 @@ from kernels.triton.device import chip, power_of_two, product, widens
 from kernels.triton.prefill import LOG2_E
 from kernels.triton.tiling import decode_tiles
 
-_LENGTHS = 128  # earlier sequences whose lengths a program adds up at once
+_LENGTHS = 128  # earlier sequences whose contexts a program adds up at once
 
 
 @triton.jit
-def _tokens_before(positions, row, LENGTHS: tl.constexpr):
-    """Context tokens of all sequences in front of `row`."""
+def _blocks_before(positions, row, BLOCK_SIZE: tl.constexpr, LENGTHS: tl.constexpr):
+    """Blocks of the contexts of all sequences in front of `row`."""
     total = tl.zeros((), tl.int64)
     for first in range(0, row, LENGTHS):
         earlier = first + tl.arange(0, LENGTHS)
-        total += tl.sum(tl.load(positions + earlier, mask=earlier < row, other=-1) + 1)
+        total += tl.sum((tl.load(positions + earlier, mask=earlier < row, other=-1) + BLOCK_SIZE) // BLOCK_SIZE)
     return total
 
 
-@triton.jit(do_not_specialize=["window", "table_width"], do_not_specialize_on_alignment=["positions", "block_tables"])
+@triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["positions", "blocks"])
 def _attend(
-    q, k_cache, v_cache, block_tables, positions, sinks, out, window, table_width, k_stride, v_stride, scale,
+    q, k_cache, v_cache, blocks, positions, sinks, out, window, k_stride, v_stride, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIMS: tl.constexpr, LENGTHS: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -35,10 +35,11 @@ def _attend(
     sequence, kv_head = tl.program_id(0), tl.program_id(1)
     length = tl.load(positions + sequence).to(tl.int32) + 1
     if BLOCK_SIZE == 0:
-        staged = _tokens_before(positions, sequence, LENGTHS) * (2 * NUM_KV_HEADS * HEAD_DIM)
+        staged = _blocks_before(positions, sequence, 1, LENGTHS) * (2 * NUM_KV_HEADS * HEAD_DIM)
         k_base = k_cache + staged + kv_head.to(tl.int64) * length * HEAD_DIM
         v_base = v_cache + staged + (NUM_KV_HEADS + kv_head).to(tl.int64) * length * HEAD_DIM
     else:
+        own_blocks = blocks + _blocks_before(positions, sequence, BLOCK_SIZE, LENGTHS)
         k_base = k_cache + kv_head * BLOCK_SIZE * HEAD_DIM
         v_base = v_cache + kv_head * BLOCK_SIZE * HEAD_DIM
     member, dim = tl.arange(0, ROWS), tl.arange(0, DIMS)
@@ -61,8 +62,7 @@ def _attend(
             k_at = key.to(tl.int64) * HEAD_DIM
             v_at = k_at
         else:
-            table = block_tables + sequence.to(tl.int64) * table_width
-            block = tl.load(table + key // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+            block = tl.load(own_blocks + key // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
             inside = (key % BLOCK_SIZE) * HEAD_DIM
             k_at, v_at = block * k_stride + inside, block * v_stride + inside
         keys = tl.load(k_base + k_at[None, :] + dim[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0)
@@ -108,7 +108,7 @@ def paged_decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
+    blocks: torch.Tensor,
     positions: torch.Tensor,
     out: torch.Tensor,
     *,
@@ -119,7 +119,8 @@ def paged_decode_attention(
     """The same over a paged cache in device memory, laid out as the host's.
 
     k_cache, v_cache: [num_blocks, kv_heads, block_size, head_dim] in q's dtype; may be strided in dim 0
-    block_tables:     int32 [seqs, max_blocks]; entries outside the attended tokens are never read
+    blocks:           int32, flat: the blocks of the first sequence's context, then those of the second, and so on;
+                      the caller sees to it that there are enough
     """
     _, num_kv_heads, block_size, head_dim = k_cache.shape
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -129,16 +130,16 @@ def paged_decode_attention(
             raise ValueError(f"{name}: expected contiguous blocks, got strides {cache.stride()}")
     if head_dim != q.shape[-1]:
         raise ValueError(f"k_cache: expected head_dim {q.shape[-1]} as q has, got {head_dim}")
-    check.tensor("block_tables", block_tables, (q.shape[0], block_tables.shape[1]), torch.int32, q)
+    check.tensor("blocks", blocks, (blocks.numel(),), torch.int32, q)
     strides = (k_cache.stride(0), v_cache.stride(0))
-    _decode(q, k_cache, v_cache, block_tables, positions, out, num_kv_heads, block_size, strides, scale, window, sinks)
+    _decode(q, k_cache, v_cache, blocks, positions, out, num_kv_heads, block_size, strides, scale, window, sinks)
 
 
 def _decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    block_tables: torch.Tensor | None,
+    blocks: torch.Tensor | None,
     positions: torch.Tensor,
     out: torch.Tensor,
     num_kv_heads: int,
@@ -164,8 +165,8 @@ def _decode(
     group, dims = num_heads // num_kv_heads, max(16, power_of_two(head_dim))
     tiles = decode_tiles(q.element_size(), dims, group, chip(q.device))
     _attend[(num_seqs, num_kv_heads)](
-        q, k_cache, v_cache, q if block_tables is None else block_tables, positions, q if sinks is None else sinks,
-        out, window or 2**31 - 1, 0 if block_tables is None else block_tables.shape[1], *strides, scale * LOG2_E,
+        q, k_cache, v_cache, q if blocks is None else blocks, positions, q if sinks is None else sinks,
+        out, window or 2**31 - 1, *strides, scale * LOG2_E,
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, HAS_SINKS=sinks is not None,
         ROWS=tiles.rows, COLUMNS=tiles.columns, DIMS=dims, LENGTHS=_LENGTHS, WIDEN=widens(q),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,

@@ -135,7 +135,8 @@ def _combine(
     for k in tl.static_range(TOP_K):
         place = tl.load(places + token * TOP_K + k)
         weight = tl.load(weights + token * TOP_K + k)
-        found = tl.load(y + tl.maximum(place, 0).to(tl.int64) * HIDDEN + column, mask=mask & (place >= 0), other=0.0)
+        placed = column < tl.where(place >= 0, HIDDEN, 0)
+        found = tl.load(y + tl.maximum(place, 0).to(tl.int64) * HIDDEN + column, mask=placed, other=0.0)
         total += tl.where(place >= 0, weight * found.to(tl.float32), 0.0)
     tl.store(at, total, mask=mask)
 

@@ -116,7 +116,8 @@ def address_table(addresses: Mapping[int, tuple[int, ...]], num_experts: int, de
 
 @lru_cache(maxsize=4096)
 def _table(addresses: tuple[tuple[int, tuple[int, ...]], ...], num_experts: int, device: torch.device) -> torch.Tensor:
-    table = torch.zeros(num_experts, ADDRESSES, dtype=torch.int64)
-    for expert, row in addresses:
-        table[expert] = torch.tensor(row, dtype=torch.int64)
-    return table.to(device, non_blocking=True)  # from pageable memory: staged before this returns, nothing waits
+    rows = dict(addresses)
+    table = torch.tensor([rows.get(expert, (0,) * ADDRESSES) for expert in range(num_experts)], dtype=torch.int64)
+    if device.type == "cuda":
+        table = table.pin_memory()  # copies from pageable memory may wait for the stream; torch keeps this until then
+    return table.to(device, non_blocking=True)

@@ -30,7 +30,7 @@ _MOST_STAGES = 4
 # 16-bit: rows of a tile -> (columns of all weights, depth, warps). Few rows: the weights' bandwidth counts, so long
 # rows of weights; many rows: operands are reused, as far as the float32 sums fit the registers.
 _HALF = {16: (128, 128, 4), 32: (128, 128, 4), 64: (256, 64, 8), 128: (256, 64, 8)}
-_HALF_BEFORE_9 = {**_HALF, 128: (128, 64, 8)}  # 128 x 256 sums spill to memory there
+_HALF_BEFORE_9 = {**_HALF, 128: (128, 32, 8)}  # 128 x 256 sums spill to memory there
 _FLOAT = {16: (64, 32, 4), 32: (128, 32, 4)}  # no tensor cores without TF32: small tiles, products in registers
 _MOST_COLUMNS = 128  # of one weight
 

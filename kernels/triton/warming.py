@@ -62,5 +62,4 @@ def warm_up(shapes: Shapes, device: torch.device) -> None:
     staged_decode_attention(q, staging, positions, torch.empty_like(q), num_kv_heads=kv_heads, **options)
     if shapes.kv_block_size is not None:
         cache = zeros(1, kv_heads, shapes.kv_block_size, head_dim)
-        tables = zeros(1, 1, of=torch.int32)
-        paged_decode_attention(q, cache, cache, tables, positions, torch.empty_like(q), **options)
+        paged_decode_attention(q, cache, cache, zeros(1, of=torch.int32), positions, torch.empty_like(q), **options)

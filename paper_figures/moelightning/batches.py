@@ -52,6 +52,8 @@ class Case:
         given = {"batch_size": self.batch_size, "micro_batch_size": self.micro_batch_size}
         field = "strategy" if self.strategy == "deepspeed_zero" else "strategy.policy"
         policy = [f"{field}.{name}={value}" for name, value in given.items() if value is not None]
+        if self.strategy != "deepspeed_zero":  # the paper's policies have neither experts on the CPU nor KV on the GPU
+            policy += [f"{field}.gpu_ffn=true", f"{field}.resident_kv=0"]
         longest = LONGEST_PROMPT[self.dataset]
         padded = (f"dataset.lengths.mean={longest}", "dataset.lengths.shape=constant") if self.padded else ()
         return [

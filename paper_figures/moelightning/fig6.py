@@ -41,7 +41,7 @@ def overrides(
     strategy: str, *, n: int = N, mu: int = MU, prompt: int = PROMPT, steps: int = 6, model: str = "mixtral-mini"
 ) -> list[str]:
     """As `python run.py` takes them."""
-    policy = {"batch_size": n, "micro_batch_size": mu, "resident_weights": 0}
+    policy = {"batch_size": n, "micro_batch_size": mu, "gpu_ffn": "true", "resident_weights": 0, "resident_kv": 0}
     return [
         *("machine=emulated", f"strategy={strategy}", f"model={model}", *SETTING),
         *(f"strategy.policy.{name}={value}" for name, value in policy.items()),

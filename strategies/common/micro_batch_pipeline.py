@@ -115,7 +115,8 @@ class MicroBatchPipeline:
         else:
             batches = [assemble(i, (), group, allocator) for i, group in enumerate(plan.micro_batches)]
         number, self._num_passes = self._num_passes, self._num_passes + 1
-        acts = [stage.pool.layout([batch.num_tokens for batch in batches], number) for stage in self._stages]
+        tokens, blocks = zip(*((batch.num_tokens, len(batch.on_device.flat_blocks)) for batch in batches), strict=True)
+        acts = [stage.pool.layout(tokens, number, blocks=blocks) for stage in self._stages]
         kept = [each.kept_hidden for each in acts[0]]
         steps = [
             Steps(

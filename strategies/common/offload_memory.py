@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from harness.engine.activation_pool import PoolSizes
 from harness.engine.activations import (
+    TABLE_ENTRY_BYTES,
     attention_bytes,
     expert_bytes,
     host_attention_bytes,
@@ -269,6 +270,7 @@ def _on_device(deployment: Deployment, switches: Switches) -> dict[str, Linear]:
         "around attention": tokens["in_attention"] * sum(attention_bytes(spec).values()),
         "experts' input and output": tokens["largest"] * sum(expert_bytes(spec).values()),
         KV_CACHE: DEVICE_SEQUENCES * kv_bytes_per_sequence(deployment),
+        "block tables": DEVICE_SEQUENCES * (deployment.shape.kv_tokens * TABLE_ENTRY_BYTES),  # a block has >= 1 token
         "slack": Linear(_SLACK_BYTES),
     }
     if switches.gpu_attention:  # the next micro-batch's KV of a layer comes while this one's is read

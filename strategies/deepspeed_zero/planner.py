@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from harness.config import ConfigError
-from harness.engine.activations import device_bytes_per_token
+from harness.engine.activations import TABLE_ENTRY_BYTES, device_bytes_per_token
 from harness.engine.engine import Engine
 from harness.engine.limits import SLACK_BYTES
 from strategies.deepspeed_zero.config import Config
@@ -35,7 +35,7 @@ def plan_batch(config: Config, engine: Engine) -> Policy:
     token_bytes, block_bytes = device_bytes_per_token(spec), blocks.block_size * spec.kv_bytes_per_token
 
     def needed_bytes(prompt_len: int, num_blocks: int) -> int:
-        return prompt_len * token_bytes + num_blocks * block_bytes
+        return prompt_len * token_bytes + num_blocks * (block_bytes + TABLE_ENTRY_BYTES)
 
     sizes = {(s.prompt_len, blocks.blocks_for(s.max_tokens)) for s in engine.sequences} or {(1, 1)}
     prompt_len = num_blocks = 0

@@ -36,7 +36,10 @@ class VSLPipe:
         self._stream = WeightStream(
             machine, engine.store, depth=_LAYERS_BUFFERED, packet_bytes=int(config.packet_mb * 1e6)
         )
-        self._acts = [Activations(machine, spec, max_tokens=max_tokens, name=name) for name in ("alpha", "beta")]
+        self._acts = [
+            Activations(machine, spec, max_tokens=max_tokens, name=name, device_blocks=engine.kv.num_device_blocks)
+            for name in ("alpha", "beta")
+        ]
         self._staging = (
             [machine.tiers["device"].reserve(f"kv staging {i}", int(config.gpu_kv_staging_mb * 1e6)) for i in (0, 1)]
             if self._on_gpu

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from harness.engine import loop
-from harness.machine.base import MachineError
+from harness.machine.base import GPU, MachineError
 from harness.machine.device import issuing
 from tests.conftest import ROOT
 from tests.contract.running import CAPACITIES_BYTES, check_tokens, engine_on, requests, run_to_end, strategy_of
@@ -84,6 +84,7 @@ def test_nothing_blocks_or_allocates_within_a_pass(tiny, name):
         strategy = strategy_of(engine, YAMLS[name])
         machine.drain()
         assert {"allocate", "pin"} <= set(device.blocking)
+        assert next(span.kind for span in machine.spans if span.lane == GPU) == "warm up", "before any other work"
         device.blocking.clear()
         loop.run(engine, strategy, lambda passed: None)
         assert not device.blocking

@@ -52,7 +52,8 @@ def test_a_run_says_measured_and_knows_its_links(devices, tmp_path):
 def test_the_gpu_is_as_large_as_the_profile_says(devices, tmp_path):
     run_experiment(composed("machine=cuda", *SMOKE, "hardware.device_memory_gb=0.1", f"results_dir={tmp_path}"))
     assert devices[0]._limit_bytes == 100_000_000 + (256 << 20)
-    with pytest.raises(ConfigError, match=r"hardware.device_memory_gb: fake device has 1.074 GB, got 2"):
+    too_much = r"hardware.device_memory_gb: must be at most 0.8053: fake device has 1.074 GB, .* got 2"
+    with pytest.raises(ConfigError, match=too_much):
         run_experiment(composed("machine=cuda", *SMOKE, "hardware.device_memory_gb=2", f"results_dir={tmp_path}"))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from importlib.util import find_spec
 
 import pytest
@@ -16,30 +17,35 @@ from tests.contract.running import check_tokens, engine_on, requests, run_to_end
 from tests.contract.test_strategies import YAMLS
 
 RUNS = {
-    "all experts at once": ("moelens", {"attention": "gpu", "gpu_kv_staging_mb": 0.02}),
+    "all experts at once": (
+        "moelens",
+        {"attention": "gpu", "gpu_kv_staging_mb": 0.02, "n_real": 60, "profile_repeats": 1},
+    ),
     "one expert after another": ("ondemand", {}),
+    "a cache on the device": ("deepspeed_zero", {}),
 }
-KERNELS = ("choose_experts", "grouped_experts", "causal_attention", "staged_decode_attention")
+ALWAYS = {"choose_experts", "grouped_experts", "causal_attention"}
+DECODES = {"moelens": "staged_decode_attention", "deepspeed_zero": "paged_decode_attention"}
 
 
 def test_cpu_tensors_are_not_served():
     assert not gpu.serves(torch.empty(1))
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (extra `gpu`)")
-@pytest.mark.parametrize("run", RUNS)
-def test_tokens(run):
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (extra `test`, on Linux only)")
+def test_tokens():
     """In a process of its own, since Triton decides at import whether it interprets."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.contract.test_gpu_kernels", run]
+    command = [sys.executable, "-m", "tests.contract.test_gpu_kernels"]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines() == [f"{run}: right" for run in RUNS]
 
 
-def main(run: str) -> None:
+def main() -> None:
     """Serve CPU tensors as if they were on a GPU, and count the kernels' calls."""
     torch.set_num_threads(1)
-    calls = dict.fromkeys(KERNELS, 0)
+    calls: Counter[str] = Counter()
 
     def counted(name):  # type: ignore[no-untyped-def]
         kernel = getattr(gpu, name)
@@ -50,20 +56,21 @@ def main(run: str) -> None:
 
         return call
 
-    for name in KERNELS:
+    for name in (*ALWAYS, *DECODES.values()):
         setattr(gpu, name, counted(name))
     gpu.serves = lambda tensor: True  # type: ignore[assignment]
-    strategy, change = RUNS[run]
     checkpoint = tiny_checkpoint()
-    work = requests(3, vocab_size=checkpoint.spec.vocab_size, longest=12, max_new_tokens=2, seed=1)
-    engine = engine_on(shuffled(0), checkpoint, work, kv_blocks=40)
-    run_to_end(engine, lambda e: strategy_of(e, YAMLS[strategy] | change))
-    report = check_tokens(checkpoint, engine.sequences)
-    assert report.checked == len(work) and report.ok, report.first_mismatch
-    used = {name for name in KERNELS if calls[name]}
-    wanted = set(KERNELS) - (set() if change else {"staged_decode_attention"})
-    assert used == wanted, f"kernels called: {calls}"
+    for run, (strategy, change) in RUNS.items():
+        calls.clear()
+        work = requests(2, vocab_size=checkpoint.spec.vocab_size, longest=9, max_new_tokens=2, seed=1)
+        engine = engine_on(shuffled(0), checkpoint, work, kv_blocks=40)
+        run_to_end(engine, lambda e, values=YAMLS[strategy] | change: strategy_of(e, values))
+        report = check_tokens(checkpoint, engine.sequences)
+        assert report.checked == len(work) and report.ok, f"{run}: {report.first_mismatch}"
+        wanted = ALWAYS | ({DECODES[strategy]} if strategy in DECODES else set())
+        assert set(calls) == wanted, f"{run}: kernels called: {calls}"
+        print(f"{run}: right")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

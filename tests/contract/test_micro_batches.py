@@ -151,9 +151,7 @@ def test_padded_prompts_are_computed_kept_and_read_as_long_as_the_longest_of_the
     assert padded == sum(s.padding for s in engine.sequences) > 50
     read_by = {"decode attention", "load kv", "decode attention (device)"}
     attended = [op for op in ops if op.kind in read_by and op.layer == 0]
-    newest = [len(op.rows) if op.kind == "load kv" else 0 for op in attended]
-    contexts = [int(op.batch.on_host.read_lens.sum()) - n for op, n in zip(attended, newest, strict=True)]
-    assert [op.cost_features()[1] for op in attended] == contexts
+    assert [op.cost_features()[1] for op in attended] == [int(op.batch.on_host.read_lens.sum()) for op in attended]
     report = check_tokens(tiny, engine.sequences)
     assert report.ok and report.checked == 12, report.first_mismatch
 

@@ -6,12 +6,12 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
-from torch import cat, empty_like, from_numpy, uint8
+from torch import arange, cat, empty_like, from_numpy, uint8
 
-from harness.engine.activations import Activations
+from harness.engine.activations import Activations, head_workspace_bytes
 from harness.engine.batch import MicroBatch
 from harness.engine.ops import on_gpu
-from harness.engine.ops.data import MicroBatchOp
+from harness.engine.ops.data import MicroBatchOp, device_rows
 from harness.engine.ops.views import matrices, rows, weights
 from harness.machine.base import Context, Work
 from harness.memory.tiers import Buffer
@@ -56,7 +56,7 @@ class Embed(ComputeOp):
 
     def run(self, ctx: Context, packet: int) -> None:
         n = self.batch.num_tokens
-        ids = ctx.tensor(self.acts.tokens, (2, n), "int64")[0]
+        ids = device_rows(ctx, self.batch, self.acts)[0]
         hidden = rows(ctx, self.acts.hidden, n, self.spec.hidden_dim, self.spec.dtype)
         hidden.copy_(self.family.embed(self.spec, weights(ctx, self.parts[0]), ids))
 
@@ -84,7 +84,7 @@ class AttentionIn(ComputeOp):
 
     def run(self, ctx: Context, packet: int) -> None:
         spec, n = self.spec, self.batch.num_tokens
-        positions = ctx.tensor(self.acts.tokens, (2, n), "int64")[1]
+        positions = device_rows(ctx, self.batch, self.acts)[1]
         hidden = rows(ctx, self.acts.hidden, n, spec.hidden_dim, spec.dtype)
         q, k, v = self.family.attention_in(spec, weights(ctx, self.parts[0]), hidden, positions)
         ctx.tensor(self.acts.q, (n, spec.num_heads, spec.head_dim), spec.dtype).copy_(q)
@@ -119,7 +119,7 @@ class PrefillAttention(ComputeOp):
         v = ctx.tensor(self.acts.v, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)[:first]
         out = rows(ctx, self.acts.attention, n, spec.q_dim, spec.dtype)
         if on_gpu.attends(spec, q):
-            positions = ctx.tensor(self.acts.tokens, (2, n), "int64")[1, :first]
+            positions = device_rows(ctx, self.batch, self.acts)[1, :first]
             return on_gpu.prefill_attention(spec, q, k, v, positions, out[:first])
         out[:first].copy_(self.family.prefill_attention(spec, q, k, v, self.batch.prefill_lens))
 
@@ -159,29 +159,28 @@ class DecodeAttentionDevice(ComputeOp):
     def run(self, ctx: Context, packet: int) -> None:
         spec, n, first = self.spec, self.batch.num_tokens, self.batch.num_prefill_tokens
         q = ctx.tensor(self.acts.q, (n, spec.num_heads, spec.head_dim), spec.dtype)
-        newest_k = ctx.tensor(self.acts.k, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)
-        newest_v = ctx.tensor(self.acts.v, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)
-        out = rows(ctx, self.acts.attention, n, spec.q_dim, spec.dtype)
+        k = ctx.tensor(self.acts.k, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)
+        v = ctx.tensor(self.acts.v, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)
         there, run = self.there, self.rows
+        lens = there.context_lens[run.start : run.stop].tolist()
         staging = ctx.tensor(self.staging, (2 * self._num_read * spec.kv_dim,), spec.dtype)
-        staged = self._staged(staging, there.context_lens[run.start : run.stop].tolist())
-        for row, (k, v) in zip(run, staged, strict=True):
-            k[:, -1], v[:, -1] = newest_k[first + row], newest_v[first + row]
+        mine = slice(first + run.start, first + run.stop)
+        positions = device_rows(ctx, self.batch, self.acts)[1, mine]
+        _add_newest(staging, positions, k[mine], v[mine])
+        out = rows(ctx, self.acts.attention, n, spec.q_dim, spec.dtype)[mine]
         padded = there.padded_among(run)
-        lens = [int(there.padding[row]) for row in padded]
-        behind = staging[staging.numel() - 2 * sum(lens) * spec.kv_dim :]
+        padding = [int(there.padding[row]) for row in padded]
+        behind = staging[staging.numel() - 2 * sum(padding) * spec.kv_dim :]
         if on_gpu.attends(spec, q):
-            mine = slice(first + run.start, first + run.stop)
-            positions = ctx.tensor(self.acts.tokens, (2, n), "int64")[1, mine]
             if padded:  # read, and dropped
-                table = from_numpy(np.array([padded, lens])).to(q.device, non_blocking=True)
+                table = from_numpy(np.array([padded, padding])).to(q.device, non_blocking=True)
                 wasted = q[first + table[0]]
                 on_gpu.decode_attention(spec, wasted, behind, table[1] - 1, empty_like(wasted))
-            return on_gpu.decode_attention(spec, q[mine], staging, positions, out[mine])
-        for row, length, (k, v) in zip(padded, lens, self._staged(behind, lens), strict=True):
-            self.family.decode_attention(spec, q[first + row], k, v, length)
-        for row, (k, v) in zip(run, staged, strict=True):
-            out[first + row] = self.family.decode_attention(spec, q[first + row], k, v, k.shape[1]).reshape(-1)
+            return on_gpu.decode_attention(spec, q[mine], staging, positions, out)
+        for row, length, (keys, values) in zip(padded, padding, self._staged(behind, padding), strict=True):
+            self.family.decode_attention(spec, q[first + row], keys, values, length)
+        for at, (keys, values) in enumerate(self._staged(staging, lens)):
+            out[at] = self.family.decode_attention(spec, q[mine][at], keys, values, lens[at]).reshape(-1)
 
     def _staged(self, staging: Any, lens: list[int]) -> list[tuple[Any, Any]]:
         """Keys and values of contexts that lie one after another, each [kv_heads, context, head_dim]."""
@@ -191,6 +190,18 @@ class DecodeAttentionDevice(ComputeOp):
             found.append((staging[at : at + size].view(shape), staging[at + size : at + 2 * size].view(shape)))
             at += 2 * size
         return found
+
+
+def _add_newest(staging: Any, positions: Any, k: Any, v: Any) -> None:
+    """The newest tokens' keys and values into their places in what `LoadKv` staged, however many sequences there are by
+    the same few launches; positions [seqs], k and v [seqs, kv_heads, head_dim]."""
+    num_heads, head_dim = k.shape[1:]
+    lens = (positions + 1)[:, None]
+    begins = 2 * num_heads * (lens.cumsum(0) - lens)  # of each sequence, in rows of head_dim
+    keys_at = begins + lens * arange(num_heads, device=k.device) + positions[:, None]
+    staged = staging.view(-1, head_dim)
+    for new, at in ((k, keys_at), (v, keys_at + num_heads * lens)):
+        staged.index_copy_(0, at.view(-1), new.reshape(-1, head_dim))
 
 
 class AttentionOut(ComputeOp):
@@ -345,13 +356,14 @@ class Combine(ComputeOp):
 
 
 class Head(ComputeOp):
-    """Final norm and language-model head on each sequence's last row; greedy sampling."""
+    """Final norm and language-model head on each sequence's last row; greedy sampling. In several runs where the logits
+    of all sequences do not fit the workspace."""
 
     kind: ClassVar[str] = "head"
 
     def __init__(self, family: Any, spec: ModelSpec, batch: MicroBatch, acts: Activations, part: PlacedPart) -> None:
         super().__init__(family, spec, batch, acts, (part,))
-        self.reads, self.writes = (acts.hidden, *self.weight_keys), (acts.sampled,)
+        self.reads, self.writes = (acts.tokens, acts.hidden, *self.weight_keys), (acts.sampled,)
 
     def work(self) -> Work:
         flops = 2 * len(self.batch.sequences) * self.spec.hidden_dim * self.spec.vocab_size
@@ -363,6 +375,10 @@ class Head(ComputeOp):
     def run(self, ctx: Context, packet: int) -> None:
         spec, n = self.spec, self.batch.num_tokens
         hidden = rows(ctx, self.acts.hidden, n, spec.hidden_dim, spec.dtype)
-        last = hidden[from_numpy(self.batch.last_rows).to(hidden.device, non_blocking=True)]
-        logits = self.family.head(spec, weights(ctx, self.parts[0]), last)
-        ctx.tensor(self.acts.sampled, (len(self.batch.sequences),), "int64").copy_(logits.argmax(dim=-1))
+        num_sequences = len(self.batch.sequences)
+        last_rows = device_rows(ctx, self.batch, self.acts)[3, :num_sequences]
+        sampled = ctx.tensor(self.acts.sampled, (num_sequences,), "int64")
+        at_once = max(1, self.acts.workspace.nbytes // head_workspace_bytes(spec))
+        for run in (slice(first, first + at_once) for first in range(0, num_sequences, at_once)):
+            logits = self.family.head(spec, weights(ctx, self.parts[0]), hidden.index_select(0, last_rows[run]))
+            sampled[run].copy_(logits.argmax(dim=-1))

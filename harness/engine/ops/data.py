@@ -28,25 +28,34 @@ class MicroBatchOp(Op):
         self.micro_batch = batch.index
 
 
+def device_rows(ctx: Context, batch: MicroBatch, acts: Activations) -> Any:
+    """`MicroBatch.rows` as `UploadTokens` has brought them to the device."""
+    return ctx.tensor(acts.tokens, batch.rows.shape, "int64")
+
+
 class UploadTokens(MicroBatchOp):
-    """Token ids and positions to the device."""
+    """`MicroBatch.rows` to the device, and the block tables of those whose KV cache lies there."""
 
     kind: ClassVar[str] = "upload tokens"
 
     def __init__(self, spec: ModelSpec, batch: MicroBatch, acts: Activations) -> None:
         super().__init__(spec, batch, acts)
         self.writes = (acts.tokens,)
+        if batch.on_device.num_decode:
+            assert acts.block_tables is not None, "the activations were made without a KV cache on the device"
+            self.writes = (acts.tokens, acts.block_tables)
 
     def work(self) -> Work:
-        return Work(link_bytes=16 * self.batch.num_tokens)
+        return Work(link_bytes=self.batch.rows.nbytes + self.batch.on_device.flat_blocks.nbytes)
 
     def cost_features(self) -> tuple[float, ...]:
         return (float(self.batch.num_tokens),)
 
     def run(self, ctx: Context, packet: int) -> None:
-        target = ctx.tensor(self.acts.tokens, (2, self.batch.num_tokens), "int64")
-        ctx.move(target[0], self.batch.token_ids)
-        ctx.move(target[1], self.batch.positions)
+        ctx.move(device_rows(ctx, self.batch, self.acts), self.batch.rows)
+        blocks = self.batch.on_device.flat_blocks
+        if self.acts.block_tables is not None and len(blocks):
+            ctx.move(ctx.tensor(self.acts.block_tables, blocks.shape, "int32"), blocks)
 
 
 class OffloadQkv(MicroBatchOp):
@@ -111,8 +120,8 @@ class LoadKv(MicroBatchOp):
     """The cached keys and values of decoding sequences, host blocks -> contiguous device staging, one by one.
 
     Staging layout: for each sequence keys [kv_heads, context, head_dim], then its values; behind all of them the same
-    of padding. The newest token's place stays empty: its keys and values are on the device already, and so the rest can
-    be fetched before they are computed.
+    of padding. The newest token's place comes with whatever the cache holds there, so that a sequence is one contiguous
+    copy: its keys and values are on the device already, and so the rest can be fetched before they are computed.
     """
 
     kind: ClassVar[str] = "load kv"
@@ -126,42 +135,37 @@ class LoadKv(MicroBatchOp):
         self.writes = (to,)
 
     @property
-    def _num_cached(self) -> int:
-        return int(self.there.read_lens[self.rows.start : self.rows.stop].sum()) - len(self.rows)
+    def _num_tokens(self) -> int:
+        return int(self.there.read_lens[self.rows.start : self.rows.stop].sum())
 
     def work(self) -> Work:
-        nbytes = self._num_cached * self.spec.kv_bytes_per_token_layer
+        nbytes = self._num_tokens * self.spec.kv_bytes_per_token_layer
         return Work(device_bytes=nbytes, host_bytes=nbytes, link_bytes=nbytes)
 
     def cost_features(self) -> tuple[float, ...]:
-        return (float(len(self.rows)), float(self._num_cached))
+        return (float(len(self.rows)), float(self._num_tokens))
 
     def run(self, ctx: Context, packet: int) -> None:
         assert self.layer is not None
         keys = ctx.tensor(self.cache.keys[self.layer], self.cache.shape, self.spec.dtype)
         values = ctx.tensor(self.cache.values[self.layer], self.cache.shape, self.spec.dtype)
         heads, block_size, head_dim = self.cache.shape[1:]
-        tokens = self._num_cached + len(self.rows)
-        staging = ctx.tensor(self.to, (2 * tokens * heads * head_dim,), self.spec.dtype)
+        staging = ctx.tensor(self.to, (2 * self._num_tokens * heads * head_dim,), self.spec.dtype)
         at = 0
-        for table, cached, length in self._runs():
-            blocks = table[: -(-cached // block_size)].tolist()
+        for table, length in self._runs():
+            blocks = table[: -(-length // block_size)].tolist()
             for source in (keys, values):
                 target = staging[at : at + heads * length * head_dim].view(heads, length, head_dim)
-                if cached:
-                    gathered = source[blocks].transpose(0, 1).reshape(heads, -1, head_dim)[:, :cached]
-                    ctx.move(target[:, :cached], gathered)
+                ctx.move(target, source[blocks].transpose(0, 1).reshape(heads, -1, head_dim)[:, :length])
                 at += target.numel()
 
-    def _runs(self) -> Iterator[tuple[np.ndarray, int, int]]:
-        """Blocks, tokens in them, and places in the staging buffer."""
+    def _runs(self) -> Iterator[tuple[np.ndarray, int]]:
+        """Blocks, and tokens in them."""
         there = self.there
         for row in self.rows:
-            length = int(there.context_lens[row])
-            yield there.block_tables[row], length - 1, length
+            yield there.block_tables[row], int(there.context_lens[row])
         for row in there.padded_among(self.rows):
-            padding = int(there.padding[row])
-            yield there.padding_tables[row], padding, padding
+            yield there.padding_tables[row], int(there.padding[row])
 
 
 class OffloadHidden(MicroBatchOp):

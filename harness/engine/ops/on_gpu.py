@@ -26,6 +26,11 @@ def decode_attention(spec: ModelSpec, q: Any, staging: Any, positions: Any, out:
     gpu.staged_decode_attention(q, staging, positions, out.view(q.shape), num_kv_heads=heads, **_options(spec))
 
 
+def paged_attention(spec: ModelSpec, q: Any, keys: Any, values: Any, blocks: Any, positions: Any, out: Any) -> None:
+    """All sequences whose cache lies on the device; blocks as `CachedRows.flat_blocks`, the others as above."""
+    gpu.paged_decode_attention(q, keys, values, blocks, positions, out.view(q.shape), **_options(spec))
+
+
 def _options(spec: ModelSpec) -> dict[str, Any]:
     return {"scale": spec.head_dim**-0.5, "window": spec.sliding_window}
 

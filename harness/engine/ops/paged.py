@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import torch
 
 from harness.engine.activations import Activations
 from harness.engine.batch import MicroBatch
+from harness.engine.ops import on_gpu
+from harness.engine.ops.data import device_rows
 from harness.engine.ops.host import KvOp, paged_attention
 from harness.machine.base import Context, Work
 from harness.model.spec import ModelSpec
@@ -24,7 +25,7 @@ class AppendKvOnDevice(KvOp):
 
     def __init__(self, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int, cache: KVCache) -> None:
         super().__init__(spec, batch, acts, layer, cache)
-        self.reads, self.writes = (acts.k, acts.v), self.kv_keys
+        self.reads, self.writes = (acts.tokens, acts.k, acts.v), self.kv_keys
 
     def work(self) -> Work:
         return Work(device_bytes=2 * self.batch.on_device.num_tokens * self.spec.kv_bytes_per_token_layer)
@@ -36,11 +37,12 @@ class AppendKvOnDevice(KvOp):
         spec, block_size = self.spec, self.cache.shape[2]
         shape = (self.batch.num_tokens, spec.num_kv_heads, spec.head_dim)
         keys, values = self.cached(ctx)
+        slots = device_rows(ctx, self.batch, self.acts)[2]
+        blocks, inside = slots // block_size, slots % block_size
         for source, target in ((self.acts.k, keys), (self.acts.v, values)):
             new = ctx.tensor(source, shape, spec.dtype)
             for rows in self.batch.on_device.ranges:
-                slots = torch.from_numpy(self.batch.slots[rows]).to(target.device)
-                target[slots // block_size, :, slots % block_size] = new[rows]
+                target[blocks[rows], :, inside[rows]] = new[rows]
 
 
 class DecodeAttentionPaged(KvOp):
@@ -53,7 +55,10 @@ class DecodeAttentionPaged(KvOp):
     ) -> None:
         super().__init__(spec, batch, acts, layer, cache)
         self.family = family
-        self.reads, self.writes = (acts.q, *self.kv_keys), ((acts.attention, "decode on device"),)
+        assert acts.block_tables is not None, "the activations were made without a KV cache on the device"
+        self.tables = acts.block_tables
+        self.reads = (acts.tokens, self.tables, acts.q, *self.kv_keys)
+        self.writes = ((acts.attention, "decode on device"),)
 
     def work(self) -> Work:
         assert self.layer is not None
@@ -69,23 +74,34 @@ class DecodeAttentionPaged(KvOp):
         shape = (self.batch.num_tokens, spec.num_heads, spec.head_dim)
         q = ctx.tensor(self.acts.q, shape, spec.dtype)[rows]
         out = ctx.tensor(self.acts.attention, shape, spec.dtype)[rows]
+        keys, values = self.cached(ctx)
+        if on_gpu.attends(spec, q):
+            positions = device_rows(ctx, self.batch, self.acts)[1, rows]
+            blocks = ctx.tensor(self.tables, self.batch.on_device.flat_blocks.shape, "int32")
+            self._read_padding(q, keys, values)
+            return on_gpu.paged_attention(spec, q, keys, values, blocks, positions, out)
         attend = self.by_kernel if q.device.type == "cpu" else self.by_family
-        attend(q, *self.cached(ctx), out)
+        attend(q, keys, values, out)
 
     def by_kernel(self, q: Any, keys: Any, values: Any, out: Any) -> None:
         """The paged kernel, on one thread, where device memory is played by the host's."""
         paged_attention(self.spec, q, keys, values, self.batch.on_device, out)
 
     def by_family(self, q: Any, keys: Any, values: Any, out: Any) -> None:
-        """The family's own math, sequence by sequence, wherever the tensors are."""
-        here, (_, heads, block_size, head_dim) = self.batch.on_device, self.cache.shape
-
-        def attend(row: int, table: np.ndarray, length: int) -> Any:
-            blocks = table[row, : -(-length // block_size)].tolist()
-            k, v = (x[blocks].transpose(0, 1).reshape(heads, -1, head_dim) for x in (keys, values))
-            return self.family.decode_attention(self.spec, q[row], k, v, length)
-
-        for row in here.padded.tolist():
-            attend(row, here.padding_tables, int(here.padding[row]))  # read, and dropped
+        """The family's own math, sequence by sequence, where the GPU kernels do not know this model's attention."""
+        here = self.batch.on_device
+        self._read_padding(q, keys, values)
         for row, length in enumerate(here.context_lens.tolist()):
-            out[row] = attend(row, here.block_tables, length).view(out[row].shape)
+            out[row] = self._attend(q[row], keys, values, here.block_tables[row], length).view(out[row].shape)
+
+    def _read_padding(self, q: Any, keys: Any, values: Any) -> None:
+        """As a padded system does; the result is dropped."""
+        here = self.batch.on_device
+        for row in here.padded.tolist():
+            self._attend(q[row], keys, values, here.padding_tables[row], int(here.padding[row]))
+
+    def _attend(self, q: Any, keys: Any, values: Any, table: np.ndarray, length: int) -> Any:
+        _, heads, block_size, head_dim = self.cache.shape
+        blocks = table[: -(-length // block_size)].tolist()
+        k, v = (x[blocks].transpose(0, 1).reshape(heads, -1, head_dim) for x in (keys, values))
+        return self.family.decode_attention(self.spec, q, k, v, length)

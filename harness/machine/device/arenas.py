@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from typing import Any
 
 import torch
@@ -40,8 +40,7 @@ class DeviceArenas(Arenas):
         if buffer.tier != "pinned" or not buffer.nbytes:
             return super()._allocate(buffer)
         memory = self._host.pinned(buffer.nbytes, buffer.name, self._runtime, self._tell)
-        self._pinned.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes))
-        self._pinned.sort()
+        insort(self._pinned, (memory.data_ptr(), memory.data_ptr() + memory.nbytes))  # lanes may be searching it
         return memory
 
     def unback(self, buffer: Buffer) -> None:

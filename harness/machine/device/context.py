@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,22 +19,46 @@ from harness.memory.tiers import Buffer
 TakeSlot = Callable[[int], Slot | None]
 
 
-class DeviceContext:
-    """Context of one packet. Nothing here waits for the device, but for data that no staging ring holds.
+@dataclass(eq=False, slots=True)
+class Staged:
+    """A piece of the staging ring with a copy between it and the device; `target` is what it is copied on to, within
+    the host, when the copy has ended."""
 
-    `take` finds room in the staging ring of the packet's stream, waiting for packets before it if it must; None where
-    there never will be enough. `slots` and `fills` are for whoever sees the packet end: memory to give back, and
-    (target, memory) of what is then to be copied on within the host.
+    slot: Slot
+    memory: torch.Tensor
+    target: torch.Tensor | None = None
+    event: Any = None  # behind the copy
+
+    def fill(self) -> None:
+        if self.target is not None:
+            self.target.copy_(self.memory)
+
+
+class DeviceContext:
+    """Context of some packets that are launched together. Nothing here waits for the device, but for room in a staging
+    ring, or for a copy of data that are too large for it in one row.
+
+    `take` finds room in the staging ring of the packets' stream, waiting for packets before them if it must; None where
+    these hold all of it themselves, or there never will be enough. `give_back` returns the oldest piece. `staged` is
+    for whoever sees the packets end: to fill, and to give back.
     """
 
-    def __init__(self, lane: Lane, arenas: DeviceArenas, runtime: DeviceRuntime, stream: Any, take: TakeSlot) -> None:
+    def __init__(
+        self,
+        lane: Lane,
+        arenas: DeviceArenas,
+        runtime: DeviceRuntime,
+        stream: Any,
+        take: TakeSlot,
+        give_back: Callable[[Slot], None],
+    ) -> None:
         self.lane = lane
         self._arenas = arenas
         self._runtime = runtime
         self._stream = stream
         self._take = take
-        self.slots: list[Slot] = []
-        self.fills: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._give_back = give_back
+        self.staged: deque[Staged] = deque()
 
     def memo(self, buffer: Buffer) -> dict[Hashable, Any]:
         return self._arenas.memo(buffer)
@@ -64,33 +90,54 @@ class DeviceContext:
         return value.numpy()
 
     def _to_device(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        if not self._is_direct(src) or src.dtype != dst.dtype:
-            staged = self._staged(src.shape, dst.dtype)
-            if staged is None:
-                self._runtime.copy_now(dst, src, self._stream)
-                return
-            src = staged.copy_(src)
-        self._runtime.copy(dst, src, self._stream)
+        if self._is_direct(src) and src.dtype == dst.dtype:
+            self._runtime.copy(dst, src, self._stream)
+            return
+        staged = self._room(src.shape, dst.dtype)
+        if staged is not None:
+            self._runtime.copy(dst, staged.memory.copy_(src), self._stream)
+            self._behind(staged)
+        else:
+            self._in_halves(self._to_device, dst, src)
 
     def _to_host(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         if self._is_direct(dst) and src.dtype == dst.dtype:
             self._runtime.copy(dst, src, self._stream)
             return
-        staged = self._staged(src.shape, src.dtype)
-        if staged is None:
+        staged = self._room(src.shape, src.dtype)
+        if staged is not None:
+            self._runtime.copy(staged.memory, src, self._stream)
+            staged.target = dst
+            self._behind(staged)
+        else:
+            self._in_halves(self._to_host, dst, src)
+
+    def _in_halves(self, move: Callable[[torch.Tensor, torch.Tensor], None], dst: torch.Tensor, src: Any) -> None:
+        """What is too large for the ring; a single row that is goes at once."""
+        if not src.dim() or len(src) < 2:
             self._runtime.copy_now(dst, src, self._stream)
             return
-        self._runtime.copy(staged, src, self._stream)
-        self.fills.append((dst, staged))
+        middle = len(src) // 2
+        move(dst[:middle], src[:middle])
+        move(dst[middle:], src[middle:])
 
     def _is_direct(self, host: torch.Tensor) -> bool:
         """The device can read or write it as it is."""
         return host.is_contiguous() and self._arenas.is_pinned(host)
 
-    def _staged(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+    def _room(self, shape: Sequence[int], dtype: torch.dtype) -> Staged | None:
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         slot = self._take(nbytes)
-        if slot is None:
-            return None
-        self.slots.append(slot)
-        return slot.memory.view(dtype).view(tuple(shape))
+        while slot is None and self.staged:
+            oldest = self.staged.popleft()
+            self._runtime.synchronize(oldest.event)
+            oldest.fill()
+            self._give_back(oldest.slot)
+            slot = self._take(nbytes)
+        return None if slot is None else Staged(slot, slot.memory.view(dtype).view(tuple(shape)))
+
+    def _behind(self, staged: Staged) -> None:
+        """Its copy stands in the stream."""
+        staged.event = self._runtime.event()
+        self._runtime.record(staged.event, self._stream)
+        self.staged.append(staged)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +56,7 @@ class DeviceStream:
         self.under_way: deque[Launched] = deque()
         self.ring: StagingRing | None = None
         self.ended_s = 0.0  # of the packet that ended last
+        self.launching = False  # packets are being put into it: they may reach the device before they are under way
         self.depth = depth
         self._runtime = runtime
         self._spare_events: list[Any] = []
@@ -77,17 +77,25 @@ class DeviceStream:
         assert self.under_way[0] is launched, "packets of a stream end in their order"
         self.under_way.popleft()
         self._spare_events += (launched.first, launched.last)
-        for slot in launched.context.slots:
-            assert self.ring is not None, "slots come from the ring"
-            self.ring.give_back(slot)
+        for staged in launched.context.staged:
+            self._return(staged.slot)
         self.changed.notify_all()
 
-    def take_slot(self, nbytes: int, *, stopped: Callable[[], bool]) -> Slot | None:
-        """Room in the staging ring, waiting for packets that are under way; None where there will be none."""
+    def _return(self, slot: Slot) -> None:
+        assert self.ring is not None, "slots come from the ring"
+        self.ring.give_back(slot)
+
+    def give_back(self, slot: Slot) -> None:
+        """The oldest that is taken, by the packets that are being launched: no others are under way."""
+        with self.changed:
+            self._return(slot)
+
+    def take_slot(self, nbytes: int) -> Slot | None:
+        """Room in the staging ring, waiting for packets that are under way; None where that brings none."""
         with self.changed:
             while self.ring is not None and nbytes <= self.ring.capacity_bytes:
                 slot = self.ring.take(nbytes)
-                if slot is not None or not self.under_way or stopped():
+                if slot is not None or not self.under_way:
                     return slot
                 self.changed.wait()
         return None

@@ -18,6 +18,7 @@ class DeviceRuntime(Protocol):
 
     name: str  # of the device, for the records
     total_bytes: int  # of its memory
+    free_bytes: int  # of that, beside the context and other programs, when the runtime was made
     pci_bus_id: str | None  # where sysfs knows the device
 
     def use(self) -> None:
@@ -78,6 +79,8 @@ class TorchCudaRuntime:
         torch.backends.cudnn.allow_tf32 = False
         self.use()
         torch.zeros(1, device=self._device)  # makes the context now
+        torch.cuda.empty_cache()  # of machines before this one
+        self.free_bytes = torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
 
     def use(self) -> None:
         torch.cuda.set_device(self._device)

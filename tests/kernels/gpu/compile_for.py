@@ -8,12 +8,11 @@ import re
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -21,8 +20,6 @@ from kernels.triton import decode, experts, prefill
 from kernels.triton.matrices import ExpertShape
 from kernels.triton.tiling import Chip
 from kernels.triton.warming import Shapes, warm_up
-
-PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 
 
 class AbsentGpu:
@@ -43,11 +40,12 @@ class AbsentGpu:
 
 def spill_bytes(ptx: str, capability: int) -> int:
     """Registers' worth of memory traffic that ptxas reports."""
-    arch = f"sm_{capability}a" if capability == 90 else f"sm_{capability}"
+    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
+    assert target is not None, "PTX names what it is for"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [PTXAS, "-v", f"-arch={arch}", file.name, "-o", "/dev/null"]
+        command = [get_ptxas(capability).path, "-v", f"-arch={target[1]}", file.name, "-o", "/dev/null"]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return sum(map(int, re.findall(r"(\d+) bytes spill stores", report)))
 

@@ -33,7 +33,7 @@ if INSTALLED and not ON_GPU and "triton" not in sys.modules:
 def device() -> torch.device:
     """Where the kernels run."""
     if not INSTALLED:
-        pytest.skip("Triton is not installed (extra `gpu`)")
+        pytest.skip("Triton is not installed (extra `test`, on Linux only)")
     from kernels.triton.device import INTERPRETED
 
     if not ON_GPU and not INTERPRETED:

@@ -9,7 +9,7 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-HIDDEN, EXPERT_DIM, EXPERTS, HEADS, KV_HEADS, HEAD_DIM = 256, 512, 8, 8, 2, 64
+HIDDEN, EXPERT_DIM, EXPERTS, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 256, 512, 8, 8, 2, 64, 16
 
 
 def one_layer(device, num_tokens):
@@ -34,6 +34,8 @@ def one_layer(device, num_tokens):
     gpu.causal_attention(q, kv, kv, positions, torch.empty_like(q), scale=0.125)
     staging, firsts = randn(2 * num_tokens * KV_HEADS * HEAD_DIM), torch.zeros_like(positions)
     gpu.staged_decode_attention(q, staging, firsts, torch.empty_like(q), num_kv_heads=KV_HEADS, scale=0.125)
+    cache, blocks = randn(3, KV_HEADS, BLOCK_SIZE, HEAD_DIM), torch.zeros(num_tokens, dtype=torch.int32, device=device)
+    gpu.paged_decode_attention(q, cache, cache, blocks, firsts, torch.empty_like(q), scale=0.125)
     return matrices[0].shape
 
 
@@ -42,7 +44,7 @@ def test_nothing_waits_and_nothing_is_compiled_late(device):
 
     shape = one_layer(device, 3)
     sizes = {"num_experts": EXPERTS, "top_k": 2, "num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
-    gpu.warm_up(gpu.Shapes(experts=shape, **sizes), device)
+    gpu.warm_up(gpu.Shapes(experts=shape, kv_block_size=BLOCK_SIZE, **sizes), device)
     compiled, original = [], JITFunction._do_compile
 
     def noticed(self, *arguments, **options):

@@ -26,6 +26,8 @@ SPEC = ModelSpec(
 class FakeKV:
     """Blocks without memory behind them."""
 
+    num_device_blocks = 0
+
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.allocator = BlockAllocator(num_blocks, block_size)
         self.released: list[int] = []

@@ -67,3 +67,29 @@ def test_what_does_not_fit_is_an_error(counts, told):
     _, pool = pool_of(PoolSizes(in_pass=10, largest=4, in_attention=8, hidden=8, kept=9))
     with pytest.raises(AssertionError, match=told):
         pool.layout(counts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    counts=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=2, max_size=6),
+    passes=st.integers(2, 4),
+    spills=st.booleans(),
+)
+def test_passes_in_flight_share_what_they_may_and_under_one_name(counts, passes, spills):
+    """Ops of several passes find each other by buffers, so what passes share must be the same objects."""
+    largest, in_pass = max(map(max, counts)), max(map(sum, counts))
+    hidden = 2 * largest if spills else max(in_pass, 2 * largest)
+    sizes = PoolSizes(
+        in_pass=in_pass, largest=largest, in_attention=2 * largest, hidden=hidden, kept=in_pass, passes=passes
+    )
+    machine, pool = pool_of(sizes)
+    assert machine.tiers["device"].used_bytes == sizes.device_bytes(SPEC)
+    assert machine.tiers["pinned"].used_bytes == sizes.pinned_bytes(SPEC)
+    laid_out = [pool.layout(each, number) for number, each in enumerate(counts)]
+    for before, after in itertools.combinations(range(len(counts)), 2):
+        if after - before >= passes:
+            continue
+        pairs = itertools.product(*({b for one in laid_out[at] for b in one.all_buffers()} for at in (before, after)))
+        assert not any(overlap(one, other) and one is not other for one, other in pairs)
+        own = [{getattr(one, name) for one in laid_out[at] for name in (*OWN, "hidden")} for at in (before, after)]
+        assert own[0].isdisjoint(own[1])

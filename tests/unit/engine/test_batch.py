@@ -91,6 +91,8 @@ def test_arrays_against_an_oracle(case):
         last_rows.append(len(rows) - 1)
     assert list(zip(batch.token_ids, batch.positions, batch.slots, strict=True)) == rows
     assert batch.last_rows.tolist() == last_rows
+    assert list(zip(*batch.rows[:3].tolist(), strict=True)) == rows, "what the device gets"
+    assert batch.rows[3].tolist() == last_rows + [0] * (len(rows) - len(last_rows))
     assert len(set(batch.slots.tolist())) == batch.num_tokens, "two tokens in one place of the cache"
     assert batch.index == 4
     assert batch.num_tokens == len(rows)
@@ -114,6 +116,9 @@ def test_block_tables_lead_to_every_cached_token(case):
             assert batch.block_tables[row, position // size] == one.blocks[position // size]
         newest = batch.block_tables[row, (one.num_tokens - 1) // size] * size + (one.num_tokens - 1) % size
         assert newest == batch.slots[row], "the new token is the last of its own context"
+    used = [block for one in decode for block in one.blocks[: -(-one.num_tokens // size)]]
+    assert batch.on_host.flat_blocks.tolist() == used, "without the blocks that hold nothing yet"
+    assert not len(batch.on_device.flat_blocks)
     assert batch.block_tables.shape[1] == max(len(one.blocks) for one in decode)
 
 
@@ -142,7 +147,9 @@ def test_dtypes_are_those_of_the_kernels():
     batch = assemble(0, [], [one], allocator)
     int64 = (batch.token_ids, batch.positions, batch.slots, batch.last_rows)
     assert {a.dtype for a in int64} == {np.dtype(np.int64)}
-    assert {a.dtype for a in (batch.context_lens, batch.block_tables)} == {np.dtype(np.int32)}
+    assert {a.dtype for a in (batch.context_lens, batch.block_tables, batch.on_host.flat_blocks)} == {
+        np.dtype(np.int32)
+    }
 
 
 @pytest.mark.parametrize("num_cached", [0, 3, 5])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
 import torch
 
 from harness.machine import cuda as cuda_module
-from harness.machine.base import D2H, GPU, H2D, Lane, LaneKind, MachineError
+from harness.machine.base import D2H, GPU, H2D, Lane, LaneKind, MachineError, Op
 from harness.machine.device import pinned
 from harness.machine.device.pinned import HostMemory, PinnedMemoryError, free_bytes_by_limit
 from tests.fake_device import FakeDevice, cuda_machine
@@ -63,6 +64,58 @@ def test_close_waits_for_copies_under_way_and_then_frees(cuda, device):
     assert not device.pinned
     with pytest.raises(MachineError, match="closed"):
         machine.submit(GPU, Quick())
+
+
+class Copying(Op):
+    """Copies pinned memory to the device, then does what is asked."""
+
+    kind = "copying"
+
+    def __init__(self, target, source, then) -> None:
+        self.target, self.source, self.then, self.writes = target, source, then, (target,)
+
+    def run(self, ctx, packet):
+        ctx.copy(self.target, self.source, 0, self.target.nbytes)
+        self.then()
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["an op that fails", "a machine that is closed"])
+def test_what_was_launched_before_the_end_is_waited_for(cuda, device, fails):
+    """The launching thread is inside the op when the run ends: its copy must end before the memory is given back."""
+    machine, begun, go_on = cuda(), threading.Event(), threading.Event()
+    target, source = (machine.tiers[name].reserve("data", 1 << 12) for name in ("device", "pinned"))
+    freed_at, original = [], device.unpin
+
+    def unpin(memory):
+        freed_at.append(len(device.streams[1].actions))
+        original(memory)
+
+    device.unpin = unpin
+
+    def then():
+        begun.set()
+        assert go_on.wait(10)
+        if fails:
+            raise RuntimeError("not today")
+
+    device.hold(True)
+    machine.submit(H2D, Copying(target, source, then))
+    assert begun.wait(10)
+    closing = threading.Thread(target=machine.close)
+    if not fails:
+        closing.start()
+        time.sleep(0.05)
+    go_on.set()
+    if fails:
+        with pytest.raises(MachineError, match="copying on h2d failed: RuntimeError: not today"):
+            machine.drain()
+        closing.start()
+    time.sleep(0.05)
+    assert not freed_at, "the copy has not even begun"
+    device.hold(False)
+    closing.join(10)
+    assert freed_at and not any(freed_at), "and nothing stood in its stream when memory was given back"
+    assert not device.pinned
 
 
 def test_there_is_one_gpu(cuda):

@@ -1,0 +1,51 @@
+"""What a GPU does at its first use of a kernel, done before the first pass: compiling, loading, making handles."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from harness.engine.ops.views import weights
+from harness.machine.base import Context, Op
+from harness.memory.weights import Resident
+from harness.model.gpu_kernels import warm_up
+from harness.model.spec import ModelSpec
+
+
+class WarmUp(Op):
+    """On the gpu lane: every GPU kernel in every form that a pass may ask for, and one token through the family's own
+    math, so that the libraries behind it have their handles and workspaces and the tables of rotary angles are there.
+
+    `kv_block_size` is that of a paged KV cache, should there be one on the device. A layer's weights are zeros.
+    """
+
+    kind: ClassVar[str] = "warm up"
+
+    def __init__(self, family: Any, spec: ModelSpec, resident: Resident, kv_block_size: int) -> None:
+        self.family, self.spec, self.kv_block_size = family, spec, kv_block_size
+        self.embedding, self.head = resident.embedding, resident.head
+        self.reads = (*self.embedding.keys, *self.head.keys)
+
+    def run(self, ctx: Context, packet: int) -> None:
+        embedding = weights(ctx, self.embedding)
+        device = next(iter(embedding.values())).device
+        warm_up(self.spec, device, self.kv_block_size)
+        self._one_token(embedding, weights(ctx, self.head), device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # memory is planned from here on: nothing of this may lie in its way
+
+    def _one_token(self, embedding: dict[str, Any], head: dict[str, Any], device: Any) -> None:
+        spec, family = self.spec, self.family
+        parts = {part.name: part for part in family.layer_parts(spec, spec.num_layers - 1)}
+
+        def zeros(name: str) -> dict[str, Any]:
+            dtype = getattr(torch, parts[name].dtype)
+            return {t.name: torch.zeros(t.shape, dtype=dtype, device=device) for t in parts[name].tensors}
+
+        token = torch.zeros(1, dtype=torch.int64, device=device)
+        hidden = family.embed(spec, embedding, token)
+        q, _, _ = family.attention_in(spec, zeros("attention_in"), hidden, token)
+        attention = q.new_zeros(1, spec.q_dim)
+        family.attention_out(spec, zeros("attention_out"), attention, hidden)
+        family.head(spec, head, hidden).argmax(dim=-1)

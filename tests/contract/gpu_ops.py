@@ -1,0 +1,84 @@
+"""The ops that strategies submit to the GPU's lane, and a context in which their code runs without memory: tensors of
+Mixtral-8x7B's real shapes on torch's device "meta"."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from harness.machine.arenas import TORCH_DTYPES
+from harness.machine.base import LaneKind
+from harness.machine.simulated import SimulatedMachine
+from harness.model import families
+from harness.plan import make_plan
+from tests.composing import composed
+
+DEVICE = torch.device("meta")
+FINE = {  # small experts and a large vocabulary, as Qwen3 has them
+    "hidden_dim": 2048, "expert_dim": 768, "num_heads": 32, "num_kv_heads": 4, "num_experts": 32,
+    "experts_per_token": 8, "vocab_size": 151936,
+}  # fmt: skip
+CASES = {
+    "deepspeed_zero": [],
+    "fastdecode": [],
+    "flexgen": [],
+    "flexgen_c": [],
+    "moelens": ["strategy.n_real=2000"],
+    "moelens on the gpu": ["strategy.n_real=2000", "strategy.attention=gpu"],
+    "moelightning": [],
+    "ondemand": [],
+    "ondemand, fine experts": [f"model.spec.{name}={value}" for name, value in FINE.items()],
+}
+
+
+class MetaContext:
+    """Buffers whose memory is not there."""
+
+    def __init__(self, spec) -> None:
+        self.spec, self._memos = spec, defaultdict(dict)
+
+    def memo(self, buffer):
+        return self._memos[buffer.root]
+
+    def tensor(self, buffer, shape, dtype):
+        kind, size = TORCH_DTYPES[dtype], torch.Size(shape).numel()
+        assert size * kind.itemsize <= buffer.nbytes, f"{shape} {dtype} does not fit {buffer}"
+        with _disable_current_modes():
+            root = torch.empty(buffer.root.nbytes, dtype=torch.uint8, device=DEVICE)
+            start = buffer.offset_bytes
+            return root[start : start + size * kind.itemsize].view(kind).view(tuple(shape))
+
+
+def weight_views(ctx, part):
+    """Where weights are planned there are layouts without tensors."""
+    family, spec = families.family("mixtral"), ctx.spec
+    parts = (*family.layer_parts(spec, 0), family.embedding_part(spec), family.head_part(spec))
+    layout = next(each for each in parts if each.name == part.layout.name)
+    with _disable_current_modes():
+        return {t.name: torch.empty(t.shape, dtype=TORCH_DTYPES[layout.dtype], device=DEVICE) for t in layout.tensors}
+
+
+def submitted(monkeypatch: pytest.MonkeyPatch, name: str, num_requests: int) -> list:
+    """The gpu lane's ops of a whole run."""
+    ops, original = [], SimulatedMachine.submit
+
+    def submit(self, lane, op, **options):
+        if lane.kind is LaneKind.GPU:
+            ops.append(op)
+        return original(self, lane, op, **options)
+
+    overrides = [
+        *(f"strategy={name.split()[0].strip(',')}", "machine=simulated", "model=mixtral-8x7b", "hardware=a40"),
+        *("model.spec.num_layers=2", "hardware.device_memory_gb=20", "kv_cache_gb=4", "dataset.max_new_tokens=3"),
+        *(f"dataset.num_requests={num_requests}", *CASES[name]),
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(SimulatedMachine, "submit", submit)
+        make_plan(composed(*overrides))
+    for op in ops:
+        if hasattr(op, "family"):
+            op.family = families.family(op.spec.family)
+    return ops

@@ -1,0 +1,60 @@
+"""Batches on several GPUs: what is continued beyond the simulated steps, and what is compared."""
+
+from __future__ import annotations
+
+import pytest
+
+from paper_figures.moelightning.several_gpus import (
+    GENERATED,
+    SETTINGS,
+    SYSTEMS,
+    Batch,
+    joined,
+    planned,
+    scaling,
+    simulated,
+)
+
+SMALL = (
+    *("model=mixtral-8x7b", "hardware=t4x2", "kv_cache_gb=4", "strategy.packet_mb=1000", "dataset.num_requests=24"),
+    *("dataset=mtbench_lightning", "dataset.synthetic=lengths", "dataset.max_new_tokens=7"),
+)
+
+
+def row(setting: str, system: str, g: int, tok_s: float) -> dict:
+    return {"setting": setting, "system": system, "g": g, "simulated_tok_s": tok_s}
+
+
+def test_steps_go_on_in_a_straight_line():
+    """2, 3, 4, 5 seconds and so on; the first step, which the prefill holds up, is no part of the line."""
+    batch = Batch(num_sequences=10, prefill_s=100.0, steps_s=(9.0, 3.0, 4.0), new_tokens=8)
+    assert batch.total_s == pytest.approx(100 + 9 + 3 + 4 + 5 + 6 + 7 + 8)
+    assert batch.tok_s == pytest.approx(80 / batch.total_s)
+    whole = Batch(num_sequences=1, prefill_s=1.0, steps_s=(1.0, 2.0), new_tokens=3)
+    assert whole.total_s == 4.0
+
+
+@pytest.mark.parametrize(("strategy", "together"), [("flexgen", 2), ("flexgen strategy.parallelism=tensor", 1)])
+def test_a_batch_is_continued_to_what_a_whole_run_takes(strategy, together):
+    name, *more = strategy.split()
+    size = (f"strategy.policy.batch_size={24 // together}", "strategy.policy.micro_batch_size=9")
+    arguments = (f"strategy={name}", *more, *SMALL, *size)
+    whole, part = (simulated(planned(arguments), new_tokens=7, steps=steps) for steps in (6, 4))
+    assert whole.num_sequences == part.num_sequences == 24
+    assert (len(whole.steps_s), len(part.steps_s)) == (6, 4)
+    assert part.steps_s[:3] == pytest.approx(whole.steps_s[:3])
+    assert part.total_s == pytest.approx(whole.total_s, rel=0.02)
+
+
+def test_throughput_with_four_gpus_is_set_beside_that_with_two():
+    system = next(iter(SYSTEMS))
+    rows = [row("S6", system, 32, 10.0), row("S7", system, 32, 25.0), row("S8", "FlexGen", 32, 5.0)]
+    (found,) = scaling(rows)
+    assert found == {"of": "S7/S6", "system": system, "g": 32, "simulated": 2.5, "published": [2.77, 3.38]}
+
+
+def test_new_rows_take_the_place_of_old_ones():
+    first, second = list(SETTINGS)[:2]
+    system, g = next(iter(SYSTEMS)), GENERATED[0]
+    kept = [row(second, system, g, 1.0), row(first, system, g, 2.0)]
+    assert joined(kept, [row(second, system, g, 3.0)]) == [row(first, system, g, 2.0), row(second, system, g, 3.0)]
