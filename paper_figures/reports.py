@@ -32,10 +32,14 @@ class Report:
     pictures: Mapping[str, Draw] = field(default_factory=dict)
 
 
+def made_by(command: str) -> dict[str, Any]:
+    """What the numbers of a report begin with."""
+    return {"date": date.today().isoformat(), "code": code_version(), "command": command, "environment": environment()}
+
+
 def run(name: str, report: Report, out: Path, command: str) -> None:
     """Compute, write <name>.json, <name>.md and pictures to `out`, and print the tables."""
-    made = {"date": date.today().isoformat(), "code": code_version(), "command": command, "environment": environment()}
-    write_json(out / f"{name}.json", {**made, **report.compute()})
+    write_json(out / f"{name}.json", {**made_by(command), **report.compute()})
     written = read_json(out / f"{name}.json")
     text = report.tables(written)
     (out / f"{name}.md").write_text(text, encoding="utf-8")

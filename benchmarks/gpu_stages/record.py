@@ -20,7 +20,8 @@ Stage = Callable[[float], dict[str, Any]]  # seconds that are left -> what it fo
 
 @contextmanager
 def boxed(seconds: float) -> Iterator[threading.Event]:
-    """An interrupt as by a user once the time is over; the event tells that it was this one."""
+    """An interrupt as by a user once the time is over, also in a job that a shell has put into the background, where
+    interrupts are ignored; the event tells that it was this one."""
     thread = threading.main_thread().ident
     assert thread is not None and threading.current_thread().ident == thread, "interrupts reach the main thread only"
     over = threading.Event()
@@ -29,6 +30,7 @@ def boxed(seconds: float) -> Iterator[threading.Event]:
         over.set()
         signal.pthread_kill(thread, signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(max(seconds, 0.0), interrupt)
     timer.daemon = True
     timer.start()
@@ -36,6 +38,7 @@ def boxed(seconds: float) -> Iterator[threading.Event]:
         yield over
     finally:
         timer.cancel()
+        signal.signal(signal.SIGINT, before)
 
 
 class Record:

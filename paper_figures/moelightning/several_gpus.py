@@ -23,7 +23,7 @@ import numpy as np
 from harness.engine import loop
 from harness.plan import Plan, make_plan
 from harness.record.passes import PassRecord
-from harness.record.provenance import code_version, environment
+from paper_figures.reports import made_by
 from paper_figures.support import REFERENCE, composed, new_figure, read_json, write_json
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     numbers = args.out / "several_gpus.json"
     kept = read_json(numbers)["rows"] if numbers.exists() else []
     rows = joined(kept, compute(args.settings, args.g, args.systems)["rows"])
-    data = {"code": code_version(), "environment": environment(), **report(rows)}
+    data = {**made_by("python -m paper_figures.moelightning several_gpus"), **report(rows)}
     write_json(numbers, data)
     text = tables(data)
     (args.out / "several_gpus.md").write_text(text, encoding="utf-8")

@@ -18,8 +18,9 @@ class _InterruptedWhenFinalised:
         time.sleep(0.01)  # the exception is raised here, and dropped
 
 
-def test_an_interrupt_within_a_finaliser_takes_effect():
-    before = sys.unraisablehook
+def test_an_interrupt_within_a_finaliser_takes_effect(request):
+    before, ignored = sys.unraisablehook, signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, ignored))  # as in a shell's background jobs
     with pytest.raises(KeyboardInterrupt), interrupts_kept():
         dropped = _InterruptedWhenFinalised()
         del dropped
