@@ -216,6 +216,18 @@ def streamed_parts(store: WeightStore, layer: int, resident_share: float, *, exp
     return tuple(names)
 
 
+def kept_share(store: WeightStore, resident_share: float, *, experts: bool = True) -> float:
+    """Of a layer's bytes, what stays on the device of a share that is no sum of whole parts; of the layer that keeps
+    the least."""
+
+    def kept(layer: int) -> float:
+        sizes = {name: store.layers[layer][name].layout.nbytes for name in part_names(store, layer, experts=experts)}
+        streamed = sum(sizes[name] for name in streamed_parts(store, layer, resident_share, experts=experts))
+        return 1 - streamed / sum(sizes.values())
+
+    return min(kept(layer) for layer in range(len(store.layers)))
+
+
 def paged_bytes(store: WeightStore, num_pages: int, resident_share: float) -> dict[str, int]:
     """What `PagedWeights` takes, by tier."""
     streamed = [streamed_parts(store, layer, resident_share) for layer in range(len(store.layers))]

@@ -11,6 +11,7 @@ from harness.engine.kv_placement import place_kv
 from harness.engine.sequences import Sequence
 from harness.engine.strategy import Strategy
 from harness.memory.kv_cache import Blocks
+from harness.memory.paged_weights import kept_share
 from strategies.common.blocks_in_flight import TakingTurns, dealt_out
 from strategies.common.micro_batch_pipeline import MicroBatchPipeline
 from strategies.common.offload_planner import OffloadPlan, plan_policy
@@ -37,6 +38,7 @@ def complete_policy(
     require_supported(given, num_gpus=len(engine.ranks), min_micro_batches=min_micro_batches)
     if len(engine.ranks) > 1:
         given = replace(given, gpu_ffn=True, resident_kv=0.0)
+    given = replace(given, resident_weights=_whole_parts(given, engine))
     chosen = gpu_attention if given.gpu_attention is None else given.gpu_attention
     return plan_policy(
         engine,
@@ -47,6 +49,14 @@ def complete_policy(
         overlap=overlap,
         stages=stages,
     )
+
+
+def _whole_parts(given: GivenPolicy, engine: Engine) -> float | None:
+    """The given r_w as the pipeline can keep it; with a margin, as a part must not be lost to the last bit."""
+    if given.resident_weights is None:
+        return None
+    share = kept_share(engine.store, given.resident_weights, experts=given.gpu_ffn is not False)
+    return min(share * (1 + 1e-9), 1.0)
 
 
 def require_supported(given: GivenPolicy, *, num_gpus: int = 1, min_micro_batches: int = 1) -> None:

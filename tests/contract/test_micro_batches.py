@@ -196,6 +196,17 @@ def test_no_batch_is_larger_than_the_policy_says(tiny):
     assert report.ok and report.checked == 12, report.first_mismatch
 
 
+@pytest.mark.parametrize("share", [0.1, 0.3, 1.0])
+def test_a_given_share_of_weights_is_planned_for_in_the_whole_experts_that_stay(tiny, share):
+    """An eighth of the experts is 12 % of a layer."""
+    policy = {"batch_size": 12, "micro_batch_size": 3, "resident_weights": share}
+    engine, strategy = run(tiny, "moelightning", {"policy": policy}, Recording())
+    layers = [sum(part.layout.nbytes for part in parts.values()) for parts in engine.store.layers]
+    planned = strategy.plan["resident_weights"]
+    assert planned <= share
+    assert strategy.plan["resident_weights_gb"] * 1e9 == pytest.approx(planned * sum(layers))
+
+
 def test_experts_on_the_cpu_in_bfloat16(tiny):
     """With the kernel that CPUs have for it; every choice near the best of a float32 reference."""
     checkpoint = Checkpoint(tiny.folder, "bfloat16")
