@@ -43,7 +43,7 @@ address() {
     # Not the tests of the package's name (they start interpreters of their own), those that compile programs of their
     # own, those of forks, and those of times (they mean nothing here).
     cp tests/kernels/*.py "$scratch/tests/kernels/"
-    rm -f "$scratch"/tests/kernels/test_{kernels_package,mover_cuda,mover_cuda_errors}.py
+    rm -f "$scratch"/tests/kernels/test_{kernels_package,mover_cuda,mover_cuda_errors,mover_cuda_header}.py
     step "running the kernels' tests with it"
     tests_in "$scratch" tests/kernels \
         -k "not gil and not threshold and not rate and not cpu_time and not fork and not what_a_share_throws"

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
-
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 SOURCE = HERE / "cuda_signatures.cpp"
 
 
