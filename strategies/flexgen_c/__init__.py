@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from functools import partial
 from typing import ClassVar
 
 from harness.config import config, require
@@ -21,7 +22,7 @@ class Config:
     staging: bool = False  # true: pageable -> pinned -> device; false: the whole model lies in pinned memory
     padding: bool = False  # true: prompts are padded to the longest of their batch
     packet_mb: float = 1.0
-    policy: GivenPolicy = field(default_factory=GivenPolicy)  # null: searched
+    policy: GivenPolicy = field(default_factory=partial(GivenPolicy, gpu_ffn=True, resident_kv=0.0))  # null: searched
 
     def __post_init__(self) -> None:
         require(self.packet_mb >= 1e-3, "packet_mb", f"must be at least 0.001, got {self.packet_mb:g}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from functools import partial
 from typing import ClassVar
 
 from harness.config import config, require
@@ -18,7 +19,7 @@ class Config:
     staging: bool = True  # §A.1: pageable -> pinned -> device; false: the whole model lies in pinned memory
     padding: bool = False  # true: the paper's "(p)", prompts padded to the longest of their batch
     packet_mb: float = 1.0
-    policy: GivenPolicy = field(default_factory=GivenPolicy)  # Table 1; null: searched
+    policy: GivenPolicy = field(default_factory=partial(GivenPolicy, gpu_ffn=True))  # Table 1; null: searched
 
     def __post_init__(self) -> None:
         require(self.packet_mb >= 1e-3, "packet_mb", f"must be at least 0.001, got {self.packet_mb:g}")
