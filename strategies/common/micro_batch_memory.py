@@ -9,8 +9,9 @@ from harness.engine.activation_pool import PoolSizes
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchMemory:
-    """`prompt_tokens` and `cached_tokens` limit a micro-batch's prompts and its KV cache; the prompts of a whole batch
-    go through the device in one pass."""
+    """`prompt_tokens` and `cached_tokens` limit a micro-batch's prompts and its KV cache, with room for the longest
+    request beside mean ones; the prompts of a whole batch go through the device in one pass, those of a micro-batch in
+    several parts where they exceed the pool's largest."""
 
     pool: PoolSizes
     prompt_tokens: int

@@ -284,8 +284,9 @@ def kv_staging_bytes(deployment: Deployment, micro_batch_size: int) -> int:
 
 
 def micro_batch_kv_tokens(shape: WorkloadShape, micro_batch_size: int) -> float:
-    """Algorithm 2's cache_size: mu sequences of mean length at their end, and at least the longest."""
-    return max(micro_batch_size * shape.kv_tokens, shape.longest_kv_tokens)
+    """Algorithm 2's cache_size: mu sequences of mean length at their end, and one of the longest. The micro-batch that
+    gets a request is the lightest, hence at most an average one, so that no request is left over for its length."""
+    return micro_batch_size * shape.kv_tokens + shape.longest_kv_tokens
 
 
 def _in_pinned(deployment: Deployment, switches: Switches) -> dict[str, Linear]:

@@ -53,7 +53,7 @@ class OffloadPlan:
         staged = kv_staging_bytes(self.deployment, size) if self.policy.gpu_attention else 0
         return MicroBatchMemory(
             pool=pool_sizes(self.deployment, self.policy),
-            prompt_tokens=ceil(self.deployment.shape.prompts_of(size)),
+            prompt_tokens=ceil(self.deployment.shape.prompts_of(size) + self.deployment.shape.longest_prompt),
             cached_tokens=ceil(micro_batch_kv_tokens(self.deployment.shape, size)),
             kv_staging_bytes=staged,
         )

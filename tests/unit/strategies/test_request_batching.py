@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.engine.sequences import Sequence, State
+from strategies.common.offload_memory import WorkloadShape, micro_batch_kv_tokens
 from strategies.common.request_batching import (
     Batching,
     BatchLimits,
@@ -225,3 +227,18 @@ def test_what_is_left_fills_no_more_micro_batches_than_it_needs(requests, micro_
     plan = scheduler.next_pass()
     assert plan is not None and plan.micro_batches is not None
     assert len(plan.micro_batches) == micro_batches
+
+
+@given(lengths=st.lists(st.integers(1, 400), min_size=1, max_size=120), micro_batch_size=st.integers(1, 12))
+def test_a_batch_of_all_requests_leaves_none_over_for_its_length(lengths, micro_batch_size):
+    """With the limits that a plan gives: mean requests, and one of the longest beside them."""
+    queue = sequences(*((length, 16) for length in lengths))
+    shape = WorkloadShape.of_sequences(queue, block_tokens=1)
+    limits = BatchLimits(
+        num_micro_batches=-(-len(queue) // micro_batch_size),
+        micro_batch_size=micro_batch_size,
+        batch_size=len(queue),
+        micro_batch_cache_tokens=ceil(micro_batch_kv_tokens(shape, micro_batch_size)),
+        micro_batch_prompt_tokens=ceil(shape.prompts_of(micro_batch_size) + shape.longest_prompt),
+    )
+    assert not batch_requests(queue, limits, cached_tokens=lambda s, padding: s.max_tokens).aborted
