@@ -21,7 +21,7 @@ from tests.contract.running import CAPACITIES_BYTES, check_tokens, engine_on, re
 
 NAMES = ("moelightning", "fastdecode", "flexgen_c", "flexgen")
 YAMLS = {name: yaml.safe_load((ROOT / f"conf/strategy/{name}.yaml").read_text()) for name in NAMES}
-SMALL_DEVICE = CAPACITIES_BYTES | {"device": 2_200_000}
+SMALL_DEVICE = CAPACITIES_BYTES | {"device": 2_240_000}
 
 
 class Recording(ShuffledMachine):

@@ -100,7 +100,7 @@ def test_a_given_micro_batch_whose_prompts_do_not_fit_is_prefilled_in_parts():
     on = engine([400] * 120)
     plan = plan_policy(on, GivenPolicy(batch_size=120, micro_batch_size=120), packet_bytes=10**8)
     assert plan.deployment.storage.prefill_limit_tokens is not None
-    assert plan.memory.pool.largest < 120 * 400 == plan.memory.prompt_tokens
+    assert plan.memory.pool.largest < 120 * 400 < plan.memory.prompt_tokens
 
 
 @pytest.mark.parametrize(("parallelism", "num_gpus"), [("tensor", 2), ("tensor", 4), ("pipeline", 4)])
