@@ -1,0 +1,37 @@
+"""Settings that MoE-Lightning and the systems beside it in its Figure 6 share (torch-free)."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from functools import partial
+
+from harness.config import config, require
+from harness.memory.tiers import PAGEABLE, PINNED
+from strategies.common.policy import GivenPolicy
+
+
+@config
+class OffloadingConfig:
+    staging: bool = False  # true: pageable -> pinned -> device; false: the whole model lies in pinned memory
+    padding: bool = False  # true: prompts are padded to the longest of their batch
+    packet_mb: float = 1.0
+    policy: GivenPolicy = field(default_factory=partial(GivenPolicy, gpu_ffn=True))  # Table 1; null: searched
+
+    def __post_init__(self) -> None:
+        require(self.packet_mb >= 1e-3, "packet_mb", f"must be at least 0.001, got {self.packet_mb:g}")
+
+    @property
+    def weights_tier(self) -> str:
+        return PAGEABLE if self.staging else PINNED
+
+
+@config
+class CpuAttentionConfig(OffloadingConfig):
+    """Of schedules in which the CPU attends to all of the cache."""
+
+    policy: GivenPolicy = field(default_factory=partial(GivenPolicy, gpu_ffn=True, resident_kv=0.0))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        valid = self.policy.gpu_attention is not True
+        require(valid, "policy.gpu_attention", "must be false or null: the CPU attends here")
