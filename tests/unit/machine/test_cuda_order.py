@@ -69,21 +69,33 @@ def test_a_device_op_follows_another_before_that_has_ended_and_a_host_op_does_no
     assert weights.finished_s <= compute.started_s + 1e-3
 
 
-def test_no_more_packets_are_launched_ahead_than_asked(cuda, device):
-    machine = cuda(copies_in_flight=2, launch_mb=0.0)
+class Launches(Quick):
+    """Notes each packet's launch in `log`, whenever the device gets to it."""
+
+    def __init__(self, name: str, packets: int, log: list[tuple[str, int]]) -> None:
+        super().__init__(name, packets=packets)
+        self.log = log
+
+    def run(self, ctx, packet):
+        self.log.append((self.result, packet))
+        return super().run(ctx, packet)
+
+
+def test_no_more_packets_are_launched_ahead_than_asked_and_an_urgent_one_passes_those_that_wait(cuda, device):
+    machine, log = cuda(copies_in_flight=2, launch_mb=0.0), []
     device.hold(True)
-    ticket = machine.submit(H2D, Quick(packets=10))
+    large = machine.submit(H2D, Launches("large", 10, log))
     stream = machine._lanes[H2D].streams[0]
     while len(stream.under_way) < 2:
         machine.now()
-    urgent = machine.submit(H2D, Quick("first"), urgent=True)
+    urgent = machine.submit(H2D, Launches("urgent", 1, log), urgent=True)
     while urgent not in machine._launched:  # on a stream of its own, behind nothing that is under way
         machine.now()
     assert len(stream.under_way) == 2
+    assert log == [("large", 0), ("large", 1), ("urgent", 0)]
     device.hold(False)
-    machine.wait(ticket)
-    order = [(s.ticket, s.packet) for s in machine.spans]
-    assert order.index((urgent.number, 0)) <= 3
+    machine.wait(large)
+    assert log[3:] == [("large", packet) for packet in range(2, 10)]
 
 
 def test_an_urgent_op_is_launched_at_the_next_packet_boundary(cuda):
