@@ -5,13 +5,15 @@
     python benchmarks/report_kernels.py --only decode_attention --vllm-python VENV/bin/python --llama-python ...
     python benchmarks/report_kernels.py --tables                         # write the tables of docs/kernels.md again
 
-A part is one process with its own ceilings, whose JSON replaces that part's earlier one in results/reference/kernels.
+A part is one process with its own ceilings, whose JSON replaces that part's earlier one from the same processor and
+code path in results/reference/kernels; results of other machines stay, and every table says whose it is.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -60,10 +62,28 @@ def measure(part: str, arguments: list[str]) -> dict[str, Any] | None:
     }
 
 
+def folder_of(machine: dict[str, Any]) -> str:
+    """Of results: the processor's name and the code path, in letters that any file system takes."""
+    name = machine["processor"].replace("(R)", "").replace("(TM)", "")
+    return "-".join(re.findall("[a-z0-9]+", f"{name} {machine['isa']}".lower()))
+
+
+def page_texts(folder: Path) -> dict[str, str]:
+    """What every part's place on the page says: a section a machine."""
+    texts: dict[str, list[str]] = {}
+    for machine in sorted(path for path in folder.iterdir() if path.is_dir()):
+        results = {path.stem: json.loads(path.read_text()) for path in sorted(machine.glob("*.json"))}
+        sections = {part: tables.section(result) for part, result in results.items()}
+        facts = next(iter(results.values()))["machine"]
+        for part, text in {**sections, "aims": aims.summary(results)}.items():
+            texts.setdefault(part, []).append(f"**{facts['processor']}, path {facts['isa']}**\n\n{text}")
+    return {part: "\n\n".join(of_machines) for part, of_machines in texts.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=sorted(PARTS), action="append", help="parts to run (default: all)")
-    parser.add_argument("--out", type=Path, default=OUT, help="folder for <part>.json")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for <machine>/<part>.json")
     parser.add_argument("--tables", action="store_true", help="measure nothing")
     parser.add_argument("--quick", action="store_true", help="small shapes: numbers mean nothing")
     for name in ("rounds", "vllm-python", "llama-python"):
@@ -78,11 +98,10 @@ def main() -> None:
         if result is None:
             print(f"{part}: skipped")
             continue
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / f"{part}.json").write_text(json.dumps(result, indent=1) + "\n")
-    results = {path.stem: json.loads(path.read_text()) for path in sorted(args.out.glob("*.json"))}
-    texts = {part: tables.section(result) for part, result in results.items()}
-    texts["aims"] = aims.summary(results)
+        place = args.out / folder_of(result["machine"])
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{part}.json").write_text(json.dumps(result, indent=1) + "\n")
+    texts = page_texts(args.out)
     for part, text in texts.items():
         print(f"## {part}\n\n{text}\n")
     if args.out == OUT:

@@ -8,7 +8,9 @@ from kernels._extension import native
 
 
 def isa() -> str:
-    """The code path in use: "amx", "avx512", "avx2" or "portable"; the environment's KERNELS_ISA forces one.
+    """The code path in use: "amx", "avx512bf16", "avx512", "avx2" or "portable".
+
+    The environment's KERNELS_ISA forces one.
 
     ValueError where KERNELS_ISA names an unknown path or one this processor lacks.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -57,6 +58,11 @@ class Ceilings:
         a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
         out = torch.empty(size, size, dtype=dtype)
         return with_threads(lambda: torch.mm(a, b, out=out), num_threads)
+
+    def gflop(self, num_threads: int, shares: Mapping[torch.dtype, float]) -> Stopwatch:
+        """The time of 1e9 operations at `gemm`'s speeds, these shares of them in each type."""
+        loops = {dtype: self.gemm(num_threads, dtype) for dtype in shares}
+        return lambda: sum(share * 1e9 / self.gemm_flops(dtype) * loops[dtype]() for dtype, share in shares.items())
 
     @staticmethod
     def gemm_flops(dtype: torch.dtype = torch.float32) -> int:

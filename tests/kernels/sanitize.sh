@@ -74,7 +74,7 @@ threads() {
     # Fixed addresses where the system allows it: older runtimes refuse the widest randomisation.
     local fixed=(setarch "$(uname -m)" -R)
     "${fixed[@]}" true 2>/dev/null || fixed=()
-    for isa in portable avx2 avx512 amx; do
+    for isa in portable avx2 avx512 avx512bf16 amx; do
         step "races on $isa"
         local status=0
         TSAN_OPTIONS=halt_on_error=1 "${fixed[@]}" "$scratch/races" "$isa" || status=$?

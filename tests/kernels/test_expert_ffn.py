@@ -283,6 +283,8 @@ def test_every_path_is_tested():
         expected.add("avx2")
         if {"avx512f", "avx512bw", "avx512vl", "avx512dq"}.issubset(flags):
             expected.add("avx512")
+            if "avx512_bf16" in flags:
+                expected.add("avx512bf16")
             if {"amx_tile", "amx_bf16"}.issubset(flags):  # the system grants its tiles to whoever asks
                 expected.add("amx")
     assert set(native().supported_isas()) == expected

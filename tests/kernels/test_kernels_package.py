@@ -65,7 +65,7 @@ def test_a_forced_path_gives_way_to_the_environments(used_before):
 def test_unknown_kernels_isa_is_an_error():
     result = python("import kernels; kernels.isa()", KERNELS_ISA="neon")
     last = result.stderr.strip().splitlines()[-1]
-    assert last == "ValueError: KERNELS_ISA: expected amx, avx512, avx2 or portable, got 'neon'"
+    assert last == "ValueError: KERNELS_ISA: expected amx, avx512bf16, avx512, avx2 or portable, got 'neon'"
 
 
 def test_num_cores_is_what_the_process_may_use():

@@ -60,6 +60,19 @@ def test_float32_inputs_lose_no_bit(isa, rows):
     assert torch.equal(kernels.linear(x, torch.eye(70).bfloat16()), x)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 6, 7, 8, 9, 17, 67])
+@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float32])
+def test_rows_deeper_than_a_chunk(isa, rows, x_dtype):
+    """Chunks are up to 4096 deep and shallower for more rows; outputs fill no register tile."""
+    generator = torch.Generator().manual_seed(rows)
+    for depth in (1030, 8500):
+        x = torch.randn(rows, depth, generator=generator).to(x_dtype)
+        weight = torch.randn(37, depth, generator=generator).bfloat16()
+        out = kernels.linear(x, weight, torch.empty(rows, 37), num_threads=2)
+        size = x.double().abs() @ weight.double().abs().T
+        assert ((out.double() - x.double() @ weight.double().T).abs() <= 1e-6 * size).all()
+
+
 def test_more_rows_than_a_slab(isa):
     x, weight = torch.randn(1061, 100), torch.randn(300, 100).bfloat16()
     out = kernels.linear(x, weight, num_threads=2)

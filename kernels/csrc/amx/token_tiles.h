@@ -90,14 +90,13 @@ inline void pack_tile(const TokenTiles& tiles, const T* x, int64_t stride, int64
                          _mm512_i32gather_epi32(tokens, &rows[i][0][pair], 4));
 }
 
-// Tokens of bf16 or float32, `stride` elements apart.
-inline void pack_tokens(const TokenTiles& tiles, const void* x, DType dtype, int64_t stride) {
+inline void pack_tokens(const TokenTiles& tiles, const InputRows& x) {
   for (int64_t k = 0; k < tiles.depth; k += kTileDepth)
     for (int64_t group = 0; group < tiles.num_groups; ++group)
-      if (dtype == DType::kFp32)
-        pack_tile(tiles, static_cast<const float*>(x), stride, k, group);
+      if (x.dtype == DType::kFp32)
+        pack_tile(tiles, static_cast<const float*>(x.start), x.stride, k, group);
       else
-        pack_tile(tiles, static_cast<const bf16*>(x), stride, k, group);
+        pack_tile(tiles, static_cast<const bf16*>(x.start), x.stride, k, group);
 }
 
 }  // namespace kernels::KERNELS_ISA_NS

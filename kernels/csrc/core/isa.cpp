@@ -22,6 +22,13 @@ bool tiles_granted() {
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
+// By its number: GCC before 11 does not know it by name.
+bool has_bf16_products() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  constexpr unsigned kAvx512Bf16 = 1u << 5;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & kAvx512Bf16);
+}
+
 Isa best_isa() {
   for (Isa isa : kIsas)
     if (isa_supported(isa)) return isa;
@@ -34,7 +41,7 @@ Isa parse(const std::string& name, const std::string& field) {
     if (!isa_supported(isa)) throw std::invalid_argument(field + ": this processor does not support " + name);
     return isa;
   }
-  throw std::invalid_argument(field + ": expected amx, avx512, avx2 or portable, got '" + name + "'");
+  throw std::invalid_argument(field + ": expected amx, avx512bf16, avx512, avx2 or portable, got '" + name + "'");
 }
 
 }  // namespace
@@ -45,6 +52,8 @@ bool isa_supported(Isa isa) {
       static const bool granted = isa_supported(Isa::kAvx512) && tiles_granted();
       return granted;
     }
+    case Isa::kAvx512Bf16:
+      return isa_supported(Isa::kAvx512) && has_bf16_products();
     case Isa::kAvx512:
       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && isa_supported(Isa::kAvx2);
@@ -59,6 +68,7 @@ bool isa_supported(Isa isa) {
 const char* isa_name(Isa isa) {
   switch (isa) {
     case Isa::kAmx: return "amx";
+    case Isa::kAvx512Bf16: return "avx512bf16";
     case Isa::kAvx512: return "avx512";
     case Isa::kAvx2: return "avx2";
     default: return "portable";
@@ -77,7 +87,7 @@ Isa current_isa() {
 
 Isa current_vector_isa() {
   const Isa isa = current_isa();
-  return isa == Isa::kAmx ? Isa::kAvx512 : isa;
+  return isa == Isa::kAmx || isa == Isa::kAvx512Bf16 ? Isa::kAvx512 : isa;
 }
 
 void set_isa(const std::string& name) { chosen.store(name.empty() ? -1 : int(parse(name, "isa"))); }

@@ -2,21 +2,12 @@
 
 #include <algorithm>
 
-#include "../core/isa.h"
 #include "../core/scratch.h"
 #include "../pool/thread_pool.h"
+#include "../product/product.h"
 
 namespace kernels {
 namespace {
-
-FfnKernel choose_kernel(int64_t num_tokens) {
-  switch (num_tokens < kLeastTileRows ? current_vector_isa() : current_isa()) {
-    case Isa::kAmx: return amx::ffn_kernel();
-    case Isa::kAvx512: return avx512::ffn_kernel();
-    case Isa::kAvx2: return avx2::ffn_kernel();
-    default: return portable::ffn_kernel();
-  }
-}
 
 // The part of the request that concerns `num` tokens from `first` on.
 FfnRequest slab(const FfnRequest& r, int64_t first, int64_t num) {
@@ -28,22 +19,29 @@ FfnRequest slab(const FfnRequest& r, int64_t first, int64_t num) {
   return part;
 }
 
+// The last of the three products, from packed h.
+LinearRequest down_projection(const FfnRequest& r) {
+  LinearRequest down{};
+  down.w = r.down, down.y = r.out;
+  down.x_dtype = DType::kFp32, down.y_dtype = r.out_dtype;
+  down.num_rows = r.num_tokens, down.num_outputs = r.hidden, down.depth = r.expert_dim;
+  down.w_stride = r.down_stride, down.y_stride = r.out_stride;
+  down.bias = r.down_bias, down.row_weights = r.row_weights, down.accumulate = r.accumulate;
+  return down;
+}
+
 void run_slab(const FfnRequest& r, ThreadPool* pool) {
-  const FfnKernel kernel = choose_kernel(r.num_tokens);
+  const ProductKernel kernel = product_kernel(r.num_tokens);
   const int64_t x_floats = (kernel.packed_floats(r.x_dtype, r.num_tokens, r.hidden) + 15) / 16 * 16;
   const ScratchLoan scratch(size_t(x_floats + kernel.packed_floats(DType::kFp32, r.num_tokens, r.expert_dim)));
   float* const x = scratch.floats();
   float* const h = x + x_floats;
-  kernel.pack(r, x);
-  const int num_threads = pool ? pool->size() : 1;
-  const int64_t units = kernel.block_rows(r.num_tokens, 2 * r.expert_dim, num_threads) / 2;
-  const int64_t step = kernel.block_rows(r.num_tokens, r.hidden, num_threads);
+  kernel.pack({r.x, r.x_dtype, r.num_tokens, r.hidden, r.x_stride}, x);
+  const int64_t units = kernel.block_rows(r.num_tokens, 2 * r.expert_dim, pool ? pool->size() : 1) / 2;
   for_each_item(pool, (r.expert_dim + units - 1) / units, [&](int64_t i, int64_t next) {
     kernel.gate_up(r, x, range_of_item(i, units, r.expert_dim), range_of_item(next, units, r.expert_dim), h);
   });
-  for_each_item(pool, (r.hidden + step - 1) / step, [&](int64_t i, int64_t next) {
-    kernel.down(r, h, range_of_item(i, step, r.hidden), range_of_item(next, step, r.hidden));
-  });
+  compute_outputs(kernel, down_projection(r), h, pool);
 }
 
 }  // namespace

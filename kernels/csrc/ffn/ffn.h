@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "../core/types.h"
-#include "../linear/linear.h"
 
 namespace kernels {
 
@@ -30,28 +29,5 @@ struct FfnRequest {
 };
 
 void expert_ffn(const FfnRequest& request, ThreadPool* pool);
-
-// x and h are packed as the linear layer's x is, h as float32 sums. `gate_up` computes a range of h's columns from x,
-// from two weight rows each, `down` one of the output's from h; both fetch the first weights of the `next` range. A
-// range is at most as long as block_rows says for these weights, and starts at a multiple of that.
-struct FfnKernel {
-  int64_t (*packed_floats)(DType dtype, int64_t num_tokens, int64_t depth);
-  int64_t (*block_rows)(int64_t num_tokens, int64_t num_weight_rows, int num_threads);
-  void (*pack)(const FfnRequest&, float* x);
-  void (*gate_up)(const FfnRequest&, const float* x, Range range, Range next, float* h);
-  void (*down)(const FfnRequest&, const float* h, Range range, Range next);
-};
-namespace amx {
-FfnKernel ffn_kernel();
-}
-namespace avx512 {
-FfnKernel ffn_kernel();
-}
-namespace avx2 {
-FfnKernel ffn_kernel();
-}
-namespace portable {
-FfnKernel ffn_kernel();
-}
 
 }  // namespace kernels

@@ -1,23 +1,13 @@
-// The expert FFN with tiles: see ffn.h.
+// The first half of the expert FFN with tiles: see product.h.
 #pragma once
 
-#include "../amx/tile_product.h"
+#include "../linear/linear_amx.h"
 #include "activation.h"
-#include "ffn_output.h"
 
 namespace kernels::KERNELS_ISA_NS {
 namespace {
 
 constexpr int kPanelUnits = kPanelRows / 2;  // of h: a tile of B has 32 of them
-
-TokenTiles packed_x(const FfnRequest& r, const float* x) {
-  return TokenTiles(const_cast<float*>(x), r.x_dtype, r.num_tokens, r.hidden);
-}
-TokenTiles packed_h(const FfnRequest& r, const float* h) {
-  return TokenTiles(const_cast<float*>(h), DType::kFp32, r.num_tokens, r.expert_dim);
-}
-
-void pack(const FfnRequest& r, float* x) { pack_tokens(packed_x(r, x), r.x, r.x_dtype, r.x_stride); }
 
 // Two tiles of gate rows, then the same two of up.
 Panel gate_up_panel(const FfnRequest& r, int64_t first, int64_t last) {
@@ -52,7 +42,8 @@ void activate_panel(const FfnRequest& r, const PanelSums& sums, int64_t first, c
 }
 
 void gate_up(const FfnRequest& r, const float* x, Range range, Range next, float* h) {
-  const TokenTiles tokens = packed_x(r, x), hidden = packed_h(r, h);
+  const TokenTiles tokens = packed_tokens(x, r.x_dtype, r.num_tokens, r.hidden);
+  const TokenTiles hidden = packed_tokens(h, DType::kFp32, r.num_tokens, r.expert_dim);
   Panel panels[kMaxPanels];
   int num_panels = 0;
   for (int64_t first = range.first; first < range.last; first += kPanelUnits)
@@ -63,13 +54,5 @@ void gate_up(const FfnRequest& r, const float* x, Range range, Range next, float
                   });
 }
 
-void down(const FfnRequest& r, const float* h, Range range, Range next) {
-  multiply_rows(packed_h(r, h), r.down, r.down_stride, range, next,
-                [&](int64_t token, Range outputs, const float* sums) { put(r, token, outputs, sums); });
-}
-
 }  // namespace
-
-FfnKernel ffn_kernel() { return {packed_floats, block_rows, pack, gate_up, down}; }
-
 }  // namespace kernels::KERNELS_ISA_NS

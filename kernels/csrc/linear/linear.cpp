@@ -2,21 +2,11 @@
 
 #include <algorithm>
 
-#include "../core/isa.h"
 #include "../core/scratch.h"
-#include "../pool/thread_pool.h"
+#include "../product/product.h"
 
 namespace kernels {
 namespace {
-
-LinearKernel choose_kernel(int64_t num_rows) {
-  switch (num_rows < kLeastTileRows ? current_vector_isa() : current_isa()) {
-    case Isa::kAmx: return amx::linear_kernel();
-    case Isa::kAvx512: return avx512::linear_kernel();
-    case Isa::kAvx2: return avx2::linear_kernel();
-    default: return portable::linear_kernel();
-  }
-}
 
 // The part of the request that concerns `num` rows of x from `first` on.
 LinearRequest slab(const LinearRequest& r, int64_t first, int64_t num) {
@@ -24,18 +14,15 @@ LinearRequest slab(const LinearRequest& r, int64_t first, int64_t num) {
   part.num_rows = num;
   part.x = static_cast<const char*>(r.x) + first * r.x_stride * size_bytes(r.x_dtype);
   part.y = static_cast<char*>(r.y) + first * r.y_stride * size_bytes(r.y_dtype);
+  if (r.row_weights) part.row_weights = r.row_weights + first;
   return part;
 }
 
 void run_slab(const LinearRequest& r, ThreadPool* pool) {
-  const LinearKernel kernel = choose_kernel(r.num_rows);
+  const ProductKernel kernel = product_kernel(r.num_rows);
   const ScratchLoan scratch(size_t(kernel.packed_floats(r.x_dtype, r.num_rows, r.depth)));
-  float* const x = scratch.floats();
-  kernel.pack(r, x);
-  const int64_t step = kernel.block_rows(r.num_rows, r.num_outputs, pool ? pool->size() : 1);
-  for_each_item(pool, (r.num_outputs + step - 1) / step, [&](int64_t i, int64_t next) {
-    kernel.outputs(r, x, range_of_item(i, step, r.num_outputs), range_of_item(next, step, r.num_outputs));
-  });
+  kernel.pack({r.x, r.x_dtype, r.num_rows, r.depth, r.x_stride}, scratch.floats());
+  compute_outputs(kernel, r, scratch.floats(), pool);
 }
 
 }  // namespace

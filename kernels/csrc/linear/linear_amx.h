@@ -1,25 +1,25 @@
-// The linear layer with tiles: see linear.h.
+// The linear layer with tiles: see product.h.
 #pragma once
 
 #include "../amx/tile_product.h"
-#include "linear_output.h"
+#include "../product/output.h"
 
 namespace kernels::KERNELS_ISA_NS {
 namespace {
 
-TokenTiles packed(const LinearRequest& r, const float* x) {
-  return TokenTiles(const_cast<float*>(x), r.x_dtype, r.num_rows, r.depth);
+// What `packed_floats` of memory hold: x as `pack` leaves it, and h.
+TokenTiles packed_tokens(const float* start, DType dtype, int64_t num_tokens, int64_t depth) {
+  return TokenTiles(const_cast<float*>(start), dtype, num_tokens, depth);
 }
 
-void pack(const LinearRequest& r, float* x) { pack_tokens(packed(r, x), r.x, r.x_dtype, r.x_stride); }
+void pack(const InputRows& x, float* packed) {
+  pack_tokens(packed_tokens(packed, x.dtype, x.num_rows, x.depth), x);
+}
 
 void outputs(const LinearRequest& r, const float* x, Range range, Range next) {
-  multiply_rows(packed(r, x), r.w, r.w_stride, range, next,
-                [&](int64_t row, Range outputs, const float* sums) { put(r, row, outputs.first, outputs.last, sums); });
+  multiply_rows(packed_tokens(x, r.x_dtype, r.num_rows, r.depth), r.w, r.w_stride, range, next,
+                [&](int64_t row, Range outputs, const float* sums) { put(r, row, outputs, sums); });
 }
 
 }  // namespace
-
-LinearKernel linear_kernel() { return {packed_floats, block_rows, pack, outputs}; }
-
 }  // namespace kernels::KERNELS_ISA_NS

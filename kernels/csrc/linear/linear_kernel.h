@@ -1,27 +1,33 @@
-// The linear layer of one instruction set: see linear.h.
+// The linear layer in vector registers: see product.h.
 #pragma once
 
-#include "linear_output.h"
-#include "product_kernel.h"
+#include "../product/output.h"
+#include "../product/row_product.h"
 
 namespace kernels::KERNELS_ISA_NS {
 namespace {
 
-void pack(const LinearRequest& r, float* x) {
-  pack_rows(r.x, r.x_dtype, r.num_rows, r.depth, r.x_stride, x);
+void pack(const InputRows& x, float* packed) {
+  if (x.dtype == DType::kFp32)
+    pack_rows<float>(x, PackedRows<float>(packed, x.num_rows, x.depth));
+  else
+    pack_rows<bf16>(x, PackedRows<PackedBf16>(packed, x.num_rows, x.depth));
+}
+
+WeightBlock output_block(const LinearRequest& r, Range range) {
+  WeightBlock block;
+  block.add(r.w, r.w_stride, range.first, range.last, kMostTileOutputs);
+  return block;
 }
 
 void outputs(const LinearRequest& r, const float* x, Range range, Range next) {
-  WeightBlock block, next_block;
-  block.add(r.w, r.w_stride, range.first, range.last, kOutputs);
-  next_block.add(r.w, r.w_stride, next.first, next.last, kOutputs);
-  multiply_block(x, r.num_rows, r.depth, block, next_block, [&](int64_t row, int64_t last, const float* sums) {
-    for (; row < last; ++row, sums += kMaxBlockRows) put(r, row, range.first, range.last, sums);
+  with_packed(x, r.x_dtype, r.num_rows, r.depth, [&](const auto& rows) {
+    multiply_block(rows, output_block(r, range), output_block(r, next),
+                   [&](int64_t row, int64_t last, const float* sums) {
+                     for (; row < last; ++row, sums += kMaxBlockRows) put(r, row, range, sums);
+                   });
   });
 }
 
 }  // namespace
-
-LinearKernel linear_kernel() { return {packed_floats, block_rows, pack, outputs}; }
-
 }  // namespace kernels::KERNELS_ISA_NS

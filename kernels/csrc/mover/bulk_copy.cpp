@@ -52,7 +52,7 @@ void bulk_copy(void* dst, const void* src, int64_t num_bytes) {
   const int64_t head = -reinterpret_cast<intptr_t>(to) & (kLineBytes - 1);
   if (num_bytes >= head + kBlockBytes) {
     stream_copy(to, from, head);
-    const auto copy_block = current_isa() == Isa::kAvx512 ? copy_block_avx512 : copy_block_portable;
+    const auto copy_block = current_vector_isa() == Isa::kAvx512 ? copy_block_avx512 : copy_block_portable;
     int64_t done = head;
     for (; done + kBlockBytes <= num_bytes; done += kBlockBytes) copy_block(to + done, from + done);
     to += done, from += done, num_bytes -= done;

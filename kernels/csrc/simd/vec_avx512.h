@@ -1,4 +1,4 @@
-// 16 floats in one AVX-512 register, for the namespaces avx512 and amx. See vec.h for the contract.
+// 16 floats in one AVX-512 register, for the namespaces avx512, avx512bf16 and amx. See vec.h for the contract.
 #pragma once
 
 namespace kernels::KERNELS_ISA_NS {

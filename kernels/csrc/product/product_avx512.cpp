@@ -7,7 +7,7 @@
 
 #include "../core/scratch.h"
 #include "../core/types.h"
-#include "ffn.h"
+#include "product.h"
 
 #include "../simd/begin_avx512.h"
 
@@ -15,6 +15,12 @@
 
 #include "../simd/vec.h"
 
-#include "ffn_kernel.h"
+#include "widened.h"
+
+#include "../linear/linear_kernel.h"
+
+#include "../ffn/ffn_kernel.h"
+
+#include "entry.h"
 
 #include "../simd/end.h"

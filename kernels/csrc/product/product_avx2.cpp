@@ -7,14 +7,20 @@
 
 #include "../core/scratch.h"
 #include "../core/types.h"
-#include "linear.h"
+#include "product.h"
 
-#include "../simd/begin_amx.h"
+#include "../simd/begin_avx2.h"
 
-#include "../simd/vec_avx512.h"
+#include "../simd/vec_avx2.h"
 
 #include "../simd/vec.h"
 
-#include "linear_amx.h"
+#include "widened.h"
+
+#include "../linear/linear_kernel.h"
+
+#include "../ffn/ffn_kernel.h"
+
+#include "entry.h"
 
 #include "../simd/end.h"

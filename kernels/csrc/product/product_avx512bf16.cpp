@@ -7,14 +7,20 @@
 
 #include "../core/scratch.h"
 #include "../core/types.h"
-#include "ffn.h"
+#include "product.h"
 
-#include "../simd/begin_avx2.h"
+#include "../simd/begin_avx512bf16.h"
 
-#include "../simd/vec_avx2.h"
+#include "../simd/vec_avx512.h"
 
 #include "../simd/vec.h"
 
-#include "ffn_kernel.h"
+#include "paired.h"
+
+#include "../linear/linear_kernel.h"
+
+#include "../ffn/ffn_kernel.h"
+
+#include "entry.h"
 
 #include "../simd/end.h"

@@ -7,14 +7,18 @@
 
 #include "../core/scratch.h"
 #include "../core/types.h"
-#include "linear.h"
+#include "product.h"
 
-#include "../simd/begin_avx512.h"
+#include "../simd/begin_portable.h"
 
-#include "../simd/vec_avx512.h"
+#include "../simd/vec_portable.h"
 
 #include "../simd/vec.h"
 
-#include "linear_kernel.h"
+#include "widened.h"
 
-#include "../simd/end.h"
+#include "../linear/linear_kernel.h"
+
+#include "../ffn/ffn_kernel.h"
+
+#include "entry.h"

@@ -17,11 +17,11 @@ struct WeightBlock {
   }
 };
 
-// Fetches elements [first, last) of a block's rows in equal shares a step: a line of each of kStreams rows in turn.
+// Fetches elements [first, last) of a block's rows in equal shares a step, a line of each of kStreams rows in turn,
+// into the second-level cache (kLocality 2) or the first (3).
+template <int kStreams, int kLocality>
 class ChunkPrefetcher {
  public:
-  static constexpr int kStreams = 8;
-
   ChunkPrefetcher(const WeightBlock& block, int64_t first, int64_t last, int64_t num_steps) {
     if (block.num_rows == 0 || num_steps == 0) return;
     num_rows_ = block.num_rows;
@@ -35,7 +35,7 @@ class ChunkPrefetcher {
 
   KERNELS_INLINE void step() {
     for (int i = 0; i < lines_per_step_; ++i) {
-      __builtin_prefetch(reinterpret_cast<const char*>(rows_[stream_]) + offset_, 0, 3);
+      __builtin_prefetch(reinterpret_cast<const char*>(rows_[stream_]) + offset_, 0, kLocality);
       if (++stream_ == num_streams_) next_line();
     }
   }

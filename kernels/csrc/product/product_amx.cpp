@@ -7,12 +7,18 @@
 
 #include "../core/scratch.h"
 #include "../core/types.h"
-#include "ffn.h"
+#include "product.h"
 
-#include "../simd/begin_portable.h"
+#include "../simd/begin_amx.h"
 
-#include "../simd/vec_portable.h"
+#include "../simd/vec_avx512.h"
 
 #include "../simd/vec.h"
 
-#include "ffn_kernel.h"
+#include "../linear/linear_amx.h"
+
+#include "../ffn/ffn_amx.h"
+
+#include "entry.h"
+
+#include "../simd/end.h"

@@ -1,0 +1,32 @@
+#include "product.h"
+
+#include "../core/isa.h"
+#include "../pool/thread_pool.h"
+
+namespace kernels {
+namespace {
+
+// Tiles take 16 rows of x, however few there are: with fewer than this, vectors are faster (docs/kernels.md).
+constexpr int64_t kLeastTileRows = 7;
+
+}  // namespace
+
+ProductKernel product_kernel(int64_t num_rows) {
+  const Isa isa = current_isa();
+  switch (isa == Isa::kAmx && num_rows < kLeastTileRows ? Isa::kAvx512 : isa) {
+    case Isa::kAmx: return amx::product_kernel();
+    case Isa::kAvx512Bf16: return avx512bf16::product_kernel();
+    case Isa::kAvx512: return avx512::product_kernel();
+    case Isa::kAvx2: return avx2::product_kernel();
+    default: return portable::product_kernel();
+  }
+}
+
+void compute_outputs(const ProductKernel& kernel, const LinearRequest& r, const float* x, ThreadPool* pool) {
+  const int64_t step = kernel.block_rows(r.num_rows, r.num_outputs, pool ? pool->size() : 1);
+  for_each_item(pool, (r.num_outputs + step - 1) / step, [&](int64_t i, int64_t next) {
+    kernel.outputs(r, x, range_of_item(i, step, r.num_outputs), range_of_item(next, step, r.num_outputs));
+  });
+}
+
+}  // namespace kernels

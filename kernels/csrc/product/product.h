@@ -1,0 +1,65 @@
+// What an instruction set brings to products with bfloat16 weights: the linear layer and the expert FFN are made of it.
+#pragma once
+
+#include <cstdint>
+
+#include "../core/types.h"
+#include "../ffn/ffn.h"
+#include "../linear/linear.h"
+
+namespace kernels {
+
+// Rows of x that are computed together: with more, the buffers would outgrow the caches and, in the end, the memory.
+constexpr int64_t kSlabRows = 528;
+
+struct Range {
+  int64_t first, last;
+};
+// Item `i` of `num` things taken `step` at a time; empty beyond the last.
+inline Range range_of_item(int64_t i, int64_t step, int64_t num) {
+  const auto clamp = [&](int64_t value) { return value < num ? value : num; };
+  return {clamp(i * step), clamp((i + 1) * step)};
+}
+
+// Rows of bf16 or float32, `stride` elements apart.
+struct InputRows {
+  const void* start;
+  DType dtype;
+  int64_t num_rows, depth, stride;
+};
+
+// `pack` brings rows into the kernel's order and type, in a buffer of packed_floats that is aligned to lines. `outputs`
+// computes a range of the linear layer's outputs from packed x, and `gate_up` one of the FFN's hidden columns, from two
+// weight rows each, packed as float32 rows are; both fetch the first weights of the `next` range. A range is at most as
+// long as block_rows says for these weights (gate_up: half as long), and starts at a multiple of that.
+struct ProductKernel {
+  int64_t (*packed_floats)(DType x_dtype, int64_t num_rows, int64_t depth);
+  int64_t (*block_rows)(int64_t num_rows, int64_t num_weight_rows, int num_threads);
+  void (*pack)(const InputRows&, float* packed);
+  void (*outputs)(const LinearRequest&, const float* x, Range range, Range next);
+  void (*gate_up)(const FfnRequest&, const float* x, Range range, Range next, float* h);
+};
+
+// The current path's.
+ProductKernel product_kernel(int64_t num_rows);
+
+// All outputs of the linear layer from packed x; the request's own x is not used.
+void compute_outputs(const ProductKernel& kernel, const LinearRequest& request, const float* x, ThreadPool* pool);
+
+namespace amx {
+ProductKernel product_kernel();
+}
+namespace avx512bf16 {
+ProductKernel product_kernel();
+}
+namespace avx512 {
+ProductKernel product_kernel();
+}
+namespace avx2 {
+ProductKernel product_kernel();
+}
+namespace portable {
+ProductKernel product_kernel();
+}
+
+}  // namespace kernels

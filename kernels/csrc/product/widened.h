@@ -1,0 +1,23 @@
+// Products in float32: rows of x are packed as float32 and weights widened as they are loaded. How register tiles and
+// chunks are cut was measured on Intel processors; see row_product.h for what these mean.
+#pragma once
+
+#include "weight_block.h"
+
+namespace kernels::KERNELS_ISA_NS {
+
+using PackedBf16 = float;  // what rows of bf16 are packed as
+
+constexpr int kMostTileOutputs = 4;
+constexpr int tile_outputs(int) { return kMostTileOutputs; }
+
+// 24 accumulators of 32 registers with AVX-512, 8 of 16 else.
+template <class X>
+constexpr int most_tile_rows() { return kWidth == 16 ? 6 : 2; }
+
+template <class X>
+constexpr int64_t chunk_depth(int64_t) { return 512; }
+
+using RowPrefetcher = ChunkPrefetcher<8, 3>;
+
+}  // namespace kernels::KERNELS_ISA_NS
