@@ -14,10 +14,11 @@ namespace kernels::KERNELS_ISA_NS {
 using PackedBf16 = bf16;
 
 constexpr int kMostTileOutputs = 8;
+template <class X>
 constexpr int tile_outputs(int num_rows) { return num_rows <= 2 ? 8 : num_rows <= 6 ? 4 : 2; }
 
 template <class X>
-constexpr int most_tile_rows() { return 8; }
+constexpr int most_tile_rows() { return sizeof(X) == sizeof(bf16) ? 8 : 6; }
 
 // What a register tile reads of x fills half of the first-level cache.
 template <class X>

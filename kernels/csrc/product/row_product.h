@@ -72,7 +72,7 @@ KERNELS_INLINE void tile(const X* x, const bf16* const* rows, int64_t first, int
 template <int M, class X>
 __attribute__((noinline)) void chunk_of_rows(const X* x, const WeightBlock& block, int64_t first, int64_t last,
                                              Vec* acc, RowPrefetcher& prefetch) {
-  constexpr int N = tile_outputs(M);
+  constexpr int N = tile_outputs<X>(M);
   for (int n = 0; n < block.num_rows; n += N)
     tile<M, N>(x, block.rows + n, first, last, acc + n, block.num_rows, prefetch);
 }
@@ -99,10 +99,11 @@ struct RowGroups {
   }
 };
 
+template <class X>
 inline int64_t num_tiles(const RowGroups& groups, int num_weight_rows) {
   int64_t count = 0;
   for (int64_t group = 0; group < groups.num_groups; ++group)
-    count += num_weight_rows / tile_outputs(int(groups[group].last - groups[group].first));
+    count += num_weight_rows / tile_outputs<X>(int(groups[group].last - groups[group].first));
   return count;
 }
 
@@ -115,7 +116,7 @@ inline void multiply_panel(const PackedRows<X>& x, int64_t first_row, int64_t la
   const int width = block.num_rows;
   const int64_t num_rows = last_row - first_row;
   const RowGroups groups{first_row, last_row, (num_rows + most_tile_rows<X>() - 1) / most_tile_rows<X>()};
-  const int64_t tiles = num_tiles(groups, width);
+  const int64_t tiles = num_tiles<X>(groups, width);
   Vec* const acc = accumulators(size_t(num_rows) * size_t(width));
   for (int64_t first = 0; first < x.depth; first += x.chunk) {
     const int64_t last = x.chunk_end(first), num_steps = tiles * ((last - first) / kPair);

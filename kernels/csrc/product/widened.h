@@ -9,6 +9,7 @@ namespace kernels::KERNELS_ISA_NS {
 using PackedBf16 = float;  // what rows of bf16 are packed as
 
 constexpr int kMostTileOutputs = 4;
+template <class X>
 constexpr int tile_outputs(int) { return kMostTileOutputs; }
 
 // 24 accumulators of 32 registers with AVX-512, 8 of 16 else.
