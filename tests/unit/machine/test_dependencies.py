@@ -40,7 +40,7 @@ def test_shuffled_machine_respects_every_dependency(steps, seed, eager):
 @settings(max_examples=25, deadline=None)
 @given(programs(max_size=16))
 def test_emulated_machine_respects_every_dependency_and_lane_order(steps):
-    machine = EmulatedMachine(capacities_bytes={}, rates={}, watchdog_s=20.0)
+    machine = EmulatedMachine(capacities_bytes={}, rates={})
     try:
         run = run_program(machine, steps, sleep_s=2e-4)
     finally:

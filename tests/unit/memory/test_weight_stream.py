@@ -120,7 +120,7 @@ def test_slots_hold_the_largest_of_each_part_and_are_accounted_for():
 def test_cancel_all_withdraws_what_has_not_started_and_empties_the_stream():
 
     capacities = {"device": 1 << 20, "pinned": 1 << 20}
-    device = EmulatedMachine(capacities_bytes=capacities, rates={}, poison=True, watchdog_s=20.0)
+    device = EmulatedMachine(capacities_bytes=capacities, rates={}, poison=True)
     try:
         stream = stream_on(device, depth=2)
         device.spans.clear()
