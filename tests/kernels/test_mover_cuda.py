@@ -3,39 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
-from fake_cuda import NORMAL, URGENT, FakeCuda
+from fake_cuda import NORMAL, PACKET, URGENT, make, submit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels import CopyError, CopyTicket, DataMover, Staging
-
-PACKET = 1000
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    monkeypatch.setattr("kernels._mover_arguments.is_pinned", lambda tensor: True)
-    fake = FakeCuda()
-    yield fake
-    fake.hold(False)
-    gc.collect()
-    assert fake.num_live == 0, "a stream, event or pinned block was left"
-
-
-def make(fake: FakeCuda, **changes) -> DataMover:
-    return DataMover(**{"device": "cuda:0", "packet_bytes": PACKET, "cuda_runtime": fake.path, **changes})
-
-
-def submit(mover: DataMover, num_packets: int, **changes) -> tuple[CopyTicket, torch.Tensor, torch.Tensor]:
-    src = torch.randint(1, 256, (num_packets * PACKET,), dtype=torch.uint8)
-    dst = torch.zeros_like(src)
-    return mover.submit([dst], [src], **changes), dst, src
+from kernels import CopyError, Staging
 
 
 def test_two_streams_of_which_urgent_has_the_greater_priority(cuda):
