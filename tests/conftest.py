@@ -15,6 +15,10 @@ import pytest
 import torch
 import yaml
 
+from tests.kernels.eventually import unhurried_examples
+
+unhurried_examples()
+
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
 

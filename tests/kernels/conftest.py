@@ -7,7 +7,10 @@ import importlib.util
 from collections.abc import Iterator
 
 import pytest
+from eventually import unhurried_examples
 from fake_cuda import FakeCuda
+
+unhurried_examples()
 
 BUILT = importlib.util.find_spec("kernels._native") is not None
 ISAS = importlib.import_module("kernels._native").supported_isas() if BUILT else ["portable"]

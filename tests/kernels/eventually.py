@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from hypothesis import HealthCheck, settings
+
 GIVE_UP_S = 120.0  # below the 300 s that pytest gives a test; a machine that stands still for a while is no fault
 
 
@@ -15,3 +17,11 @@ def eventually(condition: Callable[[], object], meanwhile: Callable[[], object] 
         meanwhile()
         assert time.monotonic() < give_up_s, f"it did not come within {GIVE_UP_S:g} s"
         time.sleep(1e-3)
+
+
+def unhurried_examples() -> None:
+    """Hypothesis takes as long as it needs for an example; all else is as it chooses, in CI and elsewhere."""
+    settings.register_profile(
+        "unhurried", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("unhurried")

@@ -46,7 +46,7 @@ REGIONS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3000), st.intege
 REQUESTS = st.lists(st.tuples(REGIONS, st.booleans()), min_size=1, max_size=6)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(
     requests=REQUESTS,
     packet_bytes=st.integers(50, 5000),

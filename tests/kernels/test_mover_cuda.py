@@ -19,7 +19,9 @@ def test_two_streams_of_which_urgent_has_the_greater_priority(cuda):
         assert cuda.log() == ["stream 0 priority 0 device 1", "stream 1 priority -5 device 1"]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     sizes=st.lists(st.tuples(st.lists(st.integers(0, 2500), max_size=5), st.booleans()), max_size=6),
     depth=st.integers(1, 3),

@@ -32,7 +32,7 @@ class OnStream(Recorded):
         return Recorded.run(self, ctx, packet)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(programs.programs(max_size=16), st.integers(0, 99), st.sampled_from((1, 2, 16)))
 def test_every_dependency_and_the_order_of_every_stream(steps, seed, depth):
     device = FakeDevice(seed)

@@ -23,7 +23,7 @@ def stream_on(device, depth: int, packet_bytes: int = 100) -> WeightStream:
     return WeightStream(device, WeightStore(device, FakeSource()), depth=depth, packet_bytes=packet_bytes)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**16),
     depth=st.integers(1, 4),
@@ -193,7 +193,7 @@ def read_all(seed: int, num_gpus: int, depth: int, num_indices: int, *, poison: 
     return right
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**16), num_gpus=st.integers(2, 4), depth=st.integers(1, 3), num_indices=st.integers(1, 7))
 def test_every_gpu_sees_layers_of_which_it_fetched_a_share(seed, num_gpus, depth, num_indices):
     assert read_all(seed, num_gpus, depth, num_indices)
