@@ -59,6 +59,9 @@ def compare_table(runs: Sequence[Run]) -> Group:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 2 where an argument is no run."""
     asked = list(sys.argv[1:] if arguments is None else arguments)
+    if any(argument in ("-h", "--help") for argument in asked):
+        print(__doc__)
+        return 0
     if not asked:
         print("usage: python -m harness.record.compare RUN_DIR ...", file=sys.stderr)
         return 2
