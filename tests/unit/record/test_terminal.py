@@ -252,6 +252,19 @@ def test_compare_explains_itself(capsys):
     assert "python -m harness.record.compare RUN_DIR" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("columns", [30, 60, 80])
+def test_a_narrow_terminal_gets_whole_words_all_the_same(columns, tmp_path, capsys, monkeypatch):
+    """Of a column for each letter nobody makes a strategy's name."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for name, hardware in (("moelightning", "laptop"), ("deepspeed_zero", "a100-40g-pcie")):
+        store(tmp_path, name, 123.0, hardware=hardware)
+    assert main([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    words = ("moelightning", "deepspeed_zero", "laptop", "a100-40g-pcie", "123", "1.00x", "accuracy", "4 ok")
+    assert [word for word in words if word not in out] == []
+    assert "…" not in out
+
+
 def test_compare_from_the_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "140")
     folders = [str(store(tmp_path, name, 10.0).folder) for name in ("a", "b")]
