@@ -13,20 +13,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from harness.engine import loop
-from harness.plan import Plan, make_plan
+from harness.plan import Plan
 from harness.record.passes import PassRecord
 from paper_figures.moelightning.batches import LONGEST_PROMPT
+from paper_figures.passes import continued_s, planned, simulated_passes
 from paper_figures.reports import made_by
-from paper_figures.support import REFERENCE, composed, new_figure, read_json, write_json
+from paper_figures.support import REFERENCE, new_figure, read_json, write_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -72,12 +69,8 @@ class Batch:
 
     @property
     def total_s(self) -> float:
-        missing = np.arange(len(self.steps_s), self.new_tokens - 1)
-        steady = np.arange(1, len(self.steps_s))  # the first step still shares the machine with the prefill
-        if not len(missing):
-            return self.prefill_s + sum(self.steps_s)
-        slope, start = np.polyfit(steady, np.array(self.steps_s)[steady], 1)
-        return float(self.prefill_s + sum(self.steps_s) + (start + slope * missing).sum())
+        """The first step still shares the machine with the prefill, so that the others are not continued from it."""
+        return self.prefill_s + continued_s(self.steps_s, self.new_tokens - 1, fitted=len(self.steps_s) - 1)
 
     @property
     def tok_s(self) -> float:
@@ -96,29 +89,19 @@ def overrides(setting: str, system: str, g: int, num_requests: int) -> list[str]
     ]
 
 
-def planned(arguments: Sequence[str]) -> Plan:
-    return make_plan(composed(*arguments), simulate=False)
-
-
-class _Enough(Exception):
-    """Nothing behind this pass is asked for."""
-
-
 def simulated(plan: Plan, *, new_tokens: int, steps: int = STEPS) -> Batch:
     """The first batch of a plan, of which all requests generate `new_tokens`. Its passes are as many prefills as
     batches are in flight, and then as many for each decode step."""
     passes: list[PassRecord] = []
     last_step = min(steps, new_tokens - 1)
 
-    def on_pass(record: PassRecord) -> None:
+    def is_last(record: PassRecord) -> bool:
         passes.append(record)
         prefills = sum(one.mode == "prefill" for one in passes)
-        if len(passes) == prefills * (1 + last_step):
-            raise _Enough
+        return len(passes) == prefills * (1 + last_step)
 
     start_s = plan.machine.now()
-    with suppress(_Enough):
-        loop.run(plan.engine, plan.strategy, on_pass)
+    simulated_passes(plan, until=is_last)
     prefills = [one for one in passes if one.mode == "prefill"]
     count = len(prefills)
     ends_s = [max(one.end_s for one in passes[at : at + count]) for at in range(0, len(passes), count)]

@@ -12,10 +12,10 @@ from paper_figures.moelightning.several_gpus import (
     Batch,
     joined,
     overrides,
-    planned,
     scaling,
     simulated,
 )
+from paper_figures.passes import planned
 from paper_figures.support import composed
 
 SMALL = (
