@@ -288,7 +288,7 @@ class CudaMachine(ThreadedMachine):
             del self._launched[ticket]
             for freed in self._issues.finish(ticket, end_s):
                 self._freed(freed, end_s)
-            self._progress.notify_all()
+            self._progress.set()
 
     # -- stopping -------------------------------------------------------------------------------------------------
 
