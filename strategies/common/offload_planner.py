@@ -28,7 +28,7 @@ from strategies.common.offload_memory import (
 )
 from strategies.common.offload_prediction import predict
 from strategies.common.policy import GivenPolicy, Policy
-from strategies.common.policy_cost import CostModel, Overlap, Rates
+from strategies.common.policy_cost import CostModel, Overlap
 from strategies.common.policy_search import Search, search
 from strategies.common.rate_probe import RateProbe
 
@@ -90,11 +90,11 @@ def plan_policy(
     min_micro_batches: int = 1,
     max_micro_batches: int | None = None,
     overlap: Overlap = "all",
-    rates: Rates | None = None,
+    extended: bool = True,
     stages: bool = False,
 ) -> OffloadPlan:
-    """The best policy for the engine's model, requests, machine and KV cache; null `rates`: measured now. With `stages`
-    each GPU has some of the layers, and a batch of its own in flight.
+    """The best policy for the engine's model, requests, machine and KV cache. With `stages` each GPU has some of the
+    layers, and a batch of its own in flight. Not `extended`: by Eq. 12-14 as printed.
 
     `padded`: prompts will be padded to the longest of their batch, so all are planned for as long as the longest.
     Hidden states of a prefill wait on the device or in pinned memory, whichever allows the better policy. Where a given
@@ -104,9 +104,9 @@ def plan_policy(
     deployment = deployment_of(engine, padded=padded, num_stages=len(engine.ranks) if stages else 1)
     shares_layers = deployment.blocks_in_flight < deployment.num_gpus
     cpu_ffn = given.gpu_ffn is not True
-    rates = (
-        rates or RateProbe(engine, packet_bytes=packet_bytes, shares_layers=shares_layers, cpu_ffn=cpu_ffn).measure()
-    )
+    rates = RateProbe(
+        engine, packet_bytes=packet_bytes, shares_layers=shares_layers, cpu_ffn=cpu_ffn, extended=extended
+    ).measure()
 
     def task(storage: Storage) -> Search:
         cost = CostModel(deployment=replace(deployment, storage=storage), rates=rates, overlap=overlap)
