@@ -32,7 +32,8 @@ _FEW_TOKENS_AN_EXPERT = 2  # so few that reading the weights takes longer
 _SOME_TOKENS = 128  # the same for a CPU, which has less to saturate and takes longer
 _CONTEXT_TOKENS = 64  # of a sequence, for attention on the CPU
 _REPEATS = 3  # disturbances only ever add time: the shortest counts
-_REPEATS_IN_COMPANY = 5  # whose disturbances belong to what is measured: the median counts
+_REPEATS_IN_COMPANY = 5  # in each round; disturbances belong to what is measured: the median counts
+_ROUNDS_IN_COMPANY = 3
 _LAYERS_BUFFERED = 2
 _OPS_OF_MATRICES = 4  # those that `_matrices` times
 _LEAST_S = 1e-9  # a clock may stand still
@@ -255,11 +256,13 @@ class RateProbe:
 
     def _in_company(self, once: Once, weights: PagedWeights) -> tuple[float, Work]:
         """The median, while the links bring a layer."""
-        index = self._layer + 1
-        weights.load(index, weights.num_pages_of(index) - 1)
-        times, work = self._timed(once, _REPEATS_IN_COMPANY)
-        self._engine.machine.drain()
-        weights.release(index)
+        index, times = self._layer + 1, []
+        for _ in range(_ROUNDS_IN_COMPANY):
+            weights.load(index, weights.num_pages_of(index) - 1)
+            found, work = self._timed(once, _REPEATS_IN_COMPANY)
+            times += found
+            self._engine.machine.drain()
+            weights.release(index)
         return max(median(times), _LEAST_S), work
 
     def _timed(self, once: Once, repeats: int) -> tuple[list[float], Work]:
