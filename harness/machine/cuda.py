@@ -337,9 +337,11 @@ def build(config: Config, hardware: HardwareConfig, spec: ModelSpec) -> CudaMach
         f"got {hardware.device_memory_gb:g}",
     )
     runtime.limit_memory(int(hardware.device_memory_gb * 1e9) + _ROUNDING_BYTES)
-    return CudaMachine(
+    machine = CudaMachine(
         runtime=runtime,
         capacities_bytes=hardware.capacities_bytes,
         config=config,
         node=node_of(runtime.pci_bus_id),
     )
+    machine.host_bytes_s = None if hardware.host_gb_s is None else hardware.host_gb_s * 1e9
+    return machine
