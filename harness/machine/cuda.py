@@ -28,7 +28,7 @@ from harness.machine.device.lanes import Depth, DeviceLane, DeviceStream, Launch
 from harness.machine.device.links import link_rates_gb_s
 from harness.machine.device.numa import Node, node_of
 from harness.machine.device.pinned import HostMemory, Progress
-from harness.machine.device.runtime import DeviceRuntime, TorchCudaRuntime
+from harness.machine.device.runtime import DeviceError, DeviceRuntime, TorchCudaRuntime
 from harness.machine.device.staging import StagingRing
 from harness.machine.host_context import HostContext
 from harness.machine.threaded import ThreadedMachine, share_of
@@ -304,7 +304,11 @@ class CudaMachine(ThreadedMachine):
         if any(worker.is_alive() for worker in self._workers):
             _never_freed.append(self._memory)
         else:
-            self._memory.close()
+            try:
+                self._memory.close()
+            except DeviceError:
+                if self._failure is None:  # else what broke the device has been told, and this only follows from it
+                    raise
 
 
 def _run_packet(op: Op, context: DeviceContext, packet: int, result: list[Any]) -> None:
@@ -318,6 +322,19 @@ def _tell(text: str) -> None:
 def device_found() -> bool:
     """Whether there is a GPU that torch can use."""
     return torch.cuda.is_available()
+
+
+def device_lost() -> str | None:
+    """Why the GPU is of no more use to this process, if it is not: CUDA's errors in a kernel stay until it ends."""
+    if _never_freed:
+        return "a machine's work on it did not come to its end"
+    if not torch.cuda.is_initialized():
+        return None
+    try:
+        torch.cuda.current_stream().query()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return None
 
 
 def build(config: Config, hardware: HardwareConfig, spec: ModelSpec) -> CudaMachine:

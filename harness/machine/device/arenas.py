@@ -9,7 +9,7 @@ import torch
 
 from harness.machine.arenas import Arenas
 from harness.machine.device.pinned import HostMemory, Progress
-from harness.machine.device.runtime import DeviceRuntime
+from harness.machine.device.runtime import DeviceError, DeviceRuntime
 from harness.memory.tiers import Buffer
 
 
@@ -38,6 +38,7 @@ class DeviceArenas(Arenas):
         if buffer.tier == "device":
             return self._runtime.allocate(buffer.nbytes)
         if buffer.tier != "pinned" or not buffer.nbytes:
+            self._host.require_pageable(buffer.nbytes, buffer.name)
             return super()._allocate(buffer)
         memory = self._host.pinned(buffer.nbytes, buffer.name, self._runtime, self._tell)
         insort(self._pinned, (memory.data_ptr(), memory.data_ptr() + memory.nbytes))  # lanes may be searching it
@@ -47,7 +48,11 @@ class DeviceArenas(Arenas):
         if buffer.tier == "pinned" and buffer.nbytes and buffer.backed:
             memory = self.bytes_of(buffer)
             self._pinned.remove((memory.data_ptr(), memory.data_ptr() + memory.nbytes))
-            self._host.give_back(memory, self._runtime)
+            try:
+                self._host.give_back(memory, self._runtime)
+            finally:
+                super().unback(buffer)
+            return
         super().unback(buffer)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -57,6 +62,13 @@ class DeviceArenas(Arenas):
         return place >= 0 and start + tensor.nbytes <= self._pinned[place][1]
 
     def close(self) -> None:
-        """Give all memory back, whoever still holds the machine; nothing may be under way."""
+        """Give all memory back, whoever still holds the machine; nothing may be under way. DeviceError, in the end,
+        where the device refused some of it."""
+        refused: DeviceError | None = None
         for buffer in list(self._roots):
-            self.unback(buffer)
+            try:
+                self.unback(buffer)
+            except DeviceError as error:
+                refused = error
+        if refused is not None:
+            raise refused

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +34,8 @@ class DeviceRuntime(Protocol):
     def pin(self, memory: torch.Tensor) -> None:
         """Let the device read and write host memory by itself. DeviceError says why not."""
 
-    def unpin(self, memory: torch.Tensor) -> None: ...
+    def unpin(self, memory: torch.Tensor) -> None:
+        """Take that back. DeviceError where the device refuses, as one does that has failed."""
 
     def stream(self, *, urgent: bool = False) -> Any: ...
 
@@ -79,7 +81,9 @@ class TorchCudaRuntime:
         torch.backends.cudnn.allow_tf32 = False
         self.use()
         torch.zeros(1, device=self._device)  # makes the context now
-        torch.cuda.empty_cache()  # of machines before this one
+        # Of machines before this one: cuBLAS keeps a workspace of 32 MiB for every stream that it was ever used on.
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
         self.free_bytes = torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
 
     def use(self) -> None:
@@ -92,10 +96,19 @@ class TorchCudaRuntime:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def pin(self, memory: torch.Tensor) -> None:
-        _checked("cudaHostRegister", torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+        try:
+            _checked("cudaHostRegister", torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+        except DeviceError:
+            self._take_last_error()
+            raise
 
     def unpin(self, memory: torch.Tensor) -> None:
         _checked("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+
+    def _take_last_error(self) -> None:
+        """CUDA keeps a refusal for whoever asks next: the check behind the next kernel, in whatever run it is."""
+        with suppress(RuntimeError):
+            torch.empty(1, device=self._device).fill_(1.0)
 
     def stream(self, *, urgent: bool = False) -> Any:
         return torch.cuda.Stream(self._device, priority=-1 if urgent else 0)
