@@ -342,6 +342,11 @@ def build(config: Config, hardware: HardwareConfig, spec: ModelSpec) -> CudaMach
     if not device_found():
         raise ConfigError("machine.name", "cuda needs an NVIDIA GPU that torch can use; machine=emulated needs none")
     runtime = TorchCudaRuntime()
+    require(
+        spec.dtype != "bfloat16" or runtime.has_bfloat16,
+        "model.dtype",
+        f"must be float32 on {runtime.name}, which has no bfloat16 (GPUs before compute capability 8.0), got bfloat16",
+    )
     # Beside the planned bytes: what the allocator rounds up, and the workspaces of cuBLAS.
     largest_gb = (runtime.free_bytes - _ROUNDING_BYTES) / 1e9
     require(
