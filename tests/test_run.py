@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,16 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from harness import report
 from harness.config import ConfigError
 from harness.engine.ops import compute, host
 from harness.experiment import RunFailed, run_experiment
+from harness.model.zoo import ensure
+from harness.record.files import RecordError
 from harness.record.store import read_run
+from harness.settings import parse_settings
 from tests.conftest import ROOT
+from tests.kernels.eventually import eventually
 
 
 def settings(tmp_path: Path, *overrides: str) -> dict[str, Any]:
@@ -156,21 +161,58 @@ def test_wrong_tokens_fail_the_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGKILL, "interrupted"), (signal.SIGTERM, "interrupted")])
 def test_a_kill_leaves_readable_files(tmp_path, sent, status):
     command = [sys.executable, "run.py", "experiment=smoke", f"results_dir={tmp_path}", "wandb.mode=disabled"]
-    command += ["dataset.num_requests=64", "dataset.max_new_tokens=256", "kv_cache_gb=0.02", "verify=off"]
+    command += ["dataset.num_requests=2000", "dataset.max_new_tokens=256", "kv_cache_gb=0.02", "verify=off"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            written = list(tmp_path.glob("runs/*/passes.jsonl"))
-            if written and written[0].read_text().count("\n") >= 3:
-                break
-            time.sleep(0.1)
+        eventually(lambda: any(p.read_text().count("\n") >= 3 for p in tmp_path.glob("runs/*/passes.jsonl")))
+        assert process.poll() is None, "it has ended by itself"
         os.kill(process.pid, sent)
-        process.wait(timeout=60)
+        process.wait()
     finally:
         process.kill()
     left = only_run(tmp_path)
     assert left.status == status
     assert len(left.passes) >= 3
     assert {row["label"] for row in left.passes} == {"emulated"}
-    assert left.config["dataset"]["num_requests"] == 64
+    assert left.config["dataset"]["num_requests"] == 2000
+
+
+def test_a_disk_with_room_for_the_summary_but_not_for_the_trace_keeps_the_summary(tmp_path, monkeypatch):
+    def full(path, *args, **kwargs):
+        raise RecordError(f"{path}: cannot be written: No space left on device")
+
+    monkeypatch.setattr(report, "write_trace", full)
+    with pytest.raises(RecordError, match="trace.json: cannot be written"):
+        run_experiment(settings(tmp_path, "dataset.num_requests=2"))
+    left = only_run(tmp_path)
+    assert left.status == left.summary["status"] == "failed"
+    assert "No space left" in left.error and "No space left" in left.summary["error"]
+    assert left.summary["generated_tokens"] == 16
+
+
+def test_a_corrupt_weight_is_bad_input_and_named(tmp_path):
+    """Found by the op that reads it, long after the settings were checked."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(ensure(parse_settings(settings(tmp_path)).model), folder)
+    weights = folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    header_bytes = int.from_bytes(content[:8], "little")
+    content[8 + header_bytes : 8 + header_bytes + 4] = b"\xff" * 4
+    weights.write_bytes(content)
+    with pytest.raises(ConfigError, match="model.path: .*corrupt: holds NaN or infinity"):
+        run_experiment(settings(tmp_path, "model=mixtral", f"model.path={folder}"))
+    assert only_run(tmp_path).status == "failed"
+
+
+def test_a_broken_checkpoint_in_the_cache_says_how_to_get_a_whole_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOE_HARNESS_CACHE", str(tmp_path / "cache"))
+    folder = ensure(parse_settings(settings(tmp_path)).model)
+    (folder / "config.json").unlink()
+    with pytest.raises(ConfigError, match=f"config.json: missing; remove {folder}, and it is made again"):
+        run_experiment(settings(tmp_path))
+
+
+def test_the_shuffled_machine_reports_no_times(tmp_path):
+    summary, _ = run_experiment(settings(tmp_path, "machine=shuffled", "strategy=ondemand", "dataset.num_requests=2"))
+    assert summary["status"] == "ok" and summary["verify"]["checked"] == 2
+    assert summary["throughput_tok_s"] is None and summary["generation_s"] is None

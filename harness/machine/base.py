@@ -211,7 +211,7 @@ class Machine(ABC):
 
     label: ClassVar[str]
     name: ClassVar[str]
-    clock: ClassVar[Literal["host", "virtual"]] = "host"  # whose seconds `now` and spans are
+    clock: ClassVar[Literal["host", "virtual", "none"]] = "host"  # whose seconds `now` and spans are; none: no seconds
     warms_up: ClassVar[bool] = False  # kernels are compiled at their first use: engines see to it before the first pass
     tiers: dict[str, Tier]
     poisons: bool = False  # buffers are filled with NaN when acquired and when released
@@ -237,7 +237,7 @@ class Machine(ABC):
 
     @abstractmethod
     def now(self) -> float:
-        """Seconds on the machine's clock."""
+        """Seconds on the machine's clock. Raises MachineError as `wait` does, so that polling ends too."""
 
     @property
     def facts(self) -> dict[str, str]:

@@ -1,4 +1,6 @@
+import errno
 import hashlib
+import os
 import threading
 from dataclasses import replace
 
@@ -12,6 +14,7 @@ from harness.model import zoo
 from harness.model.cache import cache_folder, make_once
 from harness.model.checkpoint import Checkpoint
 from harness.model.spec import DTYPE_BYTES
+from tests.kernels.eventually import GIVE_UP_S
 
 SMALL_BF16 = {"dtype": "bfloat16", "hidden_dim": 128, "vocab_size": 512, "init_std": None}
 
@@ -108,7 +111,7 @@ def test_path_takes_the_place_of_the_recipe(tiny, model_config):
 
 def test_cache_folder_follows_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("MOE_HARNESS_CACHE", str(tmp_path / "own"))
-    assert cache_folder() == tmp_path / "own" and cache_folder().is_dir()
+    assert cache_folder() == tmp_path / "own"
     monkeypatch.delenv("MOE_HARNESS_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_folder() == tmp_path / "xdg" / "moe-offload-harness"
@@ -117,12 +120,29 @@ def test_cache_folder_follows_the_environment(tmp_path, monkeypatch):
     assert cache_folder() == tmp_path / "home" / ".cache" / "moe-offload-harness"
 
 
+@pytest.mark.parametrize("below", [".", "nested"])
+def test_a_cache_that_cannot_be_written_is_named(below, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("MOE_HARNESS_CACHE", str(tmp_path / "file" / below))
+    with pytest.raises(ConfigError, match="MOE_HARNESS_CACHE: cannot write to .*; name a writable folder"):
+        make_once(cache_folder() / "models" / "one", lambda folder: None)
+
+
+def test_a_disk_that_is_full_is_named(tmp_path):
+    def fill(folder):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(ConfigError, match="No space left on device"):
+        make_once(tmp_path / "models" / "one", fill)
+    assert not list((tmp_path / "models").iterdir())
+
+
 def test_makers_at_once_all_get_one_complete_folder(tmp_path):
     barrier, target, results = threading.Barrier(4), tmp_path / "made", []
 
     def make(folder):
         (folder / "a").write_text("first")
-        barrier.wait(timeout=10)  # all are making it before any finishes
+        barrier.wait(timeout=GIVE_UP_S)  # all are making it before any finishes
         (folder / "b").write_text("second")
 
     threads = [threading.Thread(target=lambda: results.append(make_once(target, make))) for _ in range(4)]
@@ -140,7 +160,7 @@ def test_a_failing_maker_leaves_nothing_behind(tmp_path):
         (folder / "half").write_text("x")
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ConfigError, match="disk full"):
         make_once(tmp_path / "made", fail)
     assert not list(tmp_path.iterdir())
 

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 
 from harness.config import ConfigError
-from harness.record.files import RecordError, plain
+from harness.record.files import JsonLines, RecordError, plain
 from harness.record.owner import current_owner
 from harness.record.store import RunFolder, list_runs, read_run, run_id
+from tests.kernels.eventually import GIVE_UP_S, eventually
 
 CONFIG = {"strategy": {"name": "moelens", "n_real": 200}, "model": {"name": "mixtral-mini"}, "dataset": "mtbench"}
 ROOT = Path(__file__).parents[3]
@@ -160,11 +161,7 @@ def test_a_zombie_owner_is_dead(tmp_path):
     write_status(folder, **{**current_owner(), "pid": child.pid, "process_started": started})
     assert read_run(folder.path).status == "running"
     child.stdin.close()
-    deadline = time.monotonic() + 5
-    while (
-        Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < deadline
-    ):
-        time.sleep(0.01)
+    eventually(lambda: Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
     assert read_run(folder.path).status == "interrupted"
     child.wait()
 
@@ -198,7 +195,7 @@ for number in range(10**9):
 def kill_in_the_middle(script, folder, delay_s):
     command = [sys.executable, "-c", script, str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert select.select([process.stdout], [], [], 20)[0] and process.stdout.readline() == b"ready\n"
+    assert select.select([process.stdout], [], [], GIVE_UP_S)[0] and process.stdout.readline() == b"ready\n"
     time.sleep(delay_s)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -273,6 +270,11 @@ def test_a_full_disk_ends_with_the_cause(tmp_path):
         folder.append_pass({"index": 0})
     run = read_run(folder.path)
     assert run.status == "failed" and "No space left on device" in run.error
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path):
+    with pytest.raises(RecordError, match="gone/passes.jsonl: cannot be written: No such file"):
+        JsonLines(tmp_path / "gone" / "passes.jsonl")
 
 
 def test_what_was_half_written_is_taken_back(tmp_path):
