@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from harness.command_line import explained
+from harness.command_line import explained, require_single_choices
 
 USAGE_ERROR, RUN_FAILED, INTERRUPTED = 2, 1, 130
 
@@ -30,6 +30,7 @@ def run(cfg: DictConfig) -> float:
     from harness.record.terminal import print_summary
 
     try:
+        require_single_choices(HydraConfig.get().overrides.task)
         values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         summary, folder = run_experiment(values)
     except Exception as error:
@@ -37,7 +38,10 @@ def run(cfg: DictConfig) -> float:
         if HydraConfig.get().mode is RunMode.MULTIRUN:
             raise JobFailed(code) from error  # the other jobs go on; then Hydra says which job this was
         sys.exit(code)  # an exception would make Hydra put a line of its own in front of ours
-    print_summary(summary, folder)
+    try:
+        print_summary(summary, folder)
+    except OSError as error:  # the run itself went well, and its folder has it all
+        print(f"warning: the summary could not be printed ({error.strerror}); it is in {folder}", file=sys.stderr)
     return float(summary["throughput_tok_s"] or 0.0)
 
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from harness.config import ConfigError
 
@@ -19,10 +20,20 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 
 def composed_values(overrides: Sequence[str]) -> dict[str, Any]:
     """conf/config.yaml with overrides as on run.py's command line, as plain values."""
+    require_single_choices(overrides)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("config", overrides=list(overrides))
     values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     return {str(key): value for key, value in values.items()}
+
+
+def require_single_choices(overrides: Sequence[str]) -> None:
+    """Hydra would merge the files of a list, so that the last one hides the others. Experiments may be merged."""
+    for override in overrides:
+        group, _, chosen = override.partition("=")
+        if chosen.startswith("[") and group != "experiment" and (CONF / group).is_dir():
+            several = f"-m {group}={chosen.strip('[]')} makes a run of each"
+            raise ConfigError(group, f"must name one of the files in conf/{group}, got {chosen}; {several}")
 
 
 def explained(error: Exception, arguments: Sequence[str] = ()) -> str | None:
@@ -33,8 +44,11 @@ def explained(error: Exception, arguments: Sequence[str] = ()) -> str | None:
     if isinstance(error, ConfigError):
         return str(error)
     if isinstance(error, ValueError) and str(error).startswith("Config group override must be"):
-        name = next((a.partition("=")[0] for a in arguments if a.partition("=")[2] in ("null", "")), "a config group")
-        return f"{name}: must name one of the files in conf/{name}, got null"
+        return _no_name(arguments)
+    if isinstance(error, OverrideParseException):
+        return _unreadable(str(error.override))
+    if isinstance(error, MissingMandatoryValue):
+        return f"{error.full_key}: missing; a value is needed"
     cause = error.__cause__
     if isinstance(error, ConfigCompositionException) and isinstance(cause, OmegaConfBaseException):
         return _unknown_key(cause)
@@ -48,6 +62,24 @@ def explained(error: Exception, arguments: Sequence[str] = ()) -> str | None:
     if isinstance(error, HydraException):
         return " ".join(line for line in lines if not line.startswith("See http"))
     return None
+
+
+def _no_name(arguments: Sequence[str]) -> str:
+    """One of the arguments gives a config group something that is no text, such as null or 3."""
+    for argument in arguments:
+        group, _, given = argument.partition("=")
+        if not group:
+            return _unreadable(argument)
+        if (CONF / group).is_dir() and not isinstance(yaml.safe_load(given), str):
+            return f"{group}: must name one of the files in conf/{group}, got {given}"
+    return "a config group must name one of its files"
+
+
+def _unreadable(override: str) -> str:
+    name, equals, given = override.partition("=")
+    if not equals or not name:
+        return f"'{override}': must be written name=value"
+    return f"{name}: cannot read '{given}'; a value with special characters needs quotes of its own: '{name}=\"VALUE\"'"
 
 
 def _unknown_key(error: OmegaConfBaseException) -> str:

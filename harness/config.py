@@ -10,9 +10,9 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform, get_args, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -35,7 +35,7 @@ class ConfigError(ValueError):
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def config(cls: type[T]) -> type[T]:
     """Class decorator: a frozen, keyword-only dataclass that `parse` validates strictly, at any nesting depth."""
-    cls.__pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[attr-defined]
+    cls.__pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # type: ignore[attr-defined]
     return dataclass(frozen=True, kw_only=True)(cls)
 
 
@@ -50,7 +50,7 @@ def parse(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     except ConfigError as error:
         raise error.below(path) from None
     except ValidationError as error:
-        raise _first_error(error, path) from None
+        raise _first_error(cls, error, path) from None
 
 
 @cache
@@ -72,13 +72,25 @@ def _unknown_key(cls: type, key: str) -> str:
     return f"unknown key; {hint}valid keys are {', '.join(sorted(names))}"
 
 
-def _first_error(error: ValidationError, path: str) -> ConfigError:
+def _first_error(cls: Any, error: ValidationError, path: str) -> ConfigError:
     first = error.errors()[0]
     nested = first.get("ctx", {}).get("error")
     field = ".".join(str(part) for part in first["loc"])
     if isinstance(nested, ConfigError):
         return nested.below(field).below(path)
-    texts = {"missing": "missing; a value is needed", "unexpected_keyword_argument": "unknown key"}
-    expected = first["msg"].removeprefix("Input should be ")
-    text = texts.get(first["type"], f"must be {expected}, got {first['input']!r}")
+    match first["type"]:
+        case "missing":
+            text = "missing; a value is needed"
+        case "unexpected_keyword_argument":
+            text = _unknown_key(_class_at(cls, first["loc"][:-1]), str(first["loc"][-1]))
+        case _:
+            text = f"must be {first['msg'].removeprefix('Input should be ')}, got {first['input']!r}"
     return ConfigError(field, text).below(path)
+
+
+def _class_at(cls: Any, location: tuple[int | str, ...]) -> Any:
+    """The configuration class of a nested field, which may be optional."""
+    for name in location:
+        annotated = get_type_hints(cls)[str(name)]
+        cls = next(kind for kind in (annotated, *get_args(annotated)) if is_dataclass(kind))
+    return cls

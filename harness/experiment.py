@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from harness.config import ConfigError
 from harness.engine import loop
 from harness.engine.engine import Engine
 from harness.engine.sequences import Sequence, State
@@ -71,6 +72,8 @@ def run_experiment(values: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
             status = record_failure(error, settings, state, folder, sink)
             if isinstance(error, KeyboardInterrupt):
                 raise KeyboardInterrupt(str(folder.path)) from None
+            if isinstance(error, MachineError) and isinstance(error.__cause__, ConfigError):
+                raise error.__cause__ from error  # told by an op, such as one that reads the checkpoint
             if isinstance(error, MachineError | MemoryCapacityError | MemoryError):
                 raise RunFailed(f"{type(error).__name__}: {error}", folder.path, status) from error
             error.add_note(f"run folder: {folder.path}")
@@ -141,8 +144,9 @@ def _generate(
     progress: Progress,
     record_routing: Callable[[Sequence], None],
 ) -> None:
-    label, virtual = engine.machine.label, engine.machine.clock == "virtual"
-    progress.stage(f"generation, {label}", rate=f"tok/s {label}" if virtual else "tok/s")
+    label, clock = engine.machine.label, engine.machine.clock
+    stage = "generation" if clock == "none" else f"generation, {label}"
+    progress.stage(stage, rate=f"tok/s {label}" if clock == "virtual" else "tok/s")
     meter = PassMeter(engine.machine.spans)
     finished = generated = 0
 
@@ -170,7 +174,8 @@ def _generate(
             record_requests(all_of_them=False)
         finished += passed.num_finished
         generated += passed.generated_tokens
-        progress.update(finished, generated / max(passed.end_s - state.passes[0].start_s, 1e-9))
+        rate = generated / max(passed.end_s - state.passes[0].start_s, 1e-9)
+        progress.update(finished, None if clock == "none" else rate)
 
     before = read_cpu_times()
     try:

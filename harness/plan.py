@@ -62,7 +62,7 @@ def _show(overrides: Sequence[str], *, simulate: bool, max_ops: int) -> int:
     Console().print(memory_and_policy_tables(plan))
     if simulate:
         with Progress(console=errors) as progress:
-            progress.stage("simulation", plan.settings.dataset.num_requests)
+            progress.stage("simulation", plan.settings.dataset.num_requests, rate=f"tok/s {plan.machine.label}")
             plan = simulated(plan, max_ops=max_ops, on_progress=progress.update)
     Console().print(throughput_table(plan))
     return 1 if plan.summary is not None and plan.summary["throughput_tok_s"] is None else 0

@@ -28,7 +28,7 @@ def memory_and_policy_tables(plan: Plan) -> Group:
         Text(f"prompts: {plan.data_source}; {settings.dataset.num_requests} requests", style="dim"),
         _memory(held, {name: tier.capacity_bytes for name, tier in plan.machine.tiers.items()}),
         Text(_kv_cache(plan)),
-        _policy(plan.strategy),
+        *([_policy(plan.strategy)] if plan.strategy.plan else []),
     )
 
 

@@ -111,21 +111,22 @@ def simulated(
     plan: Plan, *, max_ops: int | None = None, on_progress: Callable[[int, float], None] = lambda done, rate: None
 ) -> Plan:
     """The plan with the summary of a simulated run: of all of it, or of the passes up to the one that reaches `max_ops`
-    ops. `on_progress` is told finished requests and tokens a second after each pass. A plan is simulated once."""
+    ops. `on_progress` is told finished requests and tokens a second until now after each pass. A plan is simulated
+    once."""
     engine, strategy, settings = plan.engine, plan.strategy, plan.settings
     assert plan.summary is None, "a plan is simulated once"
     spans = engine.machine.spans
     engine.machine.drain()
     spans.clear()
     passes: list[PassRecord] = []
-    num_finished = 0
+    num_finished = num_generated = 0
 
     def on_pass(record: PassRecord) -> None:
-        nonlocal num_finished
+        nonlocal num_finished, num_generated
         passes.append(record)
         num_finished += record.num_finished
-        generated = sum(p.generated_tokens for p in passes[-1:])
-        on_progress(num_finished, generated / max(record.end_s - record.start_s, 1e-9))
+        num_generated += record.generated_tokens
+        on_progress(num_finished, num_generated / max(record.end_s - passes[0].start_s, 1e-9))
         if max_ops is not None and len(spans) >= max_ops:
             raise _Stop
 

@@ -14,7 +14,7 @@ from harness.machine.base import Machine
 from harness.memory.tiers import PAGEABLE, PINNED
 from harness.memory.weights import PartSource, ShardedSource, slot_bytes, stored_bytes
 from harness.model.checkpoint import Checkpoint
-from harness.model.config import RANDOM
+from harness.model.config import RANDOM, ModelConfig
 from harness.model.linear import bf16_method
 from harness.model.planned import planned_model
 from harness.model.spec import ModelSpec
@@ -42,11 +42,12 @@ def load_model(settings: Settings, *, has_tensors: bool) -> LoadedModel:
     """Raises ConfigError below `model` where the machine needs what the configuration does not give."""
     if not has_tensors:
         planned = planned_model(settings.model)
-        return LoadedModel(source=planned, weights_source=f"dimensions only, {planned.spec.dtype}")
+        stored = f"{planned.spec.weights.name} weights, else " if planned.spec.weights else ""
+        return LoadedModel(source=planned, weights_source=f"dimensions only, {stored}{planned.spec.dtype}")
     settings.model.require_weights()
     if settings.model.path == RANDOM:
         return _random_model(settings)
-    checkpoint = Checkpoint(ensure(settings.model), settings.model.dtype)
+    checkpoint = _checkpoint(settings.model)
     if checkpoint.spec.dtype == "bfloat16":
         bf16_method()  # decides by a measurement, which lanes at work would disturb
     kind = "random weights" if settings.model.path is None else f"checkpoint {settings.model.path}"
@@ -56,6 +57,16 @@ def load_model(settings: Settings, *, has_tensors: bool) -> LoadedModel:
         tokenizer=checkpoint.tokenizer(),
         checkpoint=checkpoint,
     )
+
+
+def _checkpoint(model: ModelConfig) -> Checkpoint:
+    folder = ensure(model)
+    try:
+        return Checkpoint(folder, model.dtype)
+    except ConfigError as error:
+        if model.path is not None:
+            raise
+        raise ConfigError(error.field, f"{error.message}; remove {folder}, and it is made again") from error
 
 
 def _random_model(settings: Settings) -> LoadedModel:

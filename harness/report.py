@@ -14,6 +14,7 @@ from harness.engine.strategy import Strategy
 from harness.hardware.ratios import ratios
 from harness.machine.base import Machine
 from harness.memory.tiers import MemoryCapacityError
+from harness.record.files import RecordError
 from harness.record.passes import PassRecord
 from harness.record.store import RunFolder
 from harness.record.summary import RunFacts, build_summary
@@ -84,11 +85,10 @@ def record_failure(
 def report_run(
     settings: Settings, state: RunState, folder: RunFolder, sink: WandbSink, status: str, error: str | None
 ) -> dict[str, Any]:
-    """Write trace, summary and status, then hand the first two to W&B, which may take its time."""
+    """Write summary, trace and status, then hand the first two to W&B, which may take its time. The summary comes first
+    since a disk may have room for it alone."""
     spans = list(state.machine.spans) if state.machine else []
     label = state.machine.label if state.machine else "none"
-    trace_path = folder.path / "trace.json"
-    write_trace(trace_path, spans, state.passes, label=label, meta={"run_id": folder.run_id})
     extra: dict[str, Any] = {"run_id": folder.run_id, "warnings": state.warnings}
     extra["hardware_ratios"] = ratios(settings.hardware, spans, _ceilings_gb_s(settings, state).get("h2d"))
     extra["host_steal_share"] = state.host_steal_share
@@ -97,6 +97,13 @@ def report_run(
     summary = build_summary(_facts(settings, state, status, error), state.passes, spans, extra)
     summary["reject_reasons"] = Counter(s.reject_reason for s in state.sequences if s.reject_reason)
     folder.write_summary(summary)
+    trace_path = folder.path / "trace.json"
+    try:
+        write_trace(trace_path, spans, state.passes, label=label, meta={"run_id": folder.run_id})
+    except RecordError as failure:
+        if status == "ok":
+            folder.write_summary(summary | {"status": "failed", "error": f"RecordError: {failure}"})
+        raise
     folder.finish(status, error)
     summary["wandb"] = sink.finish(summary, trace_path)
     folder.write_summary(summary)

@@ -50,6 +50,7 @@ class Settings:
         require(self.kv_block_tokens >= 1, "kv_block_tokens", f"must be >= 1, got {self.kv_block_tokens}")
         require(self.seed >= 0, "seed", f"must be >= 0, got {self.seed}")
         parse_routing(self.routing)
+        require(bool(self.results_dir.strip()), "results_dir", "must name a folder, got an empty text")
         require(self.verify_requests >= 1, "verify_requests", f"must be >= 1, got {self.verify_requests}")
 
     @property
@@ -67,8 +68,10 @@ def load_strategy(values: Mapping[str, Any]) -> tuple[ModuleType, Any]:
     """The strategy's package and its parsed settings; `values` is the `strategy` group of the configuration."""
     settings = dict(values)
     package = settings.pop("package", None)
-    if not isinstance(package, str):
+    if package is None:
         raise ConfigError("strategy.package", "missing; name the Python package of the strategy")
+    if not isinstance(package, str) or not all(part.isidentifier() for part in package.split(".")):
+        raise ConfigError("strategy.package", f"must be the dotted name of a Python package, got {package!r}")
     try:
         module = import_module(package)
     except ModuleNotFoundError as error:

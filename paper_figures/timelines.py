@@ -30,6 +30,7 @@ _COLOURS = {
 _OTHER = "#bab0ac"
 _WIDE = 0.018  # of the time shown: a slice that takes a letter and a number
 _SUBSCRIPT = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
+_NAMES = ("strategy", "model", "hardware")
 _ROW_INCHES, _FRAME_INCHES = 0.24, 0.62
 
 
@@ -39,7 +40,10 @@ def window(folder: Path, num_layers: int) -> dict[str, Any]:
     The window lasts from the gpu lane's first op of the first layer until its first op of the layer behind the last
     one; what other lanes do meanwhile may belong to other layers.
     """
-    spans = read_trace(folder / "trace.json")
+    trace = folder / "trace.json"
+    if not trace.is_file():
+        raise ValueError(f"{folder}: not the folder of a run that ended (it has no trace.json)")
+    spans = read_trace(trace)
     first_s, last_s, layers = _middle(_decode_pass(folder), spans, num_layers)
     rows: dict[str, list[list[Any]]] = {}
     for span in sorted(spans, key=lambda s: (lane_order(s.lane), s.start_s)):
@@ -50,7 +54,7 @@ def window(folder: Path, num_layers: int) -> dict[str, Any]:
     summary = read_json(folder / "summary.json")
     return {
         "label": summary["label"],
-        "strategy": summary["strategy"],
+        **{name: summary[name] for name in _NAMES},
         "run": folder.name,
         "layers": layers,
         "length_ms": round((last_s - first_s) * 1e3, 4),
@@ -90,6 +94,7 @@ def draw(windows: Sequence[Mapping[str, Any]], *, letters: Mapping[str, str] | N
     figure = new_figure(9.0, _FRAME_INCHES * (len(windows) + 1) + _ROW_INCHES * sum(heights))
     blocks = figure.subplots(len(windows), 1, sharex=True, height_ratios=[h + 1 for h in heights], squeeze=False)[:, 0]
     kinds: dict[str, None] = {}
+    differing = [name for name in _NAMES[1:] if len({w.get(name) for w in windows}) > 1]
     wide_ms = _WIDE * max(w["length_ms"] for w in windows)
     for axes, data in zip(blocks, windows, strict=True):
         for row, entries in enumerate(data["lanes"].values()):
@@ -113,7 +118,8 @@ def draw(windows: Sequence[Mapping[str, Any]], *, letters: Mapping[str, str] | N
         axes.grid(visible=False)
         layers = data["layers"]
         shown = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
-        axes.set_title(f"{data['strategy']}: {shown} in {data['length_ms']:.3g} ms [{data['label']}]", loc="left")
+        run = " · ".join((data["strategy"], *(data[name] for name in differing)))
+        axes.set_title(f"{run}: {shown} in {data['length_ms']:.3g} ms [{data['label']}]", loc="left")
     blocks[-1].set_xlabel("ms; percent: of the window" + ("" if letters else "; hatched: odd micro-batches"))
     blocks[-1].set_xlim(0, max(w["length_ms"] for w in windows))
     named = [kind for kind in _COLOURS if kind in kinds] + ([""] if kinds.keys() - _COLOURS.keys() else [])

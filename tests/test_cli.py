@@ -16,6 +16,8 @@ MISTAKES = [
     ("strategy=moelnes", "strategy", "moelens"),
     ("machine=cloud", "machine", "emulated"),
     ("hardware=null", "hardware", "conf/hardware"),
+    ("hardware=[laptop,a40]", "hardware", "-m hardware=laptop,a40"),
+    ("kv_cache_gb=inf", "kv_cache_gb", "finite"),
     ("strategy.packet_mbb=2", "strategy.packet_mbb", "did you mean 'packet_mb'?"),
     ("dataset.num_requests=many", "dataset.num_requests", "valid integer"),
     ("dataset.num_requests=0", "dataset.num_requests", "1 or more"),
@@ -52,6 +54,18 @@ def test_a_run_prints_its_table_and_no_warnings(tmp_path):
     assert "0 mismatched" in done.stdout
     (folder,) = (tmp_path / "results" / "runs").iterdir()
     assert str(folder / "trace.json") in done.stdout
+
+
+def test_a_table_that_cannot_be_printed_costs_no_run(tmp_path):
+    command = [sys.executable, str(ROOT / "run.py"), "experiment=smoke", "verify=off", "wandb.mode=disabled"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*command, "progress=false", f"results_dir={tmp_path}"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 0 and line.startswith("warning: the summary could not be printed (No space left")
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert line.endswith(str(folder))
 
 
 def test_a_sweep_goes_on_after_a_failed_job_and_tells(tmp_path):

@@ -32,7 +32,14 @@ def test_help_is_the_modules_text(command, capsys):
         (plan.main, "kv_cache_gb=0.000001", "kv_cache_gb"),
         (plan.main, "model.path=no/folder", "model.path"),
         (plan.main, "hardware=t4x2", "hardware.num_gpus"),
+        (plan.main, "hardware=laptop", "hardware.host_gb_s"),
+        (plan.main, "dataset=[mtbench,gsm8k]", "dataset"),
+        (plan.main, "dataset.path=a=b", "dataset.path"),
+        (plan.main, "strategy=3", "strategy"),
+        (plan.main, "nonsense", "'nonsense'"),
+        (plan.main, "=3", "'=3'"),
         (calibrate.main, "hardware.h2d_gb_s=-1", "hardware.h2d_gb_s"),
+        (calibrate.main, "out=/dev/null/table.json", "out"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(command, mistake, field, capsys):

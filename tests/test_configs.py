@@ -156,12 +156,16 @@ MISTAKES = [
     ("strategy.packet_mb", "big", "valid number"),
     ("strategy.packet_mb", 0.0, "at least 0.001"),
     ("strategy.package", "strategies.nowhere", "no package"),
+    ("strategy.package", "", "dotted name"),
+    ("strategy.package", ".moelens", "dotted name"),
     ("model.pth", "x", "unknown key"),
     ("model.dtype", "float64", "float32"),
     ("model.recipe.num_layers", "six", "valid integer"),
     ("model.recipe.num_layers", 0, "at least 1"),
     ("model.recipe.family", "mixture", "mixtral"),
-    ("dataset.num_requets", 8, "unknown key"),
+    ("dataset.num_requets", 8, "did you mean 'num_requests'"),
+    ("dataset.lengths.maen", 8.0, "did you mean 'mean'"),
+    ("model.recipe.num_layer", 8, "did you mean 'num_layers'"),
     ("dataset.num_requests", "8", "valid integer"),
     ("dataset.num_requests", 0, "1 or more"),
     ("dataset.lengths.mean", 1e9, "must lie in"),
@@ -177,6 +181,7 @@ MISTAKES = [
     ("wandb.mode", "sometimes", "offline"),
     ("verify", "some", "sample"),
     ("kv_cache_gb", 0, "> 0"),
+    ("results_dir", " ", "must name a folder"),
     ("kv_block_tokens", 1.5, "valid integer"),
     ("verify_requests", 0, ">= 1"),
     ("sede", 0, "did you mean 'seed'"),
@@ -212,3 +217,22 @@ def test_any_value_of_a_wrong_type_is_named(path):
     with pytest.raises(ConfigError) as caught:
         check(changed(path, {"no": ["such", "thing"]}))
     assert caught.value.field.startswith(path)
+
+
+def value_at(path: str) -> Any:
+    place: Any = defaults()
+    for key in path.split("."):
+        place = place[key]
+    return place
+
+
+FLOATS = [path for path in LEAVES if isinstance(value_at(path), float) and not path.startswith("routing.")]
+
+
+@pytest.mark.parametrize("path", FLOATS)
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_no_number_may_be_infinite(path, value):
+    with pytest.raises(ConfigError) as caught:
+        check(changed(path, value))
+    assert caught.value.field == path
+    assert "must be a finite number" in caught.value.message

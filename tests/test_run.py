@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +15,14 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from harness import report
 from harness.config import ConfigError
 from harness.engine.ops import compute, host
 from harness.experiment import RunFailed, run_experiment
+from harness.model.zoo import ensure
+from harness.record.files import RecordError
 from harness.record.store import read_run
+from harness.settings import parse_settings
 from tests.conftest import ROOT
 from tests.kernels.eventually import eventually
 
@@ -170,3 +175,44 @@ def test_a_kill_leaves_readable_files(tmp_path, sent, status):
     assert len(left.passes) >= 3
     assert {row["label"] for row in left.passes} == {"emulated"}
     assert left.config["dataset"]["num_requests"] == 2000
+
+
+def test_a_disk_with_room_for_the_summary_but_not_for_the_trace_keeps_the_summary(tmp_path, monkeypatch):
+    def full(path, *args, **kwargs):
+        raise RecordError(f"{path}: cannot be written: No space left on device")
+
+    monkeypatch.setattr(report, "write_trace", full)
+    with pytest.raises(RecordError, match="trace.json: cannot be written"):
+        run_experiment(settings(tmp_path, "dataset.num_requests=2"))
+    left = only_run(tmp_path)
+    assert left.status == left.summary["status"] == "failed"
+    assert "No space left" in left.error and "No space left" in left.summary["error"]
+    assert left.summary["generated_tokens"] == 16
+
+
+def test_a_corrupt_weight_is_bad_input_and_named(tmp_path):
+    """Found by the op that reads it, long after the settings were checked."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(ensure(parse_settings(settings(tmp_path)).model), folder)
+    weights = folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    header_bytes = int.from_bytes(content[:8], "little")
+    content[8 + header_bytes : 8 + header_bytes + 4] = b"\xff" * 4
+    weights.write_bytes(content)
+    with pytest.raises(ConfigError, match="model.path: .*corrupt: holds NaN or infinity"):
+        run_experiment(settings(tmp_path, "model=mixtral", f"model.path={folder}"))
+    assert only_run(tmp_path).status == "failed"
+
+
+def test_a_broken_checkpoint_in_the_cache_says_how_to_get_a_whole_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOE_HARNESS_CACHE", str(tmp_path / "cache"))
+    folder = ensure(parse_settings(settings(tmp_path)).model)
+    (folder / "config.json").unlink()
+    with pytest.raises(ConfigError, match=f"config.json: missing; remove {folder}, and it is made again"):
+        run_experiment(settings(tmp_path))
+
+
+def test_the_shuffled_machine_reports_no_times(tmp_path):
+    summary, _ = run_experiment(settings(tmp_path, "machine=shuffled", "strategy=ondemand", "dataset.num_requests=2"))
+    assert summary["status"] == "ok" and summary["verify"]["checked"] == 2
+    assert summary["throughput_tok_s"] is None and summary["generation_s"] is None

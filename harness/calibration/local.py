@@ -18,7 +18,7 @@ from harness.machine.base import LaneKind
 from harness.machine.emulated import Config as EmulatedConfig
 from harness.machine.emulated import build as build_emulated
 from harness.memory.weights import stored_bytes
-from harness.model.cache import cache_folder
+from harness.model.cache import cache_folder, make_writable
 from harness.model.spec import ModelSpec
 from harness.preparing import build_engine, load_model
 from harness.record.provenance import code_version, environment, fingerprint
@@ -64,6 +64,7 @@ def local_table(settings: Settings, spec: ModelSpec, log: Log = print) -> Calibr
     """From the cache, or measured now (a minute or two, while nothing else should run)."""
     path = table_path(settings, spec)
     if not _is_readable(path):
+        make_writable(path.parent)  # before a minute of work
         log("calibrating this computer, a minute or two; it should do nothing else meanwhile")
         measure(settings, log).write(path)
     return CalibrationTable.read(path)

@@ -12,6 +12,7 @@ from typing import Any
 
 from harness.calibration.fitting import Interpolated, Plane, fit, relative_spread, typical_by_features
 from harness.machine.base import Lane, LaneKind, MachineError, Op, Work
+from harness.record.files import atomic_file
 
 Points = list[tuple[tuple[float, ...], float]]  # (features, seconds)
 Company = frozenset[LaneKind]  # the other lanes, of gpu and h2d, that are busy while an op runs
@@ -121,9 +122,7 @@ class CalibrationTable:
         )
 
     def write(self, path: Path) -> None:
-        """Whole or not at all."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
+        """Whole or not at all. Raises RecordError with the cause."""
         content = {
             "version": self.version,
             "meta": self.meta,
@@ -136,20 +135,23 @@ class CalibrationTable:
                 for company, by_key in self.samples.items()
             },
         }
-        partial.write_text(json.dumps(content) + "\n")
-        partial.replace(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as file:
+            file.write((json.dumps(content) + "\n").encode())
 
     @classmethod
     def read(cls, path: Path) -> CalibrationTable:
         """Raises ValueError naming the file where it is none, or of another version."""
         try:
             values = json.loads(path.read_text())
-            version = values["version"]
-        except (OSError, ValueError, TypeError, KeyError) as error:
+            if (version := values["version"]) == VERSION:
+                return cls._of(values)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path}: no calibration table; remove it and calibrate again") from error
-        if version != VERSION:
-            raise ValueError(f"{path}: version {version}, this code reads {VERSION}; calibrate again")
+        raise ValueError(f"{path}: version {version}, this code reads {VERSION}; calibrate again")
 
+    @classmethod
+    def _of(cls, values: Mapping[str, Any]) -> CalibrationTable:
         def points(rows: list[Any]) -> Points:
             return [(tuple(features), s) for features, all_s in rows for s in all_s]
 

@@ -21,6 +21,7 @@ from harness.calibration.local import measure, table_path
 from harness.calibration.table import ALONE, BESIDE_GPU, BESIDE_GPU_AND_LINK, BESIDE_LINK, CalibrationTable, Company
 from harness.command_line import composed_values, explained
 from harness.machine.base import LaneKind
+from harness.model.cache import CACHE_VARIABLE, make_writable
 from harness.preparing import load_model
 from harness.settings import parse_settings
 
@@ -102,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         values = composed_values([a for a in given if not a.startswith("out=")])
         settings = parse_settings(values)
         path = out or table_path(settings, load_model(settings, has_tensors=False).spec)
+        make_writable(path.parent, "out" if out else CACHE_VARIABLE)  # before a minute of work
         table = measure(settings, log=lambda text: console.print(text, highlight=False, style="dim"))
     except Exception as error:
         if (text := explained(error)) is None:

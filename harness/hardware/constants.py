@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import PlainValidator
@@ -46,7 +47,9 @@ def _parsed(given: Any) -> Constant:
 def _positive(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise PydanticCustomError("constant", "a valid number, or value, kind and source")
-    if not 0 < value < float("inf"):
+    if not isfinite(value):
+        raise PydanticCustomError("constant", "a finite number")
+    if value <= 0:
         raise PydanticCustomError("constant", "> 0")
     return float(value)
 

@@ -211,7 +211,7 @@ class Machine(ABC):
 
     label: ClassVar[str]
     name: ClassVar[str]
-    clock: ClassVar[Literal["host", "virtual"]] = "host"  # whose seconds `now` and spans are
+    clock: ClassVar[Literal["host", "virtual", "none"]] = "host"  # whose seconds `now` and spans are; none: no seconds
     warms_up: ClassVar[bool] = False  # kernels are compiled at their first use: engines see to it before the first pass
     tiers: dict[str, Tier]
     poisons: bool = False  # buffers are filled with NaN when acquired and when released

@@ -27,6 +27,7 @@ class ShuffledMachine(Machine):
 
     label: ClassVar[str] = "none"
     name: ClassVar[str] = "shuffled"
+    clock = "none"
 
     def __init__(self, *, capacities_bytes: dict[str, int], seed: int, poison: bool = True, eager: float = 0.5) -> None:
         torch.set_num_threads(1)

@@ -60,7 +60,7 @@ def profile_costs(hardware: HardwareConfig, spec: ModelSpec) -> Roofline:
     def rate(name: str, unit: float = 1e9) -> float:
         value = getattr(hardware, name)
         if value is None:
-            raise ConfigError(f"hardware.{name}", f"profile {hardware.name!r} states none; machine=simulated needs it")
+            raise _unstated(hardware, name)
         return float(value) * unit
 
     latency_s = (hardware.transfer_latency_us or 0.0) * 1e-6
@@ -85,5 +85,11 @@ def host_bytes_s(hardware: HardwareConfig) -> float:
     """Bandwidth of host memory that all lanes share."""
     value = hardware.host_gb_s
     if value is None:
-        raise ConfigError("hardware.host_gb_s", f"profile {hardware.name!r} states none; machine=simulated needs it")
+        raise _unstated(hardware, "host_gb_s")
     return float(value) * 1e9
+
+
+def _unstated(hardware: HardwareConfig, name: str) -> ConfigError:
+    others = "take a real machine's, such as hardware=a40, or hardware=local for this computer as measured"
+    message = f"profile {hardware.name!r} states none; machine=simulated needs it: {others}"
+    return ConfigError(f"hardware.{name}", message)

@@ -97,6 +97,7 @@ class WeightStore:
             return PlacedPart(layout, buffer, (buffer,))
 
         self.layers = [{p.name: place(layer, p) for p in parts} for layer, parts in enumerate(layouts)]
+        self._part_names = [tuple(parts) for parts in self.layers]  # asked for with every transfer
         if first is None:
             self.embedding, self.head = (place(None, end) for end in ends)
         else:
@@ -105,7 +106,7 @@ class WeightStore:
 
     def part_names(self, layer: int) -> tuple[str, ...]:
         """Parts of a layer in transfer order; a layer without experts has fewer."""
-        return tuple(self.layers[layer])
+        return self._part_names[layer]
 
     @cached_property
     def slot_bytes(self) -> dict[str, int]:
@@ -243,10 +244,11 @@ class WeightStream:
         """Release a part and request its successor into the same place; with a layer's last part, also what the
         successor has besides (a dense layer is followed by one with experts)."""
         self.release(index, part_name)
-        successor, names = index + self.depth, self.part_names(index + self.depth)
-        wanted = [part_name] if part_name in names else []
+        successor = index + self.depth
+        here, there = self._store.layers[self.layer(index)], self._store.layers[self.layer(successor)]
+        wanted = [part_name] if part_name in there else []
         if part_name == self.part_names(index)[-1]:
-            wanted += [name for name in names if name not in self.part_names(index)]
+            wanted += [name for name in there if name not in here]
         for name in wanted:
             self.request(successor, name)
 

@@ -9,36 +9,51 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from harness.config import ConfigError
+
 CACHE_VARIABLE = "MOE_HARNESS_CACHE"
 ABANDONED_AFTER_S = 3600.0  # a temporary folder this old belongs to a run that was killed
 TEMPORARY_PREFIX = ".making-"
 
 
 def cache_folder() -> Path:
-    """MOE_HARNESS_CACHE, else below XDG_CACHE_HOME, else below ~/.cache. Created."""
+    """MOE_HARNESS_CACHE, else below XDG_CACHE_HOME, else below ~/.cache. Whoever writes there makes it."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(os.environ.get(CACHE_VARIABLE) or Path(base) / "moe-offload-harness").expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    return Path(os.environ.get(CACHE_VARIABLE) or Path(base) / "moe-offload-harness").expanduser()
+
+
+def make_writable(folder: Path, field: str = CACHE_VARIABLE) -> None:
+    """Make `folder` where there is none. Raises ConfigError naming `field` where nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _unwritable(folder, field, error) from error
+
+
+def _unwritable(folder: Path, field: str, error: OSError) -> ConfigError:
+    return ConfigError(field, f"cannot write to '{folder}' ({error.strerror or error}); name a writable folder")
 
 
 def make_once(folder: Path, make: Callable[[Path], None]) -> Path:
     """`folder`, filled by `make` in a temporary sibling and renamed, so that it exists complete or not at all.
 
-    Of two processes that make it at once, one wins and both see the same content.
+    Of two processes that make it at once, one wins and both see the same content. Raises ConfigError where nothing can
+    be written, or not enough of it.
     """
     if folder.is_dir():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_writable(folder.parent)
     _remove_abandoned(folder.parent)
     temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=folder.parent))
     try:
         make(temporary)
         _make_readable(temporary)
         temporary.rename(folder)
-    except OSError:
+    except OSError as error:
         if not folder.is_dir():  # anything but having lost the race
-            raise
+            raise _unwritable(folder.parent, CACHE_VARIABLE, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder

@@ -17,14 +17,16 @@ from harness.record.files import RecordError
 from harness.record.store import Run, list_runs, read_run
 from harness.record.terminal import number
 
+_WIDE = 80  # characters, from which there is space between columns
+_UNLIMITED = 1000
 _NAMES = ("strategy", "model", "dataset", "machine", "hardware")
 _NOT_SETTINGS = ("results_dir", "progress", "wandb", "experiment")
 _SOURCES = ("data_source", "weights_source")  # long texts: below the table where they differ
 
 
-def compare_table(runs: Sequence[Run]) -> Group:
+def compare_table(runs: Sequence[Run], *, narrow: bool = False) -> Group:
     """One row a run; the ratio is to the first run that ended well. What all runs share is above the table, and the
-    settings in which they differ are below it."""
+    settings in which they differ are below it. Words stay whole; `narrow` leaves less space between columns."""
     rows = [_facts(run) for run in runs]
     shared = [fact for fact in (*_NAMES[1:], "label", *_SOURCES) if len({row[fact] for row in rows if row[fact]}) == 1]
     varying = [fact for fact in (*_NAMES[1:], "label") if fact not in shared and any(row[fact] for row in rows)]
@@ -32,15 +34,14 @@ def compare_table(runs: Sequence[Run]) -> Group:
         row.get("throughput_tok_s") if run.status == "ok" else None for run, row in zip(runs, rows, strict=True)
     ]
     base = next(filter(None, observed_tok_s), None)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("strategy", overflow="fold")
-    for fact in varying:
-        table.add_column(fact, overflow="fold")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0 if narrow else 1))
+    for fact in ("strategy", *varying):
+        table.add_column(fact, no_wrap=True)
     for name in ("tok/s", "ratio"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("busiest lane", no_wrap=True)
     table.add_column("accuracy", justify="right", no_wrap=True)
-    table.add_column("verify", overflow="fold")
+    table.add_column("verify", no_wrap=True)
     table.add_column("run", no_wrap=True, style="dim")
     for run, row, observed in zip(runs, rows, observed_tok_s, strict=True):
         table.add_row(
@@ -59,16 +60,32 @@ def compare_table(runs: Sequence[Run]) -> Group:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 2 where an argument is no run."""
     asked = list(sys.argv[1:] if arguments is None else arguments)
+    if any(argument in ("-h", "--help") for argument in asked):
+        print(__doc__)
+        return 0
     if not asked:
         print("usage: python -m harness.record.compare RUN_DIR ...", file=sys.stderr)
         return 2
     try:
         runs = [run for folder in asked for run in _runs(Path(folder))]
-        Console().print(compare_table(runs) if runs else "no runs")
+        _print(runs)
     except RecordError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _print(runs: Sequence[Run]) -> None:
+    """Where a terminal has no room for all columns, lines go on beyond its edge: better than cut words."""
+    console = Console()
+    if not runs:
+        console.print("no runs")
+        return
+    room = console.width
+    for part in compare_table(runs, narrow=room < _WIDE).renderables:
+        unlimited = console.options.update(max_width=_UNLIMITED)
+        console.width = max(room, console.measure(part, options=unlimited).maximum if isinstance(part, Table) else 0)
+        console.print(part)
 
 
 def _runs(folder: Path) -> list[Run]:

@@ -77,8 +77,13 @@ class JsonLines:
     """Append-only lines, each handed to the operating system before `append` returns: a kill loses at most one."""
 
     def __init__(self, path: Path) -> None:
+        """Opens or makes the file. Raises RecordError with the cause."""
         self.path = path
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._fd = -1
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise RecordError(f"{path}: cannot be written: {error.strerror or error}") from error
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Raises RecordError with the cause (a full disk, say); what was written of the line is taken back."""

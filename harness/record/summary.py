@@ -19,13 +19,13 @@ from harness.record.metrics import (
     utilization,
 )
 from harness.record.passes import PassRecord
-from harness.record.spans import Spans, SpanTable
+from harness.record.spans import Spans, SpanTable, Window
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """What passes and spans do not know. Times are host seconds; None means that nobody knows. `clock` is whose seconds
-    those of passes and spans are: "host" or "virtual".
+    those of passes and spans are: "host" or "virtual"; "none" where they are not seconds and no rate follows from them.
 
     `setup_s` is everything before the first pass, `wall_s` the whole run. `num_requests` were asked for; each ends
     finished or rejected. `gpu_tok_s` (the papers' T_GPU) is what the gpu lane would process if it never waited.
@@ -71,12 +71,12 @@ def build_summary(
     window only.
     """
     table = SpanTable.of(spans)
-    window = steady_window(passes)
+    window = steady_window(passes) if facts.clock != "none" else (0.0, 0.0)
     summary = {
         **_identity(facts),
         **_requests(facts, passes),
         **_throughput(facts, passes),
-        **_steady(facts, passes, table),
+        **_steady(facts, passes, table, window),
         "peak_bytes": {tier: facts.peak_bytes.get(tier) for tier in ("device", "pinned", "host")}
         | dict(facts.peak_bytes),
         "capacity_bytes": facts.capacity_bytes,
@@ -120,22 +120,23 @@ def _requests(facts: RunFacts, passes: Sequence[PassRecord]) -> dict[str, Any]:
 def _throughput(facts: RunFacts, passes: Sequence[PassRecord]) -> dict[str, Any]:
     """`wall_s` and `setup_s` are host seconds on every machine, all others seconds of its `clock`. Generation time is
     prefill and decode, without set-up and verification."""
-    length_s = max(p.end_s for p in passes) - min(p.start_s for p in passes) if passes else 0.0
+    timeless = facts.clock == "none"
+    length_s = max(p.end_s for p in passes) - min(p.start_s for p in passes) if passes and not timeless else 0.0
+    predicted = None if timeless else facts.predicted_throughput_tok_s
     observed = sum(p.generated_tokens for p in passes) / length_s if length_s > 0 else None
     processed = sum(p.num_tokens for p in passes) / length_s if length_s > 0 else None
     return {
         "wall_s": facts.wall_s,
         "setup_s": facts.setup_s,
-        "generation_s": length_s,
+        "generation_s": None if timeless else length_s,
         "throughput_tok_s": observed,
         "processed_tok_s": processed,
-        "predicted_throughput_tok_s": facts.predicted_throughput_tok_s,
-        "prediction_accuracy": accuracy(facts.predicted_throughput_tok_s, observed),
+        "predicted_throughput_tok_s": predicted,
+        "prediction_accuracy": accuracy(predicted, observed),
     }
 
 
-def _steady(facts: RunFacts, passes: Sequence[PassRecord], table: SpanTable) -> dict[str, Any]:
-    window = steady_window(passes)
+def _steady(facts: RunFacts, passes: Sequence[PassRecord], table: SpanTable, window: Window) -> dict[str, Any]:
     length_s = window[1] - window[0]
     inside = [p for p in passes if window[0] <= p.start_s and p.end_s <= window[1]]
     processed_tok_s = sum(p.num_tokens for p in inside) / length_s if length_s > 0 else None

@@ -119,8 +119,10 @@ def _rows(summary: Mapping[str, Any], full: str, empty: str) -> list[tuple[str, 
         rows.append(
             ("status", Text(" - ".join(filter(None, (summary.get("status"), summary.get("error")))), style="bold red"))
         )
-    rows += [("throughput", _throughput(summary)), ("time", _times(summary)), ("requests", _requests(summary))]
-    if summary.get("num_passes"):
+    timeless = summary.get("clock") == "none"
+    rows += [] if timeless else [("throughput", _throughput(summary))]
+    rows += [("time", _times(summary)), ("requests", _requests(summary))]
+    if summary.get("num_passes") and not timeless:
         shares = {lane: share for lane, share in summary["utilization"].items() if share or lane != "pin"}
         rows += [(f"{lane} busy", _bar(share, full, empty)) for lane, share in shares.items()]
         rows += [
@@ -132,7 +134,8 @@ def _rows(summary: Mapping[str, Any], full: str, empty: str) -> list[tuple[str, 
         rows.append((f"{summary['label']} with", ", ".join(f"{k} {v}" for k, v in summary["machine_facts"].items())))
     if summary.get("hardware_ratios"):
         rows.append(("GPU : link : host", _ratios(summary["hardware_ratios"])))
-    rows += [("prediction", _prediction(summary)), ("memory peak", _memory(summary)), ("verified", _verified(summary))]
+    rows += [] if timeless else [("prediction", _prediction(summary))]
+    rows += [("memory peak", _memory(summary)), ("verified", _verified(summary))]
     rows += [("prompts", _source(summary.get("data_source"))), ("weights", _source(summary.get("weights_source")))]
     if str(summary.get("wandb", "")).startswith("not recorded"):
         rows.append(("wandb", Text(str(summary["wandb"]), style="yellow")))
@@ -174,6 +177,8 @@ def _times(summary: Mapping[str, Any]) -> str:
     setup, whole = number(summary.get("setup_s")), number(summary.get("wall_s"))
     if summary.get("clock") == "virtual":
         return f"{generating}; simulated in {whole} s of this computer, {setup} s of them set-up"
+    if summary.get("clock") == "none":
+        return f"{whole} s in all, {setup} s set-up; this machine checks orders, it times nothing"
     return f"{generating}, {setup} s set-up; {whole} s in all"
 
 

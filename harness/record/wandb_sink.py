@@ -40,11 +40,7 @@ class WandbConfig:
 
     def __post_init__(self) -> None:
         require(bool(self.project.strip()), "project", "must be a name, got an empty text")
-        require(
-            0 < self.timeout_s < float("inf"),
-            "timeout_s",
-            f"must be a positive number of seconds, got {self.timeout_s}",
-        )
+        require(self.timeout_s > 0, "timeout_s", f"must be a positive number of seconds, got {self.timeout_s}")
 
 
 class WandbSink:

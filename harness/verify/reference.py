@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,7 +124,8 @@ def _load_float32(checkpoint: Checkpoint) -> nn.Module:
 
 
 class _GenerationCache:
-    """Reference generations on disk, one JSON file a prompt. A damaged file counts as absent."""
+    """Reference generations on disk, one JSON file a prompt. A damaged file counts as absent, and one that cannot be
+    written is generated anew next time: a cache that is full or read-only costs no run."""
 
     def __init__(self, version: str) -> None:
         import transformers
@@ -144,7 +145,12 @@ class _GenerationCache:
             return None
 
     def put(self, prompt_ids: Sequence[int], eos: bool, generated_ids: list[int]) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=self._folder, delete=False, suffix=".tmp") as file:
-            json.dump({"prompt_ids": list(prompt_ids), "generated_ids": generated_ids}, file)
-        os.replace(file.name, self._path(prompt_ids, eos))
+        path = self._path(prompt_ids, eos)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps({"prompt_ids": list(prompt_ids), "generated_ids": generated_ids}))
+            temporary.replace(path)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink()

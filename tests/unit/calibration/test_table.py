@@ -9,6 +9,7 @@ from harness.calibration.table import (
     BESIDE_GPU,
     BESIDE_GPU_AND_LINK,
     BESIDE_LINK,
+    VERSION,
     CalibratedCosts,
     CalibrationTable,
     HostTimes,
@@ -74,7 +75,10 @@ def test_it_is_read_back_as_written(tmp_path):
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["table.json"]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"version": 99}'])
+TORN = f'{{"version": {VERSION}, "meta": {{}}, "samples": []}}'
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"version": 99}', f'{{"version": {VERSION}}}', TORN])
 def test_what_is_no_table_is_named(tmp_path, content):
     path = tmp_path / "table.json"
     path.write_text(content)

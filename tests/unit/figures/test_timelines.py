@@ -39,7 +39,8 @@ def run_folder(tmp_path):
     write_trace(tmp_path / "trace.json", spans, passes, label="emulated")
     lines = [json.dumps({"label": "emulated", **asdict(p)}) for p in passes]
     (tmp_path / "passes.jsonl").write_text("\n".join(lines) + "\n")
-    (tmp_path / "summary.json").write_text(json.dumps({"label": "emulated", "strategy": "made up"}))
+    summary = {"label": "emulated", "strategy": "made up", "model": "small", "hardware": "laptop"}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
     return tmp_path
 
 
@@ -49,6 +50,18 @@ def test_a_window_is_the_middle_of_a_decode_pass(run_folder):
     assert found["length_ms"] == pytest.approx(200)
     assert [(kind, layer) for kind, layer, *_ in found["lanes"]["gpu"]] == [("experts", 1), ("experts", 2)]
     assert found["lanes"]["gpu"][1][3:] == pytest.approx([100, 150])
+
+
+def test_runs_of_one_strategy_are_told_apart_by_what_differs(run_folder):
+    one = timelines.window(run_folder, 2)
+    titles = [axes.get_title(loc="left") for axes in timelines.draw([one, {**one, "model": "large"}]).axes]
+    assert [title.partition(":")[0] for title in titles] == ["made up · small", "made up · large"]
+    assert timelines.draw([one]).axes[0].get_title(loc="left").startswith("made up: ")
+
+
+def test_a_folder_without_a_trace_is_named(tmp_path, capsys):
+    assert timelines.main([str(tmp_path / "none"), "--out", str(tmp_path / "x.png")]) == 2
+    assert "none: not the folder of a run that ended" in capsys.readouterr().err
 
 
 def test_what_overlaps_the_window_is_cut_to_it(run_folder):

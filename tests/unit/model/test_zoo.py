@@ -1,4 +1,6 @@
+import errno
 import hashlib
+import os
 import threading
 from dataclasses import replace
 
@@ -109,13 +111,30 @@ def test_path_takes_the_place_of_the_recipe(tiny, model_config):
 
 def test_cache_folder_follows_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("MOE_HARNESS_CACHE", str(tmp_path / "own"))
-    assert cache_folder() == tmp_path / "own" and cache_folder().is_dir()
+    assert cache_folder() == tmp_path / "own"
     monkeypatch.delenv("MOE_HARNESS_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_folder() == tmp_path / "xdg" / "moe-offload-harness"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cache_folder() == tmp_path / "home" / ".cache" / "moe-offload-harness"
+
+
+@pytest.mark.parametrize("below", [".", "nested"])
+def test_a_cache_that_cannot_be_written_is_named(below, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("MOE_HARNESS_CACHE", str(tmp_path / "file" / below))
+    with pytest.raises(ConfigError, match="MOE_HARNESS_CACHE: cannot write to .*; name a writable folder"):
+        make_once(cache_folder() / "models" / "one", lambda folder: None)
+
+
+def test_a_disk_that_is_full_is_named(tmp_path):
+    def fill(folder):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(ConfigError, match="No space left on device"):
+        make_once(tmp_path / "models" / "one", fill)
+    assert not list((tmp_path / "models").iterdir())
 
 
 def test_makers_at_once_all_get_one_complete_folder(tmp_path):
@@ -141,7 +160,7 @@ def test_a_failing_maker_leaves_nothing_behind(tmp_path):
         (folder / "half").write_text("x")
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ConfigError, match="disk full"):
         make_once(tmp_path / "made", fail)
     assert not list(tmp_path.iterdir())
 

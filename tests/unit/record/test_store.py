@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from harness.config import ConfigError
-from harness.record.files import RecordError, plain
+from harness.record.files import JsonLines, RecordError, plain
 from harness.record.owner import current_owner
 from harness.record.store import RunFolder, list_runs, read_run, run_id
 from tests.kernels.eventually import GIVE_UP_S, eventually
@@ -270,6 +270,11 @@ def test_a_full_disk_ends_with_the_cause(tmp_path):
         folder.append_pass({"index": 0})
     run = read_run(folder.path)
     assert run.status == "failed" and "No space left on device" in run.error
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path):
+    with pytest.raises(RecordError, match="gone/passes.jsonl: cannot be written: No such file"):
+        JsonLines(tmp_path / "gone" / "passes.jsonl")
 
 
 def test_what_was_half_written_is_taken_back(tmp_path):

@@ -45,6 +45,17 @@ def test_all_that_readers_rely_on_is_there_and_is_json():
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
 
 
+def test_where_there_is_no_clock_there_are_no_rates():
+    """The shuffled machine counts packets; read as seconds they would be throughput, shares and accuracy."""
+    _, passes = link_bound_run(6)
+    summary = build_summary(facts(clock="none", label="none"), passes, [])
+    timed = """generation_s throughput_tok_s processed_tok_s predicted_throughput_tok_s prediction_accuracy
+        tokens_per_t_gpu idle_share"""
+    assert [name for name in timed.split() if summary[name] is not None] == []
+    assert summary["window_s"] == 0 and not any(summary["utilization"].values())
+    assert summary["num_passes"] == 6 and summary["generated_tokens"] == 66
+
+
 def test_a_run_that_never_got_to_a_pass_has_no_throughput():
     summary = build_summary(facts(status="oom", error="device memory: full"), [], [])
     assert summary["status"] == "oom" and summary["error"] == "device memory: full"

@@ -63,6 +63,13 @@ def test_every_second_of_a_simulated_run_says_whose_it_is():
     assert "virtual" not in rendered(build_summary(facts(), passes, spans))
 
 
+def test_a_run_without_a_clock_shows_no_times_but_those_of_this_computer():
+    _, passes = link_bound_run()
+    text = rendered(build_summary(facts(clock="none", label="none"), passes, []), width=120)
+    assert "tok/s" not in text and "busy" not in text and "bottleneck" not in text and "predicted" not in text
+    assert "it times nothing" in text and "6 passes" in text
+
+
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_no_line_is_wider_than_the_terminal_and_no_word_is_lost(summary, width):
     text = rendered(summary, width=width)
@@ -238,6 +245,24 @@ def test_an_exchanged_group_is_a_column_and_its_settings_are_not_told(tmp_path):
     runs = [store(tmp_path, "a", 10.0, settings=group, hardware=group["hardware"]["name"]) for group in groups]
     text = table_text(runs)
     assert "a40" in text and "19.5" not in text
+
+
+def test_compare_explains_itself(capsys):
+    assert main(["--help"]) == 0
+    assert "python -m harness.record.compare RUN_DIR" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [30, 60, 80])
+def test_a_narrow_terminal_gets_whole_words_all_the_same(columns, tmp_path, capsys, monkeypatch):
+    """Of a column for each letter nobody makes a strategy's name."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for name, hardware in (("moelightning", "laptop"), ("deepspeed_zero", "a100-40g-pcie")):
+        store(tmp_path, name, 123.0, hardware=hardware)
+    assert main([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    words = ("moelightning", "deepspeed_zero", "laptop", "a100-40g-pcie", "123", "1.00x", "accuracy", "4 ok")
+    assert [word for word in words if word not in out] == []
+    assert "…" not in out
 
 
 def test_compare_from_the_command_line(tmp_path, capsys, monkeypatch):

@@ -256,6 +256,14 @@ def test_references_are_cached_on_disk_by_prompt_and_served_shortened(checkpoint
     assert oracle.generate([0, 50, 61], 12, eos=False) != long
 
 
+def test_a_cache_that_cannot_be_written_costs_no_run(checkpoint_of, tmp_path, monkeypatch):
+    checkpoint = checkpoint_of("tiny-float32")
+    monkeypatch.setenv("MOE_HARNESS_CACHE", str(tmp_path))
+    (tmp_path / "references").write_text("in the way")
+    oracle = reference.Reference(checkpoint, checkpoint.version())
+    assert len(oracle.generate([5, 6, 7], 3, eos=False)) == 3
+
+
 def test_verification_is_quiet(checkpoint_of, prompts_of, capfd, recwarn):
     checkpoint = checkpoint_of("tiny-float32", seed=12)  # not loaded by any other test
     assert verify(checkpoint, generate(checkpoint, prompts_of(checkpoint)), eos=True).checked == 4
