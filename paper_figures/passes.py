@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from paper_figures.support import composed
 LANES = ("gpu", "cpu", "h2d", "d2h")
 
 
-def planned(arguments: list[str]) -> Plan:
+def planned(arguments: Sequence[str]) -> Plan:
     """What `python -m harness.plan` would be given, planned and not yet simulated."""
     return make_plan(composed(*arguments), simulate=False)
 
@@ -71,6 +71,17 @@ def simulated_passes(plan: Plan, *, until: Callable[[PassRecord], bool] = lambda
     return recorder.rows
 
 
+def continued_s(simulated_s: Sequence[float], num_steps: int, *, fitted: int) -> float:
+    """Seconds of all decode steps: beyond the simulated ones they go on as the last `fitted` of those do, linear in
+    the context."""
+    missing = np.arange(len(simulated_s), num_steps)
+    if not len(missing):
+        return float(sum(simulated_s))
+    last = np.arange(len(simulated_s))[-fitted:]
+    slope, start = np.polyfit(last, np.array(simulated_s)[last], 1)
+    return float(sum(simulated_s) + (start + slope * missing).sum())
+
+
 def columns(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
     """One list a fact, over passes; seconds to the millisecond."""
     counts = ("num_prefill_tokens", "num_decode_tokens", "num_preemptions", "kv_blocks_used", "generated_tokens")
@@ -98,14 +109,7 @@ class Batch:
 
     @property
     def all_decode_s(self) -> float:
-        """Steps beyond the simulated ones go on as the last `_FITTED_STEPS` of those do: linear in the context."""
-        simulated = np.array(self.decode_s)
-        missing = np.arange(len(simulated), self.num_steps)
-        if not len(missing):
-            return float(simulated.sum())
-        fitted = np.arange(len(simulated))[-_FITTED_STEPS:]
-        slope, start = np.polyfit(fitted, simulated[-_FITTED_STEPS:], 1)
-        return float(simulated.sum() + (start + slope * missing).sum())
+        return continued_s(self.decode_s, self.num_steps, fitted=_FITTED_STEPS)
 
     @property
     def throughput_tok_s(self) -> float:

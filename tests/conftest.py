@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -13,6 +15,10 @@ import pytest
 import torch
 import yaml
 
+from tests.kernels.eventually import unhurried_examples
+
+unhurried_examples()
+
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
 
@@ -21,6 +27,22 @@ SHARED_DATA = ROOT.parent / "shared" / "data"
 def one_thread() -> None:
     """Several pytest processes and lanes share two cores."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long this thread wanted to sleep, each time; it does not. Who tries again after a while shows here."""
+    found: list[float] = []
+    sleep, mine = time.sleep, threading.current_thread()
+
+    def nap(seconds: float) -> None:
+        if threading.current_thread() is mine:
+            found.append(seconds)
+        else:
+            sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", nap)
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -199,5 +199,5 @@ def cuda_machine(
     capacities_bytes: dict[str, int], *, device: FakeDevice | None = None, seed: int = 0, **settings: Any
 ) -> CudaMachine:
     """The machine over a fake device, with small staging."""
-    config = Config(**{"watchdog_s": 30.0, "poison": True, "staging_mb": 0.05, "cpu_threads": 1} | settings)
+    config = Config(**{"poison": True, "staging_mb": 0.05, "cpu_threads": 1} | settings)
     return CudaMachine(runtime=device or FakeDevice(seed), capacities_bytes=capacities_bytes, config=config)

@@ -60,7 +60,7 @@ def dry_scale(names: str | None = None) -> Scale:
     return Scale(
         strategies=strategies(names),
         dry=True, machine="emulated", device_gb=0.06, pinned_gb=0.5, kv_gb=0.002, layers=2, num_requests=6,
-        max_new_tokens=4, packet_mb=0.05, box_s=20.0, token_requests=3, gemm_size=256, memory_bytes=1 << 22,
+        max_new_tokens=4, packet_mb=0.05, box_s=100.0, token_requests=3, gemm_size=256, memory_bytes=1 << 22,
     )  # fmt: skip
 
 

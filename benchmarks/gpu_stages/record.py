@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from harness.interrupts import interrupts_kept
 from harness.record.files import plain
 
 Stage = Callable[[float], dict[str, Any]]  # seconds that are left -> what it found
@@ -35,9 +36,13 @@ def boxed(seconds: float) -> Iterator[threading.Event]:
     timer.daemon = True
     timer.start()
     try:
-        yield over
+        with interrupts_kept():
+            try:
+                yield over
+            finally:
+                timer.cancel()
+                timer.join()  # an interrupt that is on its way arrives here, not at whoever comes next
     finally:
-        timer.cancel()
         signal.signal(signal.SIGINT, before)
 
 

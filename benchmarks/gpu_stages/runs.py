@@ -41,7 +41,8 @@ def run(overrides: Sequence[str], *, box_s: float) -> dict[str, Any]:
         with boxed(box_s):
             _, folder = run_experiment(values)
     except KeyboardInterrupt as cut:  # by the box; a second one, of a user, comes from outside of this call
-        folder, error = Path(str(cut)), f"cut off after {box_s:.0f} s"
+        folder = Path(str(cut)) if str(cut) else folder  # without a text it came before or after the run
+        error = f"cut off after {box_s:.0f} s"
     except RunFailed as failed:
         folder, error = failed.folder, str(failed).splitlines()[0]
     except Exception as other:

@@ -237,7 +237,7 @@ class Machine(ABC):
 
     @abstractmethod
     def now(self) -> float:
-        """Seconds on the machine's clock."""
+        """Seconds on the machine's clock. Raises MachineError as `wait` does, so that polling ends too."""
 
     @property
     def facts(self) -> dict[str, str]:

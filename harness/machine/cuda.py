@@ -205,8 +205,9 @@ class CudaMachine(ThreadedMachine):
         lane.go_on(ticket, packet + count)
         if packet + count == op.packets:
             self._launched[ticket] = (stream, last)
+            now_s = time.monotonic()
             for freed in self._issues.issue(ticket):
-                self._wake[freed.lane].notify()
+                self._freed(freed, now_s)
         return True
 
     def _order_behind(self, stream: DeviceStream, ticket: Ticket) -> None:
@@ -248,7 +249,8 @@ class CudaMachine(ThreadedMachine):
         self._lock.release()
         try:
             self._runtime.synchronize(launched.last)
-            end_s = min(self._clock.seconds(launched.mark, launched.last), time.monotonic())
+            # Marks of the clock differ by their errors; packets of a stream do not overlap, nor end after now.
+            end_s = max(min(self._clock.seconds(launched.mark, launched.last), time.monotonic()), stream.ended_s)
             start_s = max(self._clock.seconds(launched.mark, launched.first), stream.ended_s)
             times_s = min(start_s, end_s), end_s
             for staged in launched.context.staged:
@@ -271,7 +273,7 @@ class CudaMachine(ThreadedMachine):
     def _ended(self, stream: DeviceStream, launched: Launched, start_s: float, end_s: float) -> None:
         ticket, packet, op = launched.ticket, launched.packet, launched.ticket.op
         stream.ended_s = end_s
-        self._last_progress_s = time.monotonic()
+        self._idle_s = 0.0
         ticket.packets_run += launched.count
         self.spans.append(
             Span(
@@ -285,7 +287,7 @@ class CudaMachine(ThreadedMachine):
             ticket.value = launched.result[-1]
             del self._launched[ticket]
             for freed in self._issues.finish(ticket, end_s):
-                self._wake[freed.lane].notify()
+                self._freed(freed, end_s)
             self._progress.notify_all()
 
     # -- stopping -------------------------------------------------------------------------------------------------

@@ -75,9 +75,10 @@ class HostContext:
         self._hold(end_s)
         return value
 
-    def idled(self) -> None:
-        """The lane had nothing ready until now: its link cannot make up for the time before."""
-        self._free_s = max(self._free_s, time.monotonic())
+    def resume(self, ready_s: float) -> None:
+        """The lane runs an op that was ready from then on: a link that stood idle until then makes up for nothing."""
+        if ready_s > self._free_s:
+            self._free_s = time.monotonic()
 
     def pace_compute(self, work: Work, started_s: float) -> None:
         """Sleep until the caps allow work that started then to be over."""

@@ -70,6 +70,7 @@ class ShuffledMachine(Machine):
         return cancelled
 
     def now(self) -> float:
+        self._raise_failure()
         self._board.show_events()
         return float(self._num_packets_run)
 

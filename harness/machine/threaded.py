@@ -48,7 +48,7 @@ class ThreadedMachine(Machine):
         self._progress = threading.Condition(self._lock)  # the strategy's thread waits here
         self._wake: dict[Lane, threading.Condition] = {}
         self._workers: list[threading.Thread] = []
-        self._last_progress_s = time.monotonic()
+        self._idle_s = 0.0  # how long the strategy has waited, this process running, without a packet's end
         self._failure: tuple[str, BaseException] | None = None
         self._closing = False
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -68,7 +68,7 @@ class ThreadedMachine(Machine):
                 self._start_lane(lane)
             ticket = self._board.submit(lane, op, after, urgent)
             if ticket.ready:
-                self._wake[lane].notify()
+                self._freed(ticket, time.monotonic())
             return ticket
 
     def wait(self, ticket: Ticket) -> Any:
@@ -87,12 +87,13 @@ class ThreadedMachine(Machine):
     def cancel(self, ticket: Ticket) -> bool:
         with self._lock:
             cancelled = self._board.cancel(ticket)
-            if cancelled:
-                self._wake[ticket.lane].notify()  # its lane's next op may have become the head
+            if cancelled and (head := self._board.lanes[ticket.lane].ready()) is not None:
+                self._freed(head, time.monotonic())
             return cancelled
 
     def now(self) -> float:
         with self._lock:
+            self._raise_failure()
             self._board.show_events()
         return time.monotonic()
 
@@ -118,24 +119,26 @@ class ThreadedMachine(Machine):
     # -- waiting ------------------------------------------------------------------------------------------------
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
-        self._last_progress_s = time.monotonic()
+        self._idle_s, period_s = 0.0, min(1.0, self._watchdog_s / 4)
         while True:
             self._raise_failure()
             if condition():
                 break
             self._check_alive()
-            self._progress.wait(timeout=min(1.0, self._watchdog_s / 4))
+            before_s = time.monotonic()
+            self._progress.wait(timeout=period_s)
+            # A process that was stopped, or had no processor, wakes up late: its lanes had no time either.
+            self._idle_s += min(time.monotonic() - before_s, period_s)
         self._board.show_events()
 
     def _check_alive(self) -> None:
         if self._closing:
             raise MachineError(f"the machine was closed before its ops had run.\n{self._board.dump()}")
         stuck = not self._board.running and not any(queue.ready() for queue in self._board.lanes.values())
-        idle_s = time.monotonic() - self._last_progress_s
         if stuck:
             raise MachineError(f"deadlock: nothing runs and no op is ready.\n{self._board.dump()}")
-        if idle_s > self._watchdog_s:
-            raise MachineError(f"watchdog: no packet finished for {idle_s:.0f} s.\n{self._board.dump()}")
+        if self._idle_s > self._watchdog_s:
+            raise MachineError(f"watchdog: no packet finished for {self._idle_s:.0f} s.\n{self._board.dump()}")
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -175,9 +178,9 @@ class ThreadedMachine(Machine):
             ticket = queue.ready()
             if ticket is None:
                 self._wake[lane].wait()
-                context.idled()
                 continue
             queue.pop(ticket)
+            context.resume(ticket.place)
             self._execute(ticket, context)
 
     @property
@@ -197,8 +200,13 @@ class ThreadedMachine(Machine):
                 return
         assert end_s is not None, "an op has at least one packet"
         for freed in self._board.finish(ticket, end_s):
-            self._wake[freed.lane].notify()
+            self._freed(freed, end_s)
         self._progress.notify_all()
+
+    def _freed(self, ticket: Ticket, time_s: float) -> None:
+        """The ticket's lane may run it from then on."""
+        ticket.place = time_s
+        self._wake[ticket.lane].notify()
 
     def _run_packet(self, ticket: Ticket, packet: int, context: HostContext) -> float | None:
         """The lock is released while the packet runs. When it ended, or None if it failed."""
@@ -217,7 +225,7 @@ class ThreadedMachine(Machine):
             error = caught
         end_s, cpu_s = time.monotonic(), time.thread_time() - cpu_start_s
         self._lock.acquire()
-        self._last_progress_s = end_s
+        self._idle_s = 0.0
         if error is not None:
             self._fail(str(ticket), error)
             return None

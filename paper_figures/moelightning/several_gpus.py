@@ -4,7 +4,8 @@ parallelism and DeepSpeed's sharding.
     python -m paper_figures.moelightning several_gpus --out FOLDER
     python -m paper_figures.moelightning.several_gpus --settings S6 S7 --g 32 --out FOLDER   # some; others are kept
 
-Each system runs one full batch (for each GPU, where each has its own) of the size that its own search finds. Prefill
+Each system runs one full batch (for each GPU, where each has its own) of the size that its own search finds. On S6 and
+S7 all are padded (to every lane the same as prompts that are all as long as the longest), on S8 and S9 none is. Prefill
 and the first decode steps are simulated; the other steps are their linear continuation, as only the context grows.
 """
 
@@ -12,27 +13,26 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from harness.engine import loop
-from harness.plan import Plan, make_plan
+from harness.plan import Plan
 from harness.record.passes import PassRecord
+from paper_figures.moelightning.batches import LONGEST_PROMPT
+from paper_figures.passes import continued_s, planned, simulated_passes
 from paper_figures.reports import made_by
-from paper_figures.support import REFERENCE, composed, new_figure, read_json, write_json
+from paper_figures.support import REFERENCE, new_figure, read_json, write_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OUT = REFERENCE / "moelightning-simulated"
 NOTE = (
-    "MTBench lengths without padding (synthetic prompts, mean 77, longest 418); rates of conf/hardware/t4x2.yaml and "
-    "t4x4.yaml; one full batch, of whose decode steps the first are simulated and the rest continued"
+    "MTBench lengths (synthetic prompts, mean 77, longest 418; S6 and S7 padded to 418, as published); rates of "
+    "conf/hardware/t4x2.yaml and t4x4.yaml; one full batch, of whose decode steps the first are simulated, the rest "
+    "continued"
 )
 SETTINGS = {  # MoE-Lightning Table 2: model and profile; and GB of the host for the KV cache, beside the weights
     "S6": ("mixtral-8x22b", "t4x2", 100),
@@ -41,15 +41,21 @@ SETTINGS = {  # MoE-Lightning Table 2: model and profile; and GB of the host for
     "S9": ("dbrx", "t4x4", 120),
 }
 SCALING = {("S6", "S7"): (2.77, 3.38), ("S8", "S9"): (2.1, 2.8)}  # MoE-Lightning section 5.3: 4 GPUs over 2, its own
+_CGOPIPE, _PINNED = ("strategy=moelightning",), ("strategy=moelightning", "strategy.staging=false")
+_PADDED = (f"dataset.lengths.mean={LONGEST_PROMPT['mtbench_lightning']}", "dataset.lengths.shape=constant")
 SYSTEMS = {
-    "MoE-Lightning": ("strategy=moelightning",),
-    "MoE-Lightning, weights pinned": ("strategy=moelightning", "strategy.staging=false"),
-    "FlexGen": ("strategy=flexgen",),
-    "DeepSpeed-Zero": ("strategy=deepspeed_zero",),
+    "MoE-Lightning(p)": (*_CGOPIPE, *_PADDED),
+    "MoE-Lightning(p), weights pinned": (*_PINNED, *_PADDED),
+    "FlexGen": ("strategy=flexgen", *_PADDED),
+    "DeepSpeed-Zero": ("strategy=deepspeed_zero", *_PADDED),
+    "MoE-Lightning": _CGOPIPE,
+    "MoE-Lightning, weights pinned": _PINNED,
 }
+_PADDING, _NOT_PADDING = list(SYSTEMS)[:4], list(SYSTEMS)[4:]
+SHOWN = {"S6": _PADDING, "S7": _PADDING, "S8": _NOT_PADDING, "S9": _NOT_PADDING}  # Fig. 7, and Fig. 8 without padding
 GENERATED = (32, 64, 128, 256)  # Table 3
 STEPS = 5  # of decode that are simulated
-MOST_REQUESTS = 5000  # "thousands of questions" (section 5.1), more than any batch has
+MOST_REQUESTS = 10_000  # "thousands of questions" (section 5.1), more than any batch has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +69,8 @@ class Batch:
 
     @property
     def total_s(self) -> float:
-        missing = np.arange(len(self.steps_s), self.new_tokens - 1)
-        steady = np.arange(1, len(self.steps_s))  # the first step still shares the machine with the prefill
-        if not len(missing):
-            return self.prefill_s + sum(self.steps_s)
-        slope, start = np.polyfit(steady, np.array(self.steps_s)[steady], 1)
-        return float(self.prefill_s + sum(self.steps_s) + (start + slope * missing).sum())
+        """The first step still shares the machine with the prefill, so that the others are not continued from it."""
+        return self.prefill_s + continued_s(self.steps_s, self.new_tokens - 1, fitted=len(self.steps_s) - 1)
 
     @property
     def tok_s(self) -> float:
@@ -80,19 +82,11 @@ def overrides(setting: str, system: str, g: int, num_requests: int) -> list[str]
     """As `python -m harness.plan` takes them."""
     model, hardware, kv_gb = SETTINGS[setting]
     return [
-        *SYSTEMS[system],
         *(f"model={model}", f"hardware={hardware}", f"kv_cache_gb={kv_gb}", "strategy.packet_mb=1000000"),
         *("dataset=mtbench_lightning", "dataset.synthetic=lengths", f"dataset.max_new_tokens={g}"),
+        *SYSTEMS[system],
         f"dataset.num_requests={num_requests}",
     ]
-
-
-def planned(arguments: Sequence[str]) -> Plan:
-    return make_plan(composed(*arguments), simulate=False)
-
-
-class _Enough(Exception):
-    """Nothing behind this pass is asked for."""
 
 
 def simulated(plan: Plan, *, new_tokens: int, steps: int = STEPS) -> Batch:
@@ -101,15 +95,13 @@ def simulated(plan: Plan, *, new_tokens: int, steps: int = STEPS) -> Batch:
     passes: list[PassRecord] = []
     last_step = min(steps, new_tokens - 1)
 
-    def on_pass(record: PassRecord) -> None:
+    def is_last(record: PassRecord) -> bool:
         passes.append(record)
         prefills = sum(one.mode == "prefill" for one in passes)
-        if len(passes) == prefills * (1 + last_step):
-            raise _Enough
+        return len(passes) == prefills * (1 + last_step)
 
     start_s = plan.machine.now()
-    with suppress(_Enough):
-        loop.run(plan.engine, plan.strategy, on_pass)
+    simulated_passes(plan, until=is_last)
     prefills = [one for one in passes if one.mode == "prefill"]
     count = len(prefills)
     ends_s = [max(one.end_s for one in passes[at : at + count]) for at in range(0, len(passes), count)]
@@ -170,7 +162,7 @@ def compute(
     rows = []
     for g in generated:
         for setting in settings:
-            for system in systems:
+            for system in (name for name in SHOWN[setting] if name in systems):
                 rows.append(row(setting, system, g))
                 print(f"{setting}, g {g}, {system}: {rows[-1]['simulated_tok_s']:.4g} tok/s", flush=True)
     return report(rows)

@@ -37,7 +37,7 @@ def shuffled(seed: int, *, num_gpus: int = 1) -> ShuffledMachine:
 
 def emulated(h2d_gb_s: float = 0.2, *, num_gpus: int = 1) -> EmulatedMachine:
     rates = {LaneKind.H2D: LaneRate(bytes_s=h2d_gb_s * 1e9), LaneKind.CPU: LaneRate(flops_s=4e9, bytes_s=4e9)}
-    return EmulatedMachine(capacities_bytes=capacities_bytes(num_gpus), rates=rates, poison=True, watchdog_s=30.0)
+    return EmulatedMachine(capacities_bytes=capacities_bytes(num_gpus), rates=rates, poison=True)
 
 
 def requests(

@@ -79,7 +79,7 @@ def test_strategies_of_the_benchmark_share_pinned_memory(devices, monkeypatch, t
     with pinned.keeping():
         runs.take_memory(scale)
         kept = dict(device.pinned)
-        found = runs.measure_strategies(scale, tmp_path, ["hardware.h2d_gb_s=9"], 60.0, lambda found: None)["runs"]
+        found = runs.measure_strategies(scale, tmp_path, ["hardware.h2d_gb_s=9"], 600.0, lambda found: None)["runs"]
         assert kept.items() <= device.pinned.items()
         assert max(size for start, size in device.pinned.items() if start not in kept) < max(kept.values())
     assert [(run["status"], run["label"]) for run in found.values()] == [("ok", "measured")] * 2

@@ -10,10 +10,14 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
+
+from kernels import CopyTicket, DataMover
 
 SOURCE = Path(__file__).parent / "fake_cudart" / "fake_cudart.c"
 _folder = tempfile.TemporaryDirectory(prefix="fake_cudart_")
 NORMAL, URGENT = 0, 1  # the streams of the first mover made after a reset
+PACKET = 1000
 
 
 @functools.cache
@@ -74,3 +78,15 @@ class FakeCuda:
     @property
     def num_live(self) -> int:
         return self.library.fake_num_live()
+
+
+def make(fake: FakeCuda, **changes) -> DataMover:
+    """A mover to the fake device, with packets of `PACKET` bytes."""
+    return DataMover(**{"device": "cuda:0", "packet_bytes": PACKET, "cuda_runtime": fake.path, **changes})
+
+
+def submit(mover: DataMover, num_packets: int, **changes) -> tuple[CopyTicket, torch.Tensor, torch.Tensor]:
+    """The ticket, destination and source of a request of so many packets."""
+    src = torch.randint(1, 256, (num_packets * PACKET,), dtype=torch.uint8)
+    dst = torch.zeros_like(src)
+    return mover.submit([dst], [src], **changes), dst, src

@@ -15,7 +15,7 @@ from kernels import reference
 TOLERANCE = 4e-6
 
 per_isa = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+    max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], derandomize=True
 )
 
 

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from eventually import GIVE_UP_S
 from paged import paged_case
 
 import kernels
@@ -40,7 +41,24 @@ def big_append():
     return lambda: kernels.kv_append(k, k, *caches, slots)
 
 
-@pytest.mark.parametrize("make", [big_attention, big_ffn, big_linear, big_append])
+def paced_copy():
+    src, dst = torch.ones(1 << 16, dtype=torch.uint8), torch.zeros(1 << 16, dtype=torch.uint8)
+    return lambda: kernels.paced_copy(dst, src, src.nbytes / 0.05, 0.0)
+
+
+def sleep_until():
+    return lambda: kernels.sleep_until(time.monotonic() + 0.05)
+
+
+def wait_for_a_copy():
+    mover = kernels.DataMover(packet_bytes=1 << 12, rate_bytes_s=(1 << 16) / 0.05)
+    src, dst = torch.ones(1 << 16, dtype=torch.uint8), torch.zeros(1 << 16, dtype=torch.uint8)
+    return lambda: mover.submit([dst], [src]).wait()
+
+
+@pytest.mark.parametrize(
+    "make", [big_attention, big_ffn, big_linear, big_append, paced_copy, sleep_until, wait_for_a_copy]
+)
 def test_another_thread_gets_on_during_a_call(make):
     """No thread is made to give up the GIL for an hour: the other one runs only when the kernel's lets go of it."""
     call = make()
@@ -56,13 +74,11 @@ def test_another_thread_gets_on_during_a_call(make):
     sys.setswitchinterval(3600)
     try:
         thread.start()
-        progress = 0
-        for _ in range(20):  # a busy machine may not run the other thread during one call
+        progress, give_up_s = 0, time.monotonic() + GIVE_UP_S / 2
+        while not progress and time.monotonic() < give_up_s:  # a busy machine may not run it during one call
             before = count[0]
             call()
             progress = count[0] - before
-            if progress:
-                break
     finally:
         stop.set()
         sys.setswitchinterval(interval_s)

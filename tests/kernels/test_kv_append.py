@@ -16,7 +16,9 @@ SPECIAL_VALUES = [0.0, -0.0, 1.00390625, 1.01171875, 65519.9, 65520.0, 1e38, 3.4
 SPECIAL_VALUES += [2049.0, 2051.0, float("inf"), float("-inf"), float("nan"), 6.1e-5, -6.09e-5]
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     num_tokens=st.integers(0, 40),
     num_kv_heads=st.integers(1, 4),

@@ -30,7 +30,9 @@ def latent_cache(lengths: list[int], dim: int, block_size: int, dtype: torch.dty
     return cache, tables, torch.tensor(lengths, dtype=torch.int32)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=12, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=3),
     num_heads=st.integers(1, 9),

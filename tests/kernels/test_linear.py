@@ -15,7 +15,7 @@ def best_isa_again():
     native().set_isa("")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(0, 20),
     outputs=st.integers(1, 70),

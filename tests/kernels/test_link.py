@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import threading
 import time
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tasks import python
 
 import kernels
 
 MIB = 1 << 20
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(num_bytes=st.integers(0, 600_000), dst_offset=st.integers(0, 70), src_offset=st.integers(0, 70))
 def test_copies_every_byte_and_no_other(num_bytes, dst_offset, src_offset):
     src = torch.randint(0, 256, (num_bytes + 200,), dtype=torch.uint8)
@@ -53,34 +51,18 @@ def test_a_late_deadline_starts_now():
     assert kernels.paced_copy(dst, src, 1024 / 0.01, start - 5) >= start + 0.01 - 1e-6
 
 
-def test_releases_the_gil():
-    src, dst = torch.ones(MIB, dtype=torch.uint8), torch.zeros(MIB, dtype=torch.uint8)
-    threads = [
-        threading.Thread(target=kernels.paced_copy, args=(dst, src, MIB / 1.0, 0.0)),
-        threading.Thread(target=kernels.sleep_until, args=(time.monotonic() + 1.0,)),
-    ]
-    start = time.monotonic()
-    for thread in threads:
-        thread.start()
-    assert time.monotonic() - start < 0.9
-    for thread in threads:
-        thread.join()
-    assert time.monotonic() - start >= 0.99
-
-
 @pytest.mark.parametrize("call", ["paced_copy(dst, src, 1.0, 0.0)", "sleep_until(time.monotonic() + 3600)"])
 def test_ctrl_c_ends_a_long_wait(call):
-    code = f"""
+    result = python(f"""
 import signal, time, torch, kernels
 src, dst = (torch.zeros(1000, dtype=torch.uint8) for _ in range(2))
-signal.setitimer(signal.ITIMER_REAL, 0.2)
 signal.signal(signal.SIGALRM, signal.default_int_handler)
 try:
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
     kernels.{call}
 except KeyboardInterrupt:
     print("interrupted")
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+""")
     assert result.stdout == "interrupted\n", result.stderr
 
 
@@ -88,16 +70,18 @@ def test_sleep_until():
     deadline = time.monotonic() + 0.02
     kernels.sleep_until(deadline)
     assert time.monotonic() >= deadline
-    start = time.monotonic()
-    kernels.sleep_until(start - 1)
-    assert time.monotonic() - start < 0.5
+    kernels.sleep_until(time.monotonic() - 3600)  # has passed: it returns at once, or pytest ends an hour's sleep
 
 
 def test_thread_cpu_time_counts_work_not_sleep():
-    start = kernels.thread_cpu_s()
+    """As Python's own clock of the thread has it."""
+
+    def between() -> None:
+        before_s, found_s = time.thread_time(), kernels.thread_cpu_s()
+        assert before_s - 1e-6 <= found_s <= time.thread_time() + 1e-6
+
+    between()
     kernels.sleep_until(time.monotonic() + 0.05)
-    assert kernels.thread_cpu_s() - start < 0.02
-    wall = time.monotonic()
-    while time.monotonic() - wall < 0.05:
-        pass
-    assert kernels.thread_cpu_s() - start > 0.01
+    between()
+    sum(range(1_000_000))
+    between()

@@ -6,14 +6,15 @@ import itertools
 import os
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from eventually import eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tasks import threads
 
-from kernels import CopyError, DataMover, Staging
+from kernels import CopyError, CopyTicket, DataMover, Staging
 
 KIB = 1 << 10
 
@@ -26,16 +27,26 @@ def noise(num_bytes: int) -> torch.Tensor:
     return torch.randint(1, 256, (num_bytes,), dtype=torch.uint8)
 
 
+LONG_BYTES = 24_000 * KIB
+
+
 def slow_mover(**changes) -> DataMover:
-    """4 KiB packets of 5 ms each: a request of 200 packets keeps it busy for a second."""
+    """4 KiB packets of 5 ms each."""
     return DataMover(**{"packet_bytes": 4 * KIB, "rate_bytes_s": 4 * KIB / 5e-3, **changes})
+
+
+def long_copy(mover: DataMover) -> CopyTicket:
+    """A request, under way, that keeps a slow mover busy for half a minute, or until it is closed."""
+    ticket = mover.submit([zeros(LONG_BYTES)], [torch.ones(LONG_BYTES, dtype=torch.uint8)])
+    eventually(ticket.spans)
+    return ticket
 
 
 REGIONS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3000), st.integers(0, 500)), max_size=8)
 REQUESTS = st.lists(st.tuples(REGIONS, st.booleans()), min_size=1, max_size=6)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(
     requests=REQUESTS,
     packet_bytes=st.integers(50, 5000),
@@ -119,23 +130,25 @@ def test_a_class_starts_in_the_order_of_submission(urgent, staging):
 @pytest.mark.parametrize("staging", [None, Staging(num_slots=2)])
 def test_urgent_waits_at_most_for_the_packets_in_flight(num_threads, staging):
     with slow_mover(num_threads=num_threads, staging=staging) as mover:
-        normal = mover.submit([zeros(800 * KIB)], [noise(800 * KIB)])
-        with pytest.raises(TimeoutError):
-            normal.wait(0.05)
+        normal = long_copy(mover)
         for _ in range(3):
             urgent = mover.submit([zeros(4 * KIB)], [noise(4 * KIB)], urgent=True)
             urgent.wait(60)
             assert urgent.num_packets_waited is not None and urgent.num_packets_waited <= 2
-        assert normal.state == "started" and len(normal.spans()) < 200
+        assert normal.state == "started"
 
 
 def test_urgent_requests_run_to_their_end_before_normal_packets():
     with slow_mover() as mover:
-        normal = mover.submit([zeros(800 * KIB)], [noise(800 * KIB)])
+        normal = long_copy(mover)
         urgents = [mover.submit([zeros(12 * KIB)], [noise(12 * KIB)], urgent=True) for _ in range(3)]
         urgents[-1].wait(60)
-        numbers = [span.number for urgent in urgents for span in urgent.spans()]
-        assert len(numbers) == 9 and numbers == list(range(numbers[0], numbers[0] + 9))
+        spans = [urgent.spans() for urgent in urgents]
+        for first, second, third in spans:
+            assert (second.number, third.number) == (first.number + 1, first.number + 2)
+        for urgent, before, mine in zip(urgents[1:], spans, spans[1:], strict=False):
+            if urgent.submitted_s < before[-1].start_s:  # else a normal packet may have gone in between
+                assert mine[0].number == before[-1].number + 1
         assert not normal.done
 
 
@@ -155,19 +168,20 @@ def test_never_carries_more_than_the_rate_allows(num_threads, catch_up_s):
                 time.sleep(0.03)
         for ticket in tickets:
             ticket.wait(60)
-        busy_s = sum(counters.busy_s for counters in mover.counters().values())
-    spans = sorted(span for ticket in tickets for span in ticket.spans())
-    for first, last in itertools.combinations(range(len(spans)), 2):
-        carried_bytes = sum(span.num_bytes for span in spans[first : last + 1])
-        allowed_s = spans[last].finish_s - spans[first].start_s + catch_up_s
+        busy_s = [counters.busy_s for counters in mover.counters().values()]
+    spans = [span for ticket in tickets for span in ticket.spans()]
+    # Between any two moments: what a thread took before the first of them it may carry late, however late it is.
+    for begin_s, end_s in itertools.product((s.start_s for s in spans), (s.finish_s for s in spans)):
+        carried_bytes = sum(s.num_bytes for s in spans if begin_s <= s.start_s and s.finish_s <= end_s)
+        allowed_s = max(0.0, end_s - begin_s + catch_up_s)
         assert carried_bytes <= rate_bytes_s * allowed_s + num_threads * 300 * KIB
-    assert 0 < busy_s <= spans[-1].finish_s - tickets[0].submitted_s
+    assert all(0 < seconds <= max(s.finish_s for s in spans) - tickets[0].submitted_s for seconds in busy_s)
 
 
 def test_cancel_takes_out_only_what_has_not_started():
     with slow_mover() as mover:
-        started = mover.submit([zeros(800 * KIB)], [noise(800 * KIB)])
-        with pytest.raises(TimeoutError, match="800|819200 bytes"):
+        started = long_copy(mover)
+        with pytest.raises(TimeoutError, match=f"{LONG_BYTES} bytes"):
             started.wait(0.02)
         dst = zeros(4 * KIB)
         waiting, last = (mover.submit([target], [noise(4 * KIB)]) for target in (dst, zeros(4 * KIB)))
@@ -187,13 +201,12 @@ def test_a_done_request_cannot_be_cancelled():
         assert not ticket.cancel() and ticket.state == "done"
 
 
-def test_wait_releases_the_gil_and_wakes_every_waiter():
+def test_the_end_of_a_copy_wakes_every_waiter():
     with slow_mover() as mover:
         ticket = mover.submit([zeros(80 * KIB)], [noise(80 * KIB)])
         threads = [threading.Thread(target=ticket.wait, args=(60,)) for _ in range(3)]
         for thread in threads:
             thread.start()
-        assert not ticket.done  # this thread runs while the others wait
         ticket.wait(60)
         for thread in threads:
             thread.join(60)
@@ -222,10 +235,10 @@ def test_threads_run_on_the_given_cores():
     core = min(os.sched_getaffinity(0))
     with DataMover(cores=[core, core], staging=Staging()) as mover:
         mover.submit([zeros(10)], [noise(10)]).wait(60)
-        names = {}
-        for task in Path("/proc/self/task").iterdir():
-            names[(task / "comm").read_text().strip()] = os.sched_getaffinity(int(task.name))
-    assert names["mover-copy0"] == names["mover-stage0"] == {core}
+        cores = [
+            os.sched_getaffinity(task) for task, name in threads().items() if name in ("mover-copy0", "mover-stage0")
+        ]
+    assert cores == [{core}] * 2
 
 
 def test_holds_the_tensors_until_the_copy_is_over():

@@ -126,7 +126,7 @@ def test_submit_refuses_overlaps():
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60), st.integers(0, 12)), max_size=6)
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=500, derandomize=True)
 @given(SPANS)
 def test_overlaps_are_found_exactly(spans):
     """Against every pair of intervals."""

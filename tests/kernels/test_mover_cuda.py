@@ -3,39 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
-from fake_cuda import NORMAL, URGENT, FakeCuda
+from fake_cuda import NORMAL, PACKET, URGENT, make, submit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels import CopyError, CopyTicket, DataMover, Staging
-
-PACKET = 1000
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    monkeypatch.setattr("kernels._mover_arguments.is_pinned", lambda tensor: True)
-    fake = FakeCuda()
-    yield fake
-    fake.hold(False)
-    gc.collect()
-    assert fake.num_live == 0, "a stream, event or pinned block was left"
-
-
-def make(fake: FakeCuda, **changes) -> DataMover:
-    return DataMover(**{"device": "cuda:0", "packet_bytes": PACKET, "cuda_runtime": fake.path, **changes})
-
-
-def submit(mover: DataMover, num_packets: int, **changes) -> tuple[CopyTicket, torch.Tensor, torch.Tensor]:
-    src = torch.randint(1, 256, (num_packets * PACKET,), dtype=torch.uint8)
-    dst = torch.zeros_like(src)
-    return mover.submit([dst], [src], **changes), dst, src
+from kernels import CopyError, Staging
 
 
 def test_two_streams_of_which_urgent_has_the_greater_priority(cuda):
@@ -43,7 +19,9 @@ def test_two_streams_of_which_urgent_has_the_greater_priority(cuda):
         assert cuda.log() == ["stream 0 priority 0 device 1", "stream 1 priority -5 device 1"]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     sizes=st.lists(st.tuples(st.lists(st.integers(0, 2500), max_size=5), st.booleans()), max_size=6),
     depth=st.integers(1, 3),

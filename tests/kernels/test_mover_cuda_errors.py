@@ -4,42 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-from fake_cuda import NORMAL, FakeCuda, library_path
+from eventually import eventually
+from fake_cuda import NORMAL, PACKET, library_path, make, submit
+from tasks import python
 
 from kernels import CopyError, DataMover, Staging
 from kernels import mover as mover_module
-
-ROOT = Path(__file__).resolve().parents[2]
-PACKET = 1000
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    monkeypatch.setattr("kernels._mover_arguments.is_pinned", lambda tensor: True)
-    fake = FakeCuda()
-    yield fake
-    fake.hold(False)
-    gc.collect()
-    assert fake.num_live == 0, "a stream, event or pinned block was left"
-
-
-def make(fake: FakeCuda, **changes) -> DataMover:
-    return DataMover(**{"device": "cuda:0", "packet_bytes": PACKET, "cuda_runtime": fake.path, **changes})
-
-
-def submit(mover: DataMover, num_packets: int, **changes):
-    src = torch.randint(1, 256, (num_packets * PACKET,), dtype=torch.uint8)
-    dst = torch.zeros_like(src)
-    return mover.submit([dst], [src], **changes), dst, src
 
 
 def check_next_is_fine(mover: DataMover) -> None:
@@ -176,14 +150,12 @@ def test_a_thread_that_fails_fails_everything(cuda, nth):
     for ticket in tickets:
         with pytest.raises(CopyError, match=text):
             ticket.wait(60)
-    while not mover.closed:
-        time.sleep(1e-3)
+    eventually(lambda: mover.closed)
     with pytest.raises(RuntimeError, match=text):
         submit(mover, 1)
     cuda.hold(False)
     assert mover.close()
     mover_module._never_freed.clear()
-    del mover, tickets
 
 
 def test_close_ends_the_packets_in_flight_and_fails_the_rest(cuda):
@@ -193,13 +165,17 @@ def test_close_ends_the_packets_in_flight_and_fails_the_rest(cuda):
     second, untouched, _ = submit(mover, 2)
     cuda.wait_queued(NORMAL, 2)
     cuda.library.fake_delay_copies(1000)
-    threading.Timer(0.05, cuda.hold, [False]).start()
+
+    def let_go() -> None:
+        eventually(lambda: mover.closed)
+        cuda.hold(False)
+
+    threading.Thread(target=let_go).start()
     assert mover.close()
     assert first.state == "done" and torch.equal(dst, src)
     with pytest.raises(CopyError, match="the mover was closed"):
         second.wait()
     assert not untouched.any()
-    del mover, first, second
 
 
 def test_close_gives_up_on_an_event_that_never_comes(cuda):
@@ -215,17 +191,9 @@ def test_close_gives_up_on_an_event_that_never_comes(cuda):
     cuda.reach(event)  # let the abandoned threads end
     del mover, ticket, mover_module._never_freed[num_kept:]
     gc.collect()
-    for _ in range(3000):
-        if cuda.num_live == 1:
-            break
-        time.sleep(0.01)
-    assert cuda.num_live == 1, "streams and events go when the last thread that used them ends"
+    eventually(lambda: cuda.num_live == 1)  # streams and events go when the last thread that used them ends
     assert dst[: 2 * PACKET].all(), "the device wrote on"
     cuda.library.cudaEventDestroy(ctypes.c_void_p(event))
-
-
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 def test_uses_the_runtime_that_the_process_has_loaded():

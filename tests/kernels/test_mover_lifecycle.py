@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 import threading
 import time
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
+from eventually import eventually
+from tasks import python, threads
 
 from kernels import CopyError, DataMover, Staging
 from kernels import mover as mover_module
 
-ROOT = Path(__file__).resolve().parents[2]
 SETUP = """
 import os, signal, sys, threading, time, torch
+from eventually import eventually
 from kernels import CopyError, DataMover, Staging
 mover = DataMover(packet_bytes=1024, rate_bytes_s=1.0)
 src, dst = torch.ones(1 << 20, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8)
 ticket = mover.submit([dst], [src])
+eventually(lambda: ticket.state == "started")
 """
-
-
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", SETUP + code], cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 def endless(mover: DataMover, num: int = 1) -> list:
@@ -104,7 +99,7 @@ def test_a_dropped_mover_ends_its_threads_and_frees_the_tensors():
     del mover
     gc.collect()
     assert kept() is None and dst.numel() == 4096
-    assert "mover-copy0" not in [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    eventually(lambda: "mover-copy0" not in threads().values())
 
 
 def test_a_ticket_keeps_its_mover_at_work():
@@ -215,7 +210,9 @@ def test_a_refused_submit_keeps_nothing():
 
 
 def test_a_forked_child_gets_errors_and_leaves_the_parent_alone():
-    result = python("""
+    result = python(
+        SETUP
+        + """
 small = mover.submit([dst[:0]], [src[:0]], urgent=True)
 pid = os.fork()
 if pid == 0:
@@ -234,13 +231,16 @@ if pid == 0:
 assert os.waitpid(pid, 0)[1] == 0
 assert ticket.state == "started" and not dst[1024:].any()
 print("parent")
-""")
+"""
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout == "parent\n"
 
 
 def test_the_interpreter_ends_with_copies_and_waiters_left():
-    result = python("""
+    result = python(
+        SETUP
+        + """
 def wait():
     try:
         ticket.wait()
@@ -252,22 +252,26 @@ time.sleep(0.1)
 other = DataMover(rate_bytes_s=1.0, staging=Staging())
 other.submit([dst.clone()], [src])
 print("end")
-""")
+"""
+    )
     assert result.returncode == 0, result.stderr
     assert (result.stdout, result.stderr) == ("end\n", "")
 
 
 def test_a_signal_interrupts_wait():
-    result = python("""
+    result = python(
+        SETUP
+        + """
 def ring(*_):
     raise KeyboardInterrupt
 signal.signal(signal.SIGALRM, ring)
-signal.setitimer(signal.ITIMER_REAL, 0.2)
 try:
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
     ticket.wait()
 except KeyboardInterrupt:
     print("interrupted", ticket.state)
-""")
+"""
+    )
     assert result.stdout == "interrupted started\n", result.stderr
 
 
@@ -287,9 +291,9 @@ def test_wait_timeouts():
 
 
 def test_many_movers_come_and_go():
-    num_threads = len(os.listdir("/proc/self/task"))
+    before = threads().keys()
     src = torch.ones(5000)
     for _ in range(30):
         with DataMover(packet_bytes=1000, num_threads=2, staging=Staging()) as mover:
             mover.submit([torch.zeros(5000)], [src])
-    assert len(os.listdir("/proc/self/task")) <= num_threads
+    eventually(lambda: threads().keys() <= before)

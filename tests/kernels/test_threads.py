@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 from paged import paged_case
+from tasks import ROOT, TIMEOUT_S, python
 
 import kernels
 
-ROOT = Path(__file__).resolve().parents[2]
 CORES = sorted(os.sched_getaffinity(0))
 
 
@@ -94,9 +92,10 @@ def test_something_else_as_a_pool_is_refused():
 
 FORK_SETUP = """
 import os, signal, sys, threading, time
-sys.path.insert(0, "tests/kernels")
 import torch
+from eventually import eventually
 from paged import paged_case
+from tasks import threads
 import kernels
 def attend(case, **options):
     out = torch.empty(case.q.shape)
@@ -105,7 +104,7 @@ def attend(case, **options):
 def succeeds(in_child):
     pid = os.fork()
     if pid == 0:
-        signal.alarm(20)  # ends a child that hangs
+        signal.alarm(100)  # ends a child that hangs
         code = 1
         try:
             code = 0 if in_child() else 1
@@ -116,14 +115,11 @@ case = paged_case([600, 600])
 """
 
 
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    arguments = [sys.executable, "-c", FORK_SETUP + code]
-    return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=120)
-
-
 @pytest.mark.parametrize("options", [{"cores": CORES[:1]}, {"num_threads": 2}])
 def test_a_forked_child_is_refused_the_parents_pool(options):
-    result = python(f"""
+    result = python(
+        FORK_SETUP
+        + f"""
 pool = kernels.ThreadPool(**{options})
 expected = attend(case, pool=pool)
 def in_child():
@@ -138,34 +134,36 @@ def in_child():
     return torch.equal(attend(case, pool=kernels.ThreadPool(**{options})), expected)
 assert succeeds(in_child)
 assert torch.equal(attend(case, pool=pool), expected)
-""")
+"""
+    )
     assert result.returncode == 0, result.stderr
 
 
 def test_a_fork_while_a_default_pool_is_being_made():
-    result = python("""
-def num_tasks():
-    return len(os.listdir("/proc/self/task"))
-base = num_tasks()
+    result = python(
+        FORK_SETUP
+        + """
+base = len(threads())
 maker = threading.Thread(target=attend, args=(case,), kwargs={"num_threads": 3000})
 maker.start()
-while num_tasks() < base + 100:
+while maker.is_alive() and len(os.listdir("/proc/self/task")) < base + 100:
     pass
 assert succeeds(lambda: attend(case, num_threads=2).isfinite().all())
 maker.join()
-""")
+"""
+    )
     if "Resource temporarily unavailable" in result.stderr:
         pytest.skip("this machine has no 3000 threads to give")
     assert result.returncode == 0, result.stderr
 
 
 def test_threads_that_cannot_start_are_an_error():
-    result = python("""
+    result = python(
+        FORK_SETUP
+        + """
 import resource
-def num_tasks():
-    return len(os.listdir("/proc/self/task"))
 attend(case)
-base = num_tasks()
+base = threads().keys()
 used_bytes = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used_bytes + (256 << 20), resource.RLIM_INFINITY))
 for make in (lambda: kernels.ThreadPool(num_threads=5000), lambda: attend(case, num_threads=5000)):
@@ -174,10 +172,11 @@ for make in (lambda: kernels.ThreadPool(num_threads=5000), lambda: attend(case, 
         sys.exit("no error")
     except RuntimeError as error:
         print(error)
-    assert num_tasks() == base, num_tasks()
+    eventually(lambda: threads().keys() <= base)
 resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 assert torch.allclose(attend(case, num_threads=2), attend(case), atol=2e-6, rtol=0)
-""")
+"""
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("unavailable") == 2, result.stdout
 
@@ -190,5 +189,5 @@ def test_what_a_share_throws_is_thrown_in_the_caller(tmp_path):
     driver = tmp_path / "pool_errors"
     include = f"-I{ROOT / 'kernels/csrc'}"
     subprocess.run([compiler, "-std=c++17", "-O1", "-pthread", include, *sources, "-o", driver], check=True)
-    result = subprocess.run([driver, str(CORES[0])], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([driver, str(CORES[0])], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert (result.returncode, result.stderr) == (0, "")

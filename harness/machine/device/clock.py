@@ -10,7 +10,7 @@ from harness.machine.device.runtime import DeviceError, DeviceRuntime
 
 PERIOD_S = 5.0  # between two looks at the host's clock: the runtime tells long times in float32 milliseconds
 _ATTEMPTS = 16
-_GIVE_UP_S = 10.0
+_GIVE_UP_S = 60.0
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ void fake_hold(int on) {
 static struct timespec patience(void) {
   struct timespec deadline;
   clock_gettime(CLOCK_REALTIME, &deadline);
-  deadline.tv_sec += 30;
+  deadline.tv_sec += 120;
   return deadline;
 }
 

@@ -10,7 +10,7 @@ from kernels import reference
 from kernels import triton as gpu
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-quick = settings(max_examples=5, deadline=None)
+quick = settings(max_examples=5)
 
 shapes = {
     "dtype": st.sampled_from(tuple(TOLERANCE)),

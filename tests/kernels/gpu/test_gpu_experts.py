@@ -11,7 +11,7 @@ from kernels import reference
 from kernels import triton as gpu
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # of the largest sum
-quick = settings(max_examples=12, deadline=None)
+quick = settings(max_examples=12)
 
 
 @dataclass

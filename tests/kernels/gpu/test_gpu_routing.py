@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kernels import triton as gpu
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-quick = settings(max_examples=15, deadline=None)
+quick = settings(max_examples=15)
 
 
 def scores(logits, scoring):

@@ -26,7 +26,7 @@ def overlap(a, b) -> bool:
     return a.root is b.root and not apart
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(counts=st.lists(st.integers(1, 9), min_size=1, max_size=7), turns=st.integers(1, 4), spills=st.booleans())
 def test_micro_batches_share_only_what_they_may(counts, turns, spills):
     largest, in_pass = max(counts), sum(counts)
@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_an_error(counts, told):
         pool.layout(counts)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     counts=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=2, max_size=6),
     passes=st.integers(2, 4),

@@ -29,7 +29,7 @@ def test_bytes_per_token_are_those_that_are_reserved(max_tokens):
     assert all(tier.used_bytes == 0 for tier in machine.tiers.values())
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     layers=st.integers(1, 3), batches=st.integers(1, 3), taken=st.integers(0, 1 << 22), reserved=st.integers(0, 1 << 20)
 )

@@ -44,7 +44,7 @@ def batches(draw) -> tuple[list[Sequence], list[Sequence], BlockAllocator]:
 prompts_and_new = st.lists(st.tuples(st.integers(1, 20), st.integers(2, 9)), min_size=1, max_size=6)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(prompts_and_new, st.sampled_from((1, 3, 4, 16)))
 def test_padding_follows_the_prompt_and_lies_behind_all_that_is_to_come(sizes, block_size):
     allocator, longest = BlockAllocator(400, block_size), max(prompt for prompt, _ in sizes)
@@ -78,7 +78,7 @@ def test_padding_follows_the_prompt_and_lies_behind_all_that_is_to_come(sizes, b
         assert read <= set(one.blocks)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(batches())
 def test_arrays_against_an_oracle(case):
     prefill, decode, allocator = case
@@ -102,7 +102,7 @@ def test_arrays_against_an_oracle(case):
     assert batch.on_host.num_context_tokens == sum(one.num_tokens for one in decode)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(batches())
 def test_block_tables_lead_to_every_cached_token(case):
     """Walk a decoding sequence's context through its table, as attention does."""
@@ -122,7 +122,7 @@ def test_block_tables_lead_to_every_cached_token(case):
     assert batch.block_tables.shape[1] == max(len(one.blocks) for one in decode)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(batches())
 def test_rows_of_each_sequence(case):
     prefill, decode, allocator = case

@@ -7,13 +7,16 @@ import pytest
 from paper_figures.moelightning.several_gpus import (
     GENERATED,
     SETTINGS,
+    SHOWN,
     SYSTEMS,
     Batch,
     joined,
-    planned,
+    overrides,
     scaling,
     simulated,
 )
+from paper_figures.passes import planned
+from paper_figures.support import composed
 
 SMALL = (
     *("model=mixtral-8x7b", "hardware=t4x2", "kv_cache_gb=4", "strategy.packet_mb=1000", "dataset.num_requests=24"),
@@ -44,6 +47,14 @@ def test_a_batch_is_continued_to_what_a_whole_run_takes(strategy, together):
     assert (len(whole.steps_s), len(part.steps_s)) == (6, 4)
     assert part.steps_s[:3] == pytest.approx(whole.steps_s[:3])
     assert part.total_s == pytest.approx(whole.total_s, rel=0.02)
+
+
+@pytest.mark.parametrize(("setting", "system"), [(setting, name) for setting in SETTINGS for name in SHOWN[setting]])
+def test_figure_7_is_padded_to_its_longest_prompt_and_figure_8_is_not(setting, system):
+    lengths = composed(*overrides(setting, system, 32, 60))["dataset"]["lengths"]
+    padded = {"mean": 418, "shape": "constant"}
+    assert (padded.items() <= lengths.items()) == (setting in ("S6", "S7"))
+    assert lengths["max"] == 418
 
 
 def test_throughput_with_four_gpus_is_set_beside_that_with_two():

@@ -11,13 +11,11 @@ CAPACITIES_BYTES = {"device": 1 << 24, "pinned": 1 << 24}
 
 @pytest.fixture
 def emulated():
-    """Makes emulated machines and closes them; a hang ends after 20 s."""
+    """Makes emulated machines and closes them."""
     machines = []
 
     def make(**settings) -> EmulatedMachine:
-        machines.append(
-            EmulatedMachine(**{"capacities_bytes": CAPACITIES_BYTES, "rates": {}, "watchdog_s": 20.0} | settings)
-        )
+        machines.append(EmulatedMachine(**{"capacities_bytes": CAPACITIES_BYTES, "rates": {}} | settings))
         return machines[-1]
 
     yield make
@@ -39,8 +37,7 @@ def cuda(device):
     machines = []
 
     def make(**settings):
-        settings = {"watchdog_s": 20.0, "poison": False} | settings
-        machines.append(cuda_machine(CAPACITIES_BYTES, device=device, **settings))
+        machines.append(cuda_machine(CAPACITIES_BYTES, device=device, **{"poison": False} | settings))
         return machines[-1]
 
     yield make

@@ -6,8 +6,7 @@ import threading
 import time
 
 from harness.machine.base import Op, Work
-
-GIVE_UP_S = 20.0
+from tests.kernels.eventually import GIVE_UP_S
 
 
 class Gated(Op):

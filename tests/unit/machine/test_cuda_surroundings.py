@@ -11,7 +11,7 @@ from harness.machine.base import CPU, GPU, LaneKind
 from harness.machine.cuda import Config
 from harness.machine.device import clock as clock_module
 from harness.machine.device import pinned
-from harness.machine.device.clock import DeviceClock
+from harness.machine.device.clock import PERIOD_S, DeviceClock
 from harness.machine.device.numa import Node, cores_of, node_of
 from tests.fake_device import CLOCK_RATE, cuda_machine
 from tests.unit.machine.ops import Quick, Sleeping
@@ -20,7 +20,7 @@ from tests.unit.machine.ops import Quick, Sleeping
 def test_device_times_are_on_the_hosts_clock(device, monkeypatch):
     """The device's clock starts elsewhere and runs fast; setting it anew keeps the error at that of one setting."""
     monkeypatch.setattr(clock_module, "PERIOD_S", 0.05)
-    clock, stream = DeviceClock(device), device.stream()
+    clock, stream, longest_s = DeviceClock(device), device.stream(), 0.0
     for _ in range(6):
         event, mark = device.event(), clock.mark
         before_s = time.monotonic()
@@ -31,8 +31,9 @@ def test_device_times_are_on_the_hosts_clock(device, monkeypatch):
         assert before_s - slack_s <= clock.seconds(mark, event) <= after_s + slack_s
         time.sleep(0.03)
         clock.refresh()
-    assert clock.mark.host_s > after_s - 0.1
-    assert clock.drift_s <= 0.2 * (CLOCK_RATE - 1) + 2 * clock.error_s
+        longest_s = max(longest_s, clock.mark.host_s - mark.host_s)
+    assert clock.mark.host_s > after_s - 0.05
+    assert clock.drift_s <= longest_s * (CLOCK_RATE - 1) + 2 * clock.error_s + 1e-6
 
 
 def test_spans_of_device_and_host_lanes_fit_together(cuda):
@@ -42,9 +43,9 @@ def test_spans_of_device_and_host_lanes_fit_together(cuda):
     second = machine.submit(CPU, Sleeping(0.01), after=[first])
     machine.wait(second)
     ended_s = machine.now()
-    slack_s = machine.clock_error_s + 1e-4
+    slack_s = machine.clock_error_s + (CLOCK_RATE - 1) * PERIOD_S + 1e-3
     assert begun_s - slack_s <= first.started_s
-    assert 0.02 - slack_s <= first.finished_s - first.started_s < 0.2
+    assert 0.02 - slack_s <= first.finished_s - first.started_s <= ended_s - begun_s + slack_s
     assert first.finished_s <= second.started_s + slack_s
     assert second.finished_s <= ended_s
     assert {s.lane.kind for s in machine.spans} == {LaneKind.GPU, LaneKind.CPU}

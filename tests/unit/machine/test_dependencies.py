@@ -29,7 +29,7 @@ def shuffled(seed: int, eager: float = 0.5) -> ShuffledMachine:
     return ShuffledMachine(capacities_bytes={}, seed=seed, eager=eager)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(programs(), st.integers(0, 2**32), st.sampled_from((0.0, 0.5, 1.0)))
 def test_shuffled_machine_respects_every_dependency(steps, seed, eager):
     run = run_program(shuffled(seed, eager), steps)
@@ -37,10 +37,10 @@ def test_shuffled_machine_respects_every_dependency(steps, seed, eager):
     check_refusals(steps, run)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(programs(max_size=16))
 def test_emulated_machine_respects_every_dependency_and_lane_order(steps):
-    machine = EmulatedMachine(capacities_bytes={}, rates={}, watchdog_s=20.0)
+    machine = EmulatedMachine(capacities_bytes={}, rates={})
     try:
         run = run_program(machine, steps, sleep_s=2e-4)
     finally:
@@ -62,7 +62,7 @@ class Costs:
         return 1.0 + op.number * 7 % 5
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(programs(), st.sampled_from((0.0, 0.3, 2.0)))
 def test_simulated_machine_respects_every_dependency_and_lane_order(steps, submit_s):
     machine = SimulatedMachine(capacities_bytes={}, costs=Costs(), host_bytes_s=1.0, world=None, submit_s=submit_s)
@@ -76,7 +76,7 @@ def test_simulated_machine_respects_every_dependency_and_lane_order(steps, submi
         assert all(a.finished_s <= b.started_s + 1e-9 for a, b in pairwise(mine)), "a FIFO class ran out of order"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(programs(), st.integers(0, 99))
 def test_shuffled_machine_repeats_itself_for_a_seed(steps, seed):
     assert run_program(shuffled(seed), steps).log.events == run_program(shuffled(seed), steps).log.events

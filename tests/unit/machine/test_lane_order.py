@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from harness.machine.base import CPU, H2D
+from tests.kernels.eventually import eventually
 from tests.unit.machine.ops import Gated, Quick
 
 
@@ -34,8 +35,7 @@ def test_an_urgent_op_that_becomes_ready_late_waits_for_no_op_behind_the_running
     large.open(0)
     large.await_packet(1)  # the urgent op was not ready at the first boundary
     source.open()
-    while not urgent.ready:
-        machine.now()
+    eventually(lambda: urgent.ready, meanwhile=machine.now)
     large.open(1, 2)
     machine.drain()
     assert order(machine) == [(1, 0), (1, 1), (2, 0), (1, 2), (3, 0)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import resource
 import weakref
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,8 @@ def test_many_pending_readers_of_one_key_are_registered_in_linear_time():
 
 
 def test_a_simulation_that_keeps_totals_needs_no_more_memory_the_longer_it_is():
-    """Once the allocator has settled, 60,000 more ops (of which a span each would be 5 MB) add nearly nothing."""
+    """20,000 more ops, of which a span each would be 1.7 MB, add nearly nothing, at least once: now and then the
+    system itself gives a process another large page."""
     machine = simulated(keep_spans="totals")
     resident_bytes = []
     for _ in range(4):
@@ -82,7 +84,7 @@ def test_a_simulation_that_keeps_totals_needs_no_more_memory_the_longer_it_is():
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         resident_bytes.append(pages * resource.getpagesize())
     assert sum(total.num_ops for total in machine.totals().values()) == 80_000
-    assert resident_bytes[-1] - resident_bytes[0] < 1_500_000
+    assert min(after - before for before, after in pairwise(resident_bytes)) < 500_000
 
 
 def test_a_machine_that_its_own_costs_know_is_collected():

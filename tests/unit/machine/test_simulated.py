@@ -124,7 +124,7 @@ def test_a_deadlock_is_told_at_once():
         m.drain()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_same_program_same_trace_and_the_critical_path_bounds_it(data):
     steps = data.draw(

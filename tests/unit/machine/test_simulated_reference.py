@@ -126,7 +126,7 @@ def assert_same(steps: list[tuple], machine: SimulatedMachine, tickets: list, re
 TIMES = st.sampled_from((Fraction(0), Fraction(1, 8), Fraction(3, 4)))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(actions(), TIMES, TIMES)
 def test_spans_waits_and_cancels_are_those_of_the_reference(steps, submit_s, wake_s):
     reference, expected = play_reference(steps, submit_s=submit_s, wake_s=wake_s)
@@ -136,7 +136,7 @@ def test_spans_waits_and_cancels_are_those_of_the_reference(steps, submit_s, wak
     assert_same(steps, machine, tickets, reference)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(actions())
 def test_proportional_sharing_is_that_of_the_reference(steps):
     reference, expected = play_reference(steps, proportional=True)
@@ -145,7 +145,7 @@ def test_proportional_sharing_is_that_of_the_reference(steps):
     assert_same(steps, machine, tickets, reference)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(actions())
 def test_the_same_program_gives_the_same_spans_bit_for_bit_in_both_ways_to_keep_them(steps):
     (one, seen, _), (two, seen_again, _) = (play(steps, host_bytes_s=4.0) for _ in range(2))
@@ -160,7 +160,7 @@ def test_the_same_program_gives_the_same_spans_bit_for_bit_in_both_ways_to_keep_
         assert tuple(totals) == pytest.approx(tuple(summed[key]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(actions())
 def test_metrics_read_the_columns_as_they_would_read_the_spans(steps):
     machine, _, _ = play(steps, host_bytes_s=float(HOST_BYTES_S))

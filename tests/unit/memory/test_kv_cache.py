@@ -77,7 +77,7 @@ class AllocatorModel(RuleBasedStateMachine):
         assert all(0 <= b < NUM_BLOCKS for b in everything)
 
 
-AllocatorModel.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+AllocatorModel.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestAllocatorModel = AllocatorModel.TestCase
 
 

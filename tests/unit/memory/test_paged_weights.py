@@ -20,7 +20,7 @@ def paged(device, *, num_pages: int, tier: str = "host", resident_share: float =
     return PagedWeights(device, store, num_pages=num_pages, packet_bytes=packet_bytes, resident_share=resident_share)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**16),
     num_pages=st.integers(1, 40),

@@ -23,7 +23,7 @@ def stream_on(device, depth: int, packet_bytes: int = 100) -> WeightStream:
     return WeightStream(device, WeightStore(device, FakeSource()), depth=depth, packet_bytes=packet_bytes)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**16),
     depth=st.integers(1, 4),
@@ -120,7 +120,7 @@ def test_slots_hold_the_largest_of_each_part_and_are_accounted_for():
 def test_cancel_all_withdraws_what_has_not_started_and_empties_the_stream():
 
     capacities = {"device": 1 << 20, "pinned": 1 << 20}
-    device = EmulatedMachine(capacities_bytes=capacities, rates={}, poison=True, watchdog_s=20.0)
+    device = EmulatedMachine(capacities_bytes=capacities, rates={}, poison=True)
     try:
         stream = stream_on(device, depth=2)
         device.spans.clear()
@@ -193,7 +193,7 @@ def read_all(seed: int, num_gpus: int, depth: int, num_indices: int, *, poison: 
     return right
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**16), num_gpus=st.integers(2, 4), depth=st.integers(1, 3), num_indices=st.integers(1, 7))
 def test_every_gpu_sees_layers_of_which_it_fetched_a_share(seed, num_gpus, depth, num_indices):
     assert read_all(seed, num_gpus, depth, num_indices)

@@ -1,5 +1,3 @@
-import time
-
 import pytest
 from huggingface_hub import constants
 
@@ -28,21 +26,19 @@ def test_neither_folder_nor_hub_id(tiny):
     assert "is a file" in message(str(tiny.folder / "config.json"))
 
 
-def test_switched_off_hub_answers_at_once(monkeypatch):
+def test_switched_off_hub_answers_at_once(monkeypatch, naps):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    start_s = time.monotonic()
     text = message("someone/some-model")
     assert "someone/some-model: no such folder, not in the hub's cache, and the hub is switched off" in text
-    assert time.monotonic() - start_s < 5
+    assert not naps
 
 
-def test_unreachable_hub_answers_at_once(monkeypatch, tmp_path):
+def test_unreachable_hub_answers_at_once(monkeypatch, naps):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", CLOSED_PORT)
-    start_s = time.monotonic()
     text = message("someone/some-model")
     assert f"not in the hub's cache, and the hub at {CLOSED_PORT} did not answer" in text
-    assert time.monotonic() - start_s < 5
+    assert not naps
 
 
 def test_a_cached_snapshot_needs_no_network(monkeypatch, tmp_path):

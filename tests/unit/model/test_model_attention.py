@@ -40,7 +40,7 @@ def random_qkv(shape, dtype):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(shape=shapes)
 def test_prefill_and_decode_equal_the_loop(shape, dtype, tolerance):
     q, k, v = random_qkv(shape, dtype)

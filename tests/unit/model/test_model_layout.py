@@ -52,7 +52,7 @@ def all_parts(spec):
     return [LAYOUT.embedding_part(spec), *layers, LAYOUT.head_part(spec)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     group=st.integers(1, 4),
     num_kv_heads=st.integers(1, 4),

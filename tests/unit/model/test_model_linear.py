@@ -17,7 +17,7 @@ def forget_method():
     bf16_method.cache_clear()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     m=st.integers(1, 40),
     n_in=st.integers(1, 90),

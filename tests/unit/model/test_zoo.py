@@ -14,6 +14,7 @@ from harness.model import zoo
 from harness.model.cache import cache_folder, make_once
 from harness.model.checkpoint import Checkpoint
 from harness.model.spec import DTYPE_BYTES
+from tests.kernels.eventually import GIVE_UP_S
 
 SMALL_BF16 = {"dtype": "bfloat16", "hidden_dim": 128, "vocab_size": 512, "init_std": None}
 
@@ -141,7 +142,7 @@ def test_makers_at_once_all_get_one_complete_folder(tmp_path):
 
     def make(folder):
         (folder / "a").write_text("first")
-        barrier.wait(timeout=10)  # all are making it before any finishes
+        barrier.wait(timeout=GIVE_UP_S)  # all are making it before any finishes
         (folder / "b").write_text("second")
 
     threads = [threading.Thread(target=lambda: results.append(make_once(target, make))) for _ in range(4)]

@@ -50,7 +50,7 @@ def prorated(spans, window, amount):
 
 
 @given(packets(), windows)
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 def test_lane_metrics_equal_a_count_of_grid_cells(spans, window):
     length = window[1] - window[0]
     for lane in (*LANES, PIN):
@@ -67,7 +67,7 @@ def test_lane_metrics_equal_a_count_of_grid_cells(spans, window):
 
 
 @given(packets(), windows)
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_run_metrics_equal_a_count_of_grid_cells(spans, window):
     length = window[1] - window[0]
     busy = {lane: len(cells([s for s in spans if s.lane == lane], window)) for lane in LANES}
@@ -82,7 +82,7 @@ def test_run_metrics_equal_a_count_of_grid_cells(spans, window):
 
 
 @given(packets(), windows)
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_kind_totals_equal_a_count_of_grid_cells(spans, window):
     totals = metrics.kind_totals(spans, window)
     for total in totals:
@@ -101,7 +101,7 @@ def test_kind_totals_equal_a_count_of_grid_cells(spans, window):
 
 
 @given(packets(), windows)
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_the_bottleneck_is_true_to_the_numbers(spans, window):
     length = window[1] - window[0]
     text = metrics.bottleneck(spans, window)
@@ -123,7 +123,7 @@ def test_the_bottleneck_is_true_to_the_numbers(spans, window):
 
 
 @given(packets(), st.lists(st.integers(0, END), min_size=2, max_size=6, unique=True))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_the_live_meter_gives_what_the_whole_trace_gives(spans, edges):
     edges = sorted(edges)
     passes = [PassRecord(index=i, start_s=a, end_s=b) for i, (a, b) in enumerate(pairwise(edges))]

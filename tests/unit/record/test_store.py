@@ -20,6 +20,7 @@ from harness.config import ConfigError
 from harness.record.files import JsonLines, RecordError, plain
 from harness.record.owner import current_owner
 from harness.record.store import RunFolder, list_runs, read_run, run_id
+from tests.kernels.eventually import GIVE_UP_S, eventually
 
 CONFIG = {"strategy": {"name": "moelens", "n_real": 200}, "model": {"name": "mixtral-mini"}, "dataset": "mtbench"}
 ROOT = Path(__file__).parents[3]
@@ -160,11 +161,7 @@ def test_a_zombie_owner_is_dead(tmp_path):
     write_status(folder, **{**current_owner(), "pid": child.pid, "process_started": started})
     assert read_run(folder.path).status == "running"
     child.stdin.close()
-    deadline = time.monotonic() + 5
-    while (
-        Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < deadline
-    ):
-        time.sleep(0.01)
+    eventually(lambda: Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
     assert read_run(folder.path).status == "interrupted"
     child.wait()
 
@@ -198,7 +195,7 @@ for number in range(10**9):
 def kill_in_the_middle(script, folder, delay_s):
     command = [sys.executable, "-c", script, str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert select.select([process.stdout], [], [], 20)[0] and process.stdout.readline() == b"ready\n"
+    assert select.select([process.stdout], [], [], GIVE_UP_S)[0] and process.stdout.readline() == b"ready\n"
     time.sleep(delay_s)
     process.send_signal(signal.SIGKILL)
     process.wait()

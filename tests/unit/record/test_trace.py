@@ -42,7 +42,7 @@ def any_span(draw):
 
 
 @given(st.lists(any_span(), max_size=6), st.sampled_from(["trace.json", "trace.json.gz"]))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_spans_come_back_as_they_were(tmp_path_factory, spans, name):
     path = tmp_path_factory.mktemp("trace") / name
     write_trace(path, spans, [], label="measured")

@@ -6,7 +6,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from harness.config import ConfigError, parse
 from harness.record.wandb_child import flat
 from harness.record.wandb_sink import WandbConfig, WandbSink
+from tests.kernels.eventually import GIVE_UP_S, eventually
 
 ROOT = Path(__file__).parents[3]
 
@@ -43,7 +43,7 @@ def items(updates):
 
 
 def test_an_offline_run_read_back(tmp_path):
-    sink = WandbSink(WandbConfig(tags=("a", "b")), tmp_path)
+    sink = WandbSink(WandbConfig(tags=("a", "b"), timeout_s=GIVE_UP_S), tmp_path)
     sink.start({"strategy": {"name": "moelens"}, "batch": 8}, {"experiment": "fig-11", "versions": {"torch": "2"}})
     assert sink.settle() is None
     for index in range(3):
@@ -127,9 +127,9 @@ BROKEN = {
     "crashes": ("INIT=os._exit(7)", "the client ended without an answer"),
     "hangs at the start": ("INIT=time.sleep(600)", "no answer within 1 s at the start"),
     "fails at a pass": ("LOG=raise OSError(28, 'No space left on device')", "No space left on device"),
-    "hangs at a pass": ("LOG=time.sleep(600)", "no answer within 2 s at the end"),
+    "hangs at a pass": ("LOG=time.sleep(600)", "no answer within 1 s at the end"),
     "fails at the artifact": ("ARTIFACT=raise ValueError('bad artifact')", "ValueError: bad artifact"),
-    "hangs at the end": ("FINISH=time.sleep(600)", "no answer within 2 s at the end"),
+    "hangs at the end": ("FINISH=time.sleep(600)", "no answer within 1 s at the end"),
     "talks": ("INIT=print('chatter', flush=True)", None),
 }
 
@@ -147,23 +147,25 @@ def fake_client(folder, fault, monkeypatch):
 
 
 def is_running(pid):
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_client_costs_a_warning_and_no_more(tmp_path, monkeypatch, name):
+    """Whoever waits for one that hangs does so for longer than pytest lets it."""
     source, reason = BROKEN[name]
     fake_client(tmp_path / "fake", source, monkeypatch)
     folder = tmp_path / "run"
     folder.mkdir()
     # Hangs are bounded tightly; where the client answers, it gets the time that a busy machine may need.
-    timeout_s = {"hangs at the start": 1.0, "hangs at a pass": 2.0, "hangs at the end": 2.0}.get(name, 20.0)
-    sink = WandbSink(WandbConfig(timeout_s=timeout_s), folder)
-    started = time.monotonic()
+    hangs, short, patient = name.startswith("hangs"), WandbConfig(timeout_s=1.0), WandbConfig(timeout_s=GIVE_UP_S)
+    sink = WandbSink(short if name == "hangs at the start" else patient, folder)
     sink.start({"a": 1}, {})
-    assert time.monotonic() - started < 10.0
     sink.settle()
+    sink._config = short if hangs else patient
     for index in range(2000):
         sink.log_pass({"index": index, "fill": "x" * 200})  # more than a pipe holds: must not block
     told = sink.finish({"status": "ok"}, folder / "trace.json")
@@ -172,9 +174,9 @@ def test_a_broken_client_costs_a_warning_and_no_more(tmp_path, monkeypatch, name
     else:
         assert told == f"not recorded: {sink.warning}"
         assert reason in sink.warning and "\n" not in sink.warning
-    assert time.monotonic() - started < 60.0
     pid = folder / "wandb" / "pid"
-    assert not pid.exists() or not is_running(int(pid.read_text()))
+    written = pid.read_text() if pid.exists() else ""  # nothing where it was ended before it had written
+    assert not written or not is_running(int(written))
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path):
@@ -194,7 +196,7 @@ def test_an_account_that_is_missing_is_one_line(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    sink = WandbSink(WandbConfig(mode="online"), tmp_path)
+    sink = WandbSink(WandbConfig(mode="online", timeout_s=GIVE_UP_S), tmp_path)
     sink.start({}, {})
     assert "API key" in sink.settle() and "\n" not in sink.warning
 
@@ -205,7 +207,7 @@ def test_the_client_ends_with_a_killed_run(tmp_path, monkeypatch):
 import os, signal, sys
 from pathlib import Path
 from harness.record.wandb_sink import WandbConfig, WandbSink
-sink = WandbSink(WandbConfig(), Path(sys.argv[1]))
+sink = WandbSink(WandbConfig(timeout_s=120.0), Path(sys.argv[1]))
 sink.start({}, {})
 assert sink.settle() is None
 os.kill(os.getpid(), signal.SIGKILL)
@@ -216,7 +218,4 @@ os.kill(os.getpid(), signal.SIGKILL)
     )
     assert done.returncode == -signal.SIGKILL
     pid = int((tmp_path / "wandb" / "pid").read_text())
-    deadline = time.monotonic() + 10
-    while is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not is_running(pid)
+    eventually(lambda: not is_running(pid))

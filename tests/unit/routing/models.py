@@ -10,7 +10,7 @@ from hypothesis import settings
 
 from harness.routing.trace_file import PredictionHeader, TraceHeader, TraceRow, TraceWriter
 
-steady = settings(derandomize=True, deadline=None, max_examples=50)  # the same cases every time
+steady = settings(derandomize=True, max_examples=50)  # the same cases every time
 
 
 @dataclass(frozen=True)

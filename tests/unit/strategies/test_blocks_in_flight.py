@@ -37,7 +37,7 @@ class Watching(FakePipeline):
         return super().run(plan)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(requests=work, count=st.integers(1, 4))
 def test_no_batch_has_two_passes_under_way_and_all_requests_end(requests, count):
     on = engine(sequences(*requests), num_blocks=24)
@@ -104,7 +104,7 @@ def test_requests_are_dealt_out_by_length():
     assert [share.num_blocks for _, share in dealt] == [4, 4]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(requests=work, count=st.integers(1, 3))
 def test_schedulers_side_by_side_lose_nobody(requests, count):
     on = engine(sequences(*requests), num_blocks=60)

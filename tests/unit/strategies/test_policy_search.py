@@ -95,7 +95,7 @@ def every_policy(task: Search):
                 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(searches())
 def test_no_policy_of_a_grid_is_better_and_what_is_found_is_allowed(task):
     """`allows` and `rate` are the memory and cost models themselves; the search has them as rows of its programs."""
@@ -113,7 +113,7 @@ def test_no_policy_of_a_grid_is_better_and_what_is_found_is_allowed(task):
     assert best is None or task.rate(found) >= best * (1 - 2e-3)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(searches(), st.floats(1.0, 3.0))
 def test_more_of_everything_is_never_worse(task, factor):
     try:

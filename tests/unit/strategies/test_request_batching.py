@@ -46,7 +46,7 @@ def longest_taken(batching: Batching) -> int:
     return max((s.prompt_len for micro_batch in batching.micro_batches for s in micro_batch), default=0)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(cases())
 def test_every_request_goes_to_exactly_one_place(case):
     queue, limits, padded = case
@@ -57,7 +57,7 @@ def test_every_request_goes_to_exactly_one_place(case):
     assert result.micro_batches or not result.aborted, "a batch of nobody puts requests off for ever"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(cases())
 def test_limits_hold(case):
     queue, limits, padded = case
@@ -77,7 +77,7 @@ def test_limits_hold(case):
     assert limits.prompt_tokens is None or all_prompts <= limits.prompt_tokens
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(cases())
 def test_only_what_fits_no_empty_micro_batch_is_rejected(case):
     queue, limits, padded = case
@@ -92,7 +92,7 @@ def test_only_what_fits_no_empty_micro_batch_is_rejected(case):
     assert all(str(s.prompt_len) in why or str(prompt_and_generation(s, 0)) in why for s, why in result.rejected)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 6))
 def test_without_limits_loads_differ_by_at_most_one_prompt(prompts, num_micro_batches):
     """The bound of greedy balancing: when the heaviest took its last prompt it was the lightest."""
@@ -145,7 +145,7 @@ sizes = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(workloads(), sizes, st.integers(0, 30))
 def test_the_scheduler_conserves_requests_and_blocks(load: Workload, limits: Sizes, device_blocks: int):
     """Also where a share of the blocks is on the device: a request lies wholly on one side."""
@@ -182,7 +182,7 @@ def test_the_scheduler_conserves_requests_and_blocks(load: Workload, limits: Siz
         assert not (plan.prefill and plan.decode), "phases are apart"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(workloads(), sizes)
 def test_a_batch_takes_its_blocks_padding_included(load: Workload, limits: Sizes):
     kv, work = FakeKV(load.num_blocks, load.block_size), load.sequences()

@@ -34,7 +34,7 @@ def too_large(load: Workload, sequence: Sequence) -> bool:
     return -(-sequence.max_tokens // load.block_size) > load.num_blocks
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(workloads())
 def test_moelens_conserves_requests_and_blocks(load):
     record = run_moelens(load)
@@ -42,7 +42,7 @@ def test_moelens_conserves_requests_and_blocks(load):
     check_first_admissions(record)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(workloads())
 def test_static_batches_conserve_requests_and_blocks(load):
     record = run_static(load)
@@ -51,7 +51,7 @@ def test_static_batches_conserve_requests_and_blocks(load):
     assert all(not one.preempted for one in record.passes)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(workloads())
 def test_moelens_starves_nobody(load):
     """The oldest unfinished request is in every pass, and every pass gives each of its sequences a token: so a request
@@ -62,7 +62,7 @@ def test_moelens_starves_nobody(load):
         assert one.decode == sorted(one.decode), "older sequences come first"
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(workloads())
 def test_moelens_fills_a_pass_up_to_n_real(load):
     """More only for a single prefill beside fewer decoding sequences than n_real; never more than the buffers hold."""
@@ -76,7 +76,7 @@ def test_moelens_fills_a_pass_up_to_n_real(load):
             assert one.decode == one.running_before[: load.max_pass_tokens], "in normal mode all decoding sequences run"
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(workloads())
 def test_moelens_preempts_the_newest_and_no_more_than_it_must(load):
     for one in run_moelens(load).passes:
@@ -89,7 +89,7 @@ def test_moelens_preempts_the_newest_and_no_more_than_it_must(load):
             assert one.queue_head == min(one.preempted), "they are first in the queue, the oldest in front"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(workloads())
 def test_static_batches_keep_the_phases_apart(load):
     """A batch is prefilled completely before it decodes, and decodes to its end before the next is admitted."""
@@ -104,7 +104,7 @@ def test_static_batches_keep_the_phases_apart(load):
             generated[number] = generated.get(number, 0) + 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(workloads())
 def test_static_batches_decode_in_turns(load):
     """Where a pass cannot hold all of a batch, nobody gets a second token before everybody had a first."""

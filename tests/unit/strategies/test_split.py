@@ -32,7 +32,7 @@ def halves_of(prefill: list[int], decode: list[int]) -> list[tuple[list[int], li
 lengths = st.lists(st.integers(1, 60), max_size=20)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(lengths, lengths)
 def test_halves_are_balanced(prefill, decode):
     halves = halves_of(prefill, decode)

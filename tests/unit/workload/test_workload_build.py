@@ -142,7 +142,7 @@ def test_first_rows_become_worked_examples(dataset: Make, tokenizer: Any, tmp_pa
     ]
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_longer_workload_begins_with_the_shorter_one(dataset: Make, tokenizer: Any, data: st.DataObject) -> None:
     longer = data.draw(st.integers(1, 60), "longer")
@@ -176,7 +176,7 @@ def test_seeds_differ(dataset: Make, tokenizer: Any) -> None:
     assert first == again != other
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_allowed_lengths_hold_for_any_prompt(data: st.DataObject) -> None:
     shortest = data.draw(st.integers(1, 30))

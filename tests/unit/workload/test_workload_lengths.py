@@ -26,7 +26,7 @@ def all_statistics(draw: st.DrawFn) -> LengthStatistics:
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(all_statistics())
 def test_fit_has_the_published_mean(statistics: LengthStatistics) -> None:
     lengths, probabilities = fitted(statistics)
@@ -35,7 +35,7 @@ def test_fit_has_the_published_mean(statistics: LengthStatistics) -> None:
     assert float(np.dot(lengths, probabilities)) == pytest.approx(statistics.mean, rel=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(all_statistics(), st.integers(0, 2**32))
 def test_each_block_of_draws_has_the_mean_within_one_stratum(statistics: LengthStatistics, seed: int) -> None:
     num = statistics.num_prompts if statistics.num_prompts and statistics.num_prompts <= 256 else 64

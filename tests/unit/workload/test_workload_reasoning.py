@@ -27,7 +27,7 @@ def fits_by_search(rule: tuple[str, ...], words: tuple[str, ...], chosen: dict[s
 RULES = st.lists(st.sampled_from(LETTERS + OPERATORS), min_size=1, max_size=6).map(tuple)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @example(("X",), ("X", "Y"), [["bear", "wolf"], ["wolf"], ["bear"]])  # three words are too many for one letter
 @example(("X", "X"), ("X", "Y"), [["bear"], ["wolf"], ["bear"]])  # the same letter, the same words
 @given(RULES, RULES, st.lists(st.lists(st.sampled_from(WORDS[:2]), min_size=1, max_size=2), min_size=3, max_size=3))
@@ -39,7 +39,7 @@ def test_fits_agrees_with_a_search(rule: tuple[str, ...], other: tuple[str, ...]
         assert origin is not rule or fits(rule, " ".join(words))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32))
 def test_a_problem_has_exactly_one_answer(seed: int) -> None:
     item = problem(generator(seed, Stream.REASONING))

@@ -1,0 +1,27 @@
+"""Other interpreters, and the threads of this one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 240.0
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    """Runs `code` in a new interpreter, which finds the packages and what these tests share."""
+    path = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests/kernels')!r}]\n"
+    return subprocess.run([sys.executable, "-c", path + code], capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+def threads() -> dict[int, str]:
+    """Names of this process's threads by their ids. One that has been joined may be seen for a moment."""
+    names = {}
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            names[int(task.name)] = (task / "comm").read_text().strip()
+        except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            continue
+    return names
