@@ -15,8 +15,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from harness.command_line import explained, require_single_choices
+from harness.interrupts import INTERRUPTED
 
-USAGE_ERROR, RUN_FAILED, INTERRUPTED = 2, 1, 130
+USAGE_ERROR, RUN_FAILED = 2, 1
 
 
 class JobFailed(Exception):

@@ -12,6 +12,7 @@ run folders, gpu.json and gpu.md in --out, written as they come; --pack DIR also
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import subprocess
 import sys
@@ -37,6 +38,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=530.0, help="no stage begins that cannot end within this")
     parser.add_argument("--box-s", type=float, default=80.0, help="longest time of one strategy")
     parser.add_argument("--stages", default=",".join(STAGES), help=f"some of {','.join(STAGES)}")
+    parser.add_argument("--go-on", action="store_true", help="add to the results in --out, in this process alone")
     parser.add_argument("--strategies", default=None, help="only these, by name; default: all of conf/strategy")
     parser.add_argument("--host-gb", type=float, default=None, help="memory of the host; default: what it says")
     parser.add_argument("--device-gb", type=float, default=16.0, help="memory of the GPU that is played")
@@ -44,7 +46,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=None, help="default: as many as the KV cache holds at once")
     parser.add_argument("--layers", type=int, default=None, help="default: all, or as many as the host's memory holds")
     parser.add_argument("--new-tokens", type=int, default=16)
-    parser.add_argument("--peer-batch", type=int, default=128)
+    parser.add_argument("--peer-batch", type=int, default=64, help="sequences at once of accelerate, or fewer that fit")
     args = parser.parse_args(given)
     unknown = set(args.stages.split(",")) - set(STAGES)
     if unknown:
@@ -77,21 +79,26 @@ def facts(dry: bool) -> dict[str, Any]:
     found["versions"] = ", ".join(f"{name} {version}" for name, version in here["packages"].items())
     if dry:
         found["dry"] = "emulated machine and tiny dimensions: numbers say that the script works, nothing else"
-        return found
-    import torch
-
-    properties = torch.cuda.get_device_properties(0)
-    found["gpu"] = f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, CUDA {torch.version.cuda}"
     return found
 
 
+def gpu_fact() -> str:
+    """Only processes that use the GPU ask: it makes a context there."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    return f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, CUDA {torch.version.cuda}"
+
+
 def main(given: Sequence[str] | None = None) -> int:
+    given = sys.argv[1:] if given is None else given
     args = arguments(given)
     stages = args.stages.split(",")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     args.out.mkdir(parents=True, exist_ok=True)
     from benchmarks.gpu_stages.packing import pack
-    from benchmarks.gpu_stages.plan import dry_scale, gpu_scale
+    from benchmarks.gpu_stages.plan import dry_scale, free_host_gb, gpu_scale
+    from benchmarks.gpu_stages.processes import run_in_processes
     from benchmarks.gpu_stages.record import Record
     from benchmarks.gpu_stages.table import markdown
     from harness.machine.cuda import device_found
@@ -99,6 +106,7 @@ def main(given: Sequence[str] | None = None) -> int:
     if not args.dry and not device_found():
         print("error: torch finds no GPU; --dry runs the same on the emulated machine", file=sys.stderr)
         return 2
+    args.host_gb = args.host_gb or free_host_gb()
     scale = dry_scale(args.strategies) if args.dry else gpu_scale(
         host_gb=args.host_gb, device_gb=args.device_gb, kv_gb=args.kv_gb, requests=args.requests,
         new_tokens=args.new_tokens, box_s=args.box_s, names=args.strategies, most_layers=args.layers,
@@ -110,15 +118,43 @@ def main(given: Sequence[str] | None = None) -> int:
             for line in pack(args.out, args.pack):
                 print(f"   not packed: {line}", flush=True)
 
+    if args.go_on:
+        return go_on(args, stages, scale, Record(args.out, None, budget_s=args.budget_s, after=after))
     sizes = f"{scale.layers} layers, {scale.num_requests} requests of {scale.max_new_tokens} new tokens, "
     sizes += f"{scale.device_gb:g} GB of device memory, {scale.kv_gb:.3g} GB of KV cache, random weights"
-    shown = {**facts(args.dry), "sizes": sizes}
     title = "Mixtral-8x7B's shape on a real GPU" if not args.dry else "Dry run"
-    record = Record(args.out, {"title": title, "facts": shown}, budget_s=args.budget_s, after=after)
-    run_stages(args, stages, scale, record)
+    shown = {"title": title, "facts": {**facts(args.dry), "sizes": sizes}}
+    record = Record(args.out, shown, budget_s=args.budget_s, after=after)
+    if args.dry:
+        run_stages(args, stages, scale, record)
+    else:
+        run_in_processes(stages, record, lambda names, left_s: child_command(given, args.host_gb, names, left_s))
     print((args.out / "gpu.md").read_text())
     broken = [name for name, stage in record.content["stages"].items() if stage["status"] == "failed"]
     return 1 if broken else 0
+
+
+def child_command(given: Sequence[str], host_gb: float, stages: Sequence[str], left_s: float) -> list[str]:
+    """The same sizes, whatever memory is free when the process begins."""
+    changes = ["--go-on", "--host-gb", f"{host_gb:.6f}", "--stages", ",".join(stages), "--budget-s", f"{left_s:.1f}"]
+    return [sys.executable, str(Path(__file__).resolve()), *given, *changes]
+
+
+def go_on(args: argparse.Namespace, stages: list[str], scale: Any, record: Any) -> int:
+    """As one of the processes of a run. What hangs tells where, and ends."""
+    from benchmarks.gpu_stages.processes import DEVICE_LOST
+    from benchmarks.gpu_stages.record import DeviceLost
+
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(args.budget_s + 5.0, exit=True)
+    if not args.dry:
+        record.content["facts"]["gpu"] = gpu_fact()
+    try:
+        run_stages(args, stages, scale, record)
+    except DeviceLost as lost:
+        print(f"   the device has failed: {lost}", flush=True)
+        os._exit(DEVICE_LOST)  # the ordinary way out may wait for the device
+    return 0
 
 
 def run_stages(args: argparse.Namespace, stages: list[str], scale: Any, record: Any) -> None:
@@ -126,32 +162,37 @@ def run_stages(args: argparse.Namespace, stages: list[str], scale: Any, record: 
     if "build" in stages:
         record.run("build", lambda left_s: build(left_s, dry=args.dry), needs_s=0.0)
     from benchmarks.gpu_stages import accuracy, ceilings, peer, runs
+    from benchmarks.gpu_stages.processes import reserved_s
     from harness.machine.device.pinned import keeping
 
     def keep(name: str) -> Any:
         return lambda found: record.keep(name, found)
 
+    def done(name: str) -> Any:
+        return record.found(name).get("runs")
+
     if "tokens" in stages:
         share_s = min(90.0, record.left_s / 4)
-        record.run("tokens", lambda left_s: runs.check_tokens(scale, args.out, share_s, keep("tokens")), needs_s=10.0)
-    found = record.run("ceilings", lambda left_s: ceilings.measure(scale), needs_s=5.0) if "ceilings" in stages else {}
-    rates = [
-        f"hardware.{name}={found[name]}" for name in ("h2d_gb_s", "d2h_gb_s", "host_gb_s") if name in (found or {})
-    ]
+        tokens = lambda left_s: runs.check_tokens(scale, args.out, share_s, keep("tokens"), done("tokens"))  # noqa: E731
+        record.run("tokens", tokens, needs_s=10.0)
+    if "ceilings" in stages:
+        record.run("ceilings", lambda left_s: ceilings.measure(scale), needs_s=5.0)
+    found = record.found("ceilings")
+    rates = [f"hardware.{name}={found[name]}" for name in ("h2d_gb_s", "d2h_gb_s", "host_gb_s") if name in found]
     with keeping():  # host memory is pinned once for all strategies and the calibration
-        measured: dict[str, Any] = {}
         if "memory" in stages:
             record.run("memory", lambda left_s: runs.take_memory(scale), needs_s=30.0)
         if "strategies" in stages:
-            reserve_s = 150.0 if not args.dry else 0.0  # for what comes behind
+            reserve_s = 0.0 if args.dry else reserved_s(stages, record.left_s)
             strategies = lambda left_s: runs.measure_strategies(  # noqa: E731
-                scale, args.out, rates, left_s - reserve_s, keep("strategies")
+                scale, args.out, rates, left_s - reserve_s, keep("strategies"), done("strategies")
             )
-            measured = record.run("strategies", strategies, needs_s=20.0) or {}
+            record.run("strategies", strategies, needs_s=20.0)
         if "calibrate" in stages:
             record.run("calibrate", lambda left_s: accuracy.calibrate(scale, rates, args.out), needs_s=20.0)
     if "simulate" in stages:
-        record.run("simulate", lambda left_s: accuracy.simulate(scale, rates, measured.get("runs", {})), needs_s=5.0)
+        measured = done("strategies") or {}
+        record.run("simulate", lambda left_s: accuracy.simulate(scale, rates, measured), needs_s=5.0)
     if "peer" in stages:
         record.run("peer", lambda left_s: peer.measure(scale, args.out, left_s, batch=args.peer_batch), needs_s=10.0)
 

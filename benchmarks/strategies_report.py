@@ -8,15 +8,16 @@ Runs are ordinary ones (tokens verified, W&B disabled), interleaved: every strat
 and all of it again for each repeat; medians count. The link has its rate in both directions. Each strategy takes its
 own policy; those with batch and micro-batch sizes run a second time with the ones that `moelightning` has at that rate.
 What follows `--` is given to every run. `emulated` numbers are of real runs in which a core plays the GPU, and links
-and the cpu lane are held to stated rates. `predicted` is what the strategy's paper says, `simulated` the simulator with
-the costs measured on this computer. A run that fails is a row that says why.
+and the cpu lane are held to stated rates. `predicted` is what the strategy's model says, `simulated` the simulator with
+the costs measured on this computer, under the policy that the emulated run had planned: what a policy is worth is asked
+of both, not which one each of them prefers. A run that fails is a row that says why.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -38,6 +39,9 @@ GIVES_POLICY = "moelightning"
 GIVEN = ("batch_size", "micro_batch_size", "gpu_ffn", "resident_weights", "resident_kv")  # attention is the schedule's
 
 
+Run = tuple[dict[str, Any], Path]  # summary and folder
+
+
 def available() -> list[str]:
     return sorted(path.stem for path in (ROOT / "conf" / "strategy").glob("*.yaml") if not path.stem.startswith("_"))
 
@@ -54,6 +58,15 @@ class Variant:
     def overrides(self, common: Sequence[str]) -> list[str]:
         rates = [f"hardware.{lane}_gb_s={self.link_gb_s}" for lane in ("h2d", "d2h")]
         return [f"strategy={self.strategy}", *common, *rates, *self.settings]
+
+
+def decided(variant: Variant, plan: Mapping[str, Any]) -> list[str]:
+    """Overrides for what the variant's settings leave to its planner, as the plan of a run has it."""
+    strategy = composed_values(variant.overrides(()))["strategy"]
+    policy = strategy.get("policy", {})
+    return [f"strategy.{name}={plan[name]}" for name, value in strategy.items() if value is None and name in plan] + [
+        f"strategy.policy.{name}={plan[name]}" for name, value in policy.items() if value is None and name in plan
+    ]
 
 
 def takes_policy(name: str) -> bool:
@@ -74,7 +87,7 @@ def rows(
 ) -> Iterator[Row]:
     """By link rate, own policies first."""
     planned = {link: [Variant(name, link) for name in strategies] for link in links_gb_s}
-    found: dict[Variant, list[dict[str, Any]]] = {}
+    found: dict[Variant, list[Run]] = {}
     refused: dict[Variant, str] = {}
     for repeat in range(repeats):
         for link_gb_s, variants in planned.items():
@@ -86,21 +99,23 @@ def rows(
                     print(f"{variant}: {refused[variant]}", flush=True)
                     continue
                 print(f"{variant}: {summary['throughput_tok_s']:.4g} tok/s, {folder}", flush=True)
-                found.setdefault(variant, []).append(summary)
+                found.setdefault(variant, []).append((summary, folder))
                 if not repeat and variant.strategy == GIVES_POLICY:
                     variants += with_policy_of(folder, strategies, link_gb_s)
     for variants in planned.values():
-        floor_tok_s = median(s["throughput_tok_s"] for s in found[variants[0]]) if variants[0] in found else None
+        floor_tok_s = median(map(_tok_s, found[variants[0]])) if variants[0] in found else None
         for variant in variants:
             if variant in refused:
                 yield {**_names(variant), "why_not": refused[variant]}
             else:
-                yield _row(variant, found[variant], floor_tok_s, strategies[0], simulated_tok_s(variant, common))
+                yield _row(variant, found[variant], floor_tok_s, strategies[0], common)
 
 
-def simulated_tok_s(variant: Variant, common: Sequence[str]) -> float | None:
-    """None, and a line that says why, where the calibration or the plan does not fit."""
-    values = composed_values(["machine=simulated", *variant.overrides(common), "hardware=local"])
+def simulated_tok_s(variant: Variant, common: Sequence[str], folder: Path) -> float | None:
+    """Under the policy of the run in `folder`. None, and a line that says why, where the calibration or the plan does
+    not fit."""
+    planned = decided(variant, read_json(folder / "plan.json")["plan"])
+    values = composed_values(["machine=simulated", *variant.overrides(common), *planned, "hardware=local"])
     try:
         summary = make_plan(values, log=lambda text: None).summary
     except (ConfigError, DoesNotFit) as error:
@@ -114,10 +129,15 @@ def _names(variant: Variant) -> Row:
     return {"strategy": variant.strategy, "policy": variant.policy, "link_gb_s": variant.link_gb_s}
 
 
-def _row(variant: Variant, runs: list[dict[str, Any]], floor_tok_s: float | None, first: str, simulated: float) -> Row:
-    rates = sorted(s["throughput_tok_s"] for s in runs)
+def _tok_s(of: Run) -> float:
+    return float(of[0]["throughput_tok_s"])
+
+
+def _row(variant: Variant, runs: list[Run], floor_tok_s: float | None, first: str, common: Sequence[str]) -> Row:
+    rates = sorted(map(_tok_s, runs))
     emulated = median(rates)
-    middle = min(runs, key=lambda s: abs(s["throughput_tok_s"] - emulated))
+    middle, folder = min(runs, key=lambda of: abs(_tok_s(of) - emulated))
+    simulated = simulated_tok_s(variant, common, folder)
     predicted, busy = middle["predicted_throughput_tok_s"], middle["utilization"]
     busiest = max(busy, key=lambda lane: busy[lane])
     return {

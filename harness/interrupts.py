@@ -1,15 +1,25 @@
-"""An interrupt that Python drops is sent again."""
+"""Ctrl-C: what Python drops of it is sent again, and a command that it ends says so in a word."""
 
 from __future__ import annotations
 
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+INTERRUPTED = 130  # exit code, as shells have it
 _AGAIN_AFTER_S = 0.05  # the finaliser has returned by then; where not, the interrupt is dropped and sent once more
+
+
+def exit_code(command: Callable[[], int]) -> int:
+    """That of `command`, whose traceback at Ctrl-C would tell a user nothing."""
+    try:
+        return command()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from harness.command_line import composed_values, explained
 from harness.config import ConfigError
+from harness.interrupts import exit_code
 from harness.plan_tables import does_not_fit_table, memory_and_policy_tables, throughput_table
 from harness.planning import DoesNotFit, Plan, draft_plan, make_plan, simulated
 from harness.record.terminal import Progress
@@ -81,4 +82,4 @@ def _count(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

@@ -29,6 +29,7 @@ from harness.calibration.undisturbed import MAX_TAKEN_SHARE
 from harness.command_line import composed_values
 from harness.experiment import run_experiment
 from harness.hardware.steal import read_cpu_times
+from harness.interrupts import exit_code
 from harness.plan import make_plan
 from harness.preparing import load_model
 from harness.record.provenance import code_version, environment, fingerprint, shown_command
@@ -186,4 +187,4 @@ def merge_calibrations(paths: Sequence[Path]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.interrupts import exit_code
 from harness.machine.base import Span
 from harness.record.spans import lane_order
 from harness.record.trace import TraceError, read_trace
@@ -153,4 +154,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

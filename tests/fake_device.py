@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,12 +34,13 @@ class FakeStream:
 
     def __init__(self, device: FakeDevice, number: int, urgent: bool) -> None:
         self.number, self.urgent, self.device = number, urgent, device
-        self.actions: deque[Callable[[], Any]] = deque()
+        self.actions: deque[tuple[Callable[[], Any], bool]] = deque()
         threading.Thread(target=self._work, name=f"fake stream {number}", daemon=True).start()
 
-    def push(self, action: Callable[[], Any]) -> None:
+    def push(self, action: Callable[[], Any], *, at_once: bool = False) -> None:
+        """`at_once`: whoever sees what the action did also sees that it is over."""
         with self.device.changed:
-            self.actions.append(action)
+            self.actions.append((action, at_once))
             self.device.changed.notify_all()
 
     def _work(self) -> None:
@@ -47,10 +49,14 @@ class FakeStream:
                 self.device.changed.wait_for(lambda: (self.actions and not self.device.held) or self.device.closed)
                 if self.device.closed:
                     return
-                action = self.actions[0]
+                action, at_once = self.actions[0]
             self.device.pause()
             try:
-                action()
+                with self.device.changed if at_once else nullcontext():
+                    action()
+                    if at_once:
+                        self.actions.popleft()
+                        continue
             except BaseException as error:  # what a kernel does wrong shows at the next event, and ends everything
                 self.device.broken = self.device.broken or error
             with self.device.changed:
@@ -66,6 +72,7 @@ class FakeDevice:
     """
 
     name = "fake device"
+    has_bfloat16 = True
     pci_bus_id = None
 
     def __init__(self, seed: int = 0, *, longest_pause_s: float = 3e-4, total_bytes: int = 1 << 30) -> None:
@@ -112,6 +119,9 @@ class FakeDevice:
             raise torch.OutOfMemoryError(f"{nbytes} bytes asked, {self._limit_bytes} allowed")
         return torch.empty(nbytes, dtype=torch.uint8)
 
+    def release_unused(self) -> None:
+        self.blocking.append("release unused")
+
     def pin(self, memory: torch.Tensor) -> None:
         self.blocking.append("pin")
         if sum(self.pinned.values()) + memory.nbytes > self.unpinnable_from:
@@ -138,7 +148,7 @@ class FakeDevice:
                 event.device_s = CLOCK_OFFSET_S + time.monotonic() * CLOCK_RATE
                 self.changed.notify_all()
 
-        stream.push(reach)
+        stream.push(reach, at_once=True)
 
     def wait(self, stream: FakeStream, event: FakeEvent) -> None:
         turn = event.recorded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import tarfile
 import threading
 import time
@@ -13,10 +14,11 @@ import pytest
 import yaml
 
 from benchmarks import gpu
-from benchmarks.gpu_stages import packing, runs
+from benchmarks.gpu_stages import packing, processes, runs
 from benchmarks.gpu_stages import record as record_module
 from benchmarks.gpu_stages.plan import dry_scale, gpu_scale
-from benchmarks.gpu_stages.record import Record
+from benchmarks.gpu_stages.processes import run_in_processes
+from benchmarks.gpu_stages.record import DeviceLost, Record
 from benchmarks.gpu_stages.table import markdown
 from harness.calibration import together, undisturbed
 from tests.conftest import ROOT
@@ -110,6 +112,109 @@ def test_stages_fail_alone_and_do_not_begin_without_time(tmp_path, capsys):
     assert stages["broken"]["reason"] == "OSError: no space"
     assert stages["broken"]["runs"] == {"one": {"status": "ok"}}, "what it had found stays"
     assert "it needs 600 s" in markdown({**record.content})
+
+
+STAGES_THAT_BREAK_OFF = """
+import os, signal, sys
+from pathlib import Path
+from benchmarks.gpu_stages.processes import DEVICE_LOST
+from benchmarks.gpu_stages.processes import run_in_processes
+from benchmarks.gpu_stages.record import DeviceLost, Record
+
+record = Record(Path(sys.argv[1]), None, budget_s=float(sys.argv[3]), after=lambda content: None)
+ends = {
+    ("tokens", "b"): lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    ("strategies", "a"): lambda: os._exit(DEVICE_LOST),
+}
+
+def runs(name):
+    done = dict(record.found(name).get("runs", {}))
+    for row in (row for row in "abc" if row not in done):
+        record.keep(name, {"runs": {**done, row: "under way"}})
+        ends.get((name, row), int)()
+        done[row] = f"ok in {os.getpid()}"
+    return {"runs": done}
+
+def stage(name):
+    if name == "ceilings":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return runs(name) if name in ("tokens", "strategies") else {"process": os.getpid()}
+
+for name in sys.argv[2].split(","):
+    record.run(name, lambda left_s: stage(name), needs_s=0.0)
+"""
+
+
+def test_a_process_that_breaks_off_takes_no_other_stage_along(tmp_path):
+    record = Record(tmp_path, {"title": "t", "facts": {}}, budget_s=100.0, after=lambda content: None)
+    started = []
+
+    def command(stages, left_s):
+        started.append(list(stages))
+        return [sys.executable, "-c", STAGES_THAT_BREAK_OFF, str(tmp_path), ",".join(stages), str(left_s)]
+
+    run_in_processes(gpu.STAGES, record, command)
+    assert started == [
+        ["build", "tokens", "ceilings"], ["tokens", "ceilings"],
+        ["memory", "strategies", "calibrate", "simulate"], ["memory", "strategies", "calibrate", "simulate"],
+        ["peer"],
+    ]  # fmt: skip
+    stages = record.content["stages"]
+    assert [name for name, stage in stages.items() if stage["status"] != "ok"] == ["ceilings"]
+    assert stages["ceilings"]["reason"] == "the process ended by SIGKILL"
+    for name, broken in (("tokens", "b"), ("strategies", "a")):
+        rows = stages[name]["runs"]
+        assert set(rows) == {"a", "b", "c"} and [row for row in rows if rows[row] == "under way"] == [broken]
+    pinned_by = stages["memory"]["process"]
+    assert stages["strategies"]["runs"]["b"] == f"ok in {pinned_by}", "memory is pinned anew by who uses it"
+
+
+def test_a_process_that_hangs_ends_with_its_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "_GRACE_S", 0.2)
+    monkeypatch.setattr(processes, "_LEAST_S", 0.0)
+    record = Record(tmp_path, {"title": "t", "facts": {}}, budget_s=0.5, after=lambda content: None)
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    run_in_processes(["build", "peer"], record, lambda stages, left_s: sleep)
+    assert record.content["stages"]["build"] == {
+        "status": "failed", "reason": "the process did not end within its time", "seconds": 0.0,
+    }  # fmt: skip
+    assert "peer" not in record.content["stages"], "there is no time left for it"
+
+
+def test_time_is_kept_for_what_follows_the_strategies(tmp_path):
+    record, given = Record(tmp_path, {"title": "t", "facts": {}}, budget_s=500.0, after=lambda content: None), {}
+
+    def command(stages, left_s):
+        given[stages[0]] = left_s
+        return [sys.executable, "-c", ""]
+
+    run_in_processes(["tokens", "strategies", "peer"], record, command)
+    assert given["tokens"] > 490 and 380 < given["strategies"] < 392 and given["peer"] > 480
+
+
+def test_runs_that_were_done_before_are_not_done_again(tmp_path, monkeypatch):
+    asked, kept, scale = [], [], dry_scale("moelens,ondemand")
+    monkeypatch.setattr(runs, "tiny_models", lambda: ["mixtral-tiny"])
+    monkeypatch.setattr(runs, "run", lambda overrides, box_s: asked.append(overrides[0]) or {"status": "ok"})
+    done = {"moelens": {"status": "failed"}}
+    found = runs.measure_strategies(scale, tmp_path, [], 60.0, kept.append, done)
+    assert found == kept[-1] == {"runs": {"moelens": {"status": "failed"}, "ondemand": {"status": "ok"}}}
+    assert "while this was under way" in kept[0]["runs"]["ondemand"]["error"], "should the process end now"
+    done = {"moelens mixtral-tiny": {"status": "failed"}}
+    assert runs.check_tokens(scale, tmp_path, 60.0, kept.append, done)["exact"] == 1
+    assert asked == ["strategy=ondemand"] * 2
+
+
+def test_a_device_that_has_failed_ends_the_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "run", lambda overrides, box_s: {"status": "failed"})
+    monkeypatch.setattr(runs, "device_lost", lambda: "an illegal memory access was encountered")
+    record = Record(tmp_path, {"title": "t", "facts": {}}, budget_s=60.0, after=lambda content: None)
+    with pytest.raises(DeviceLost, match="illegal memory access"):
+        record.run("strategies", lambda left_s: runs.measure_strategies(
+            dry_scale("moelens,ondemand"), tmp_path, [], left_s, lambda found: record.keep("strategies", found)
+        ), needs_s=0.0)  # fmt: skip
+    stage = json.loads((tmp_path / "gpu.json").read_text())["stages"]["strategies"]
+    assert stage == {"status": "under way", "runs": {"moelens": {"status": "failed"}}}
 
 
 def test_a_stage_ends_with_the_budget_and_keeps_what_it_has_found(tmp_path, capsys):
@@ -212,27 +317,8 @@ def test_without_a_gpu_it_says_so(tmp_path, capsys, monkeypatch):
         gpu.main(["--strategies", "moelense"])
 
 
-def test_the_outside_peer_generates_and_stops_in_time(tmp_path):
-    """transformers on this CPU in the place of a GPU: everything but the offload itself."""
-    import torch
-
-    from benchmarks.gpu_stages import accelerate_peer as peer
-
-    entries = {
-        "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
-        "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48, "vocab_size": 300,
-        "max_position_embeddings": 128,
-    }  # fmt: skip
-    model = peer.random_model(entries)
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-    batch = peer.left_padded([[5, 6, 7], [8]], "cpu")
-    assert batch["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
-    for box_s, steps in ((60.0, 4), (0.0, 1)):
-        path = tmp_path / "answer.json"
-        watch = peer.Watch({"system": "test"}, path, box_s)
-        begun_s = time.perf_counter()
-        model.generate(**batch, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0,
-                       stopping_criteria=[watch])  # fmt: skip
-        answer = json.loads(path.read_text())
-        assert (answer["steps"], answer["generated_tokens"]) == (steps, 2 * steps)
-        assert answer["generation_s"] <= time.perf_counter() - begun_s
+def test_processes_are_asked_for_the_same_sizes():
+    given = ["--out", "there", "--stages", "tokens,strategies", "--budget-s", "500", "--kv-gb", "7"]
+    args = gpu.arguments(gpu.child_command(given, 131.25, ["strategies"], 99.0)[2:])
+    assert (args.stages, args.budget_s, args.host_gb, args.kv_gb, args.go_on) == ("strategies", 99.0, 131.25, 7.0, True)
+    assert str(args.out) == "there"

@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu_stages.accelerate_peer ASKED.json ANSWER.json
 
-As many layers as fit half of the device memory stay there, the others come over the link with every forward pass, which
-is how accelerate is used where a model does not fit. The answer is written after every token.
+As many layers as fit a quarter of the device memory stay there, the others come over the link with every forward pass,
+which is how accelerate is used where a model does not fit. The rest is for the sequences: as many at once as are asked
+for, or half of them, and so on, until they fit. The answer is written after every token.
 """
 
 from __future__ import annotations
@@ -43,14 +44,20 @@ def random_model(entries: dict[str, Any]) -> Any:
 
 
 def offloaded(model: Any, device_gb: float) -> Any:
-    """On the first GPU within `device_gb`, half of it for weights that stay."""
-    from accelerate import dispatch_model, infer_auto_device_map
+    """On the first GPU within `device_gb`, a quarter of it for weights that stay."""
+    from accelerate import dispatch_model
 
     memory = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, device_gb * 1e9 / memory), 0)
-    limits = {0: int(device_gb * 0.5e9), "cpu": 1 << 42}
-    devices = infer_auto_device_map(model, max_memory=limits, no_split_module_classes=["MixtralDecoderLayer"])
-    return dispatch_model(model, devices, main_device=0)
+    return dispatch_model(model, placed(model, device_gb * 0.25e9), main_device=0)
+
+
+def placed(model: Any, resident_bytes: float) -> dict[str, Any]:
+    """Whole layers on the GPU as far as that goes, the others in host memory."""
+    from accelerate import infer_auto_device_map
+
+    limits = {0: int(resident_bytes), "cpu": 1 << 42}
+    return dict(infer_auto_device_map(model, max_memory=limits, no_split_module_classes=["MixtralDecoderLayer"]))
 
 
 def left_padded(prompts: list[list[int]], device: str) -> dict[str, torch.Tensor]:
@@ -80,6 +87,34 @@ class Watch(StoppingCriteria):
         return torch.full((len(input_ids),), seconds > self._box_s, dtype=torch.bool, device=input_ids.device)
 
 
+def generate(model: Any, asked: dict[str, Any], answer: dict[str, Any], path: Path) -> None:
+    """As many of the prompts at once as the device's memory holds: halved until they fit."""
+    prompts, device = asked["prompts"], "cpu" if asked["dry"] else "cuda"
+    while not _fits(model, prompts, device, asked, Watch({**answer, "batch": len(prompts)}, path, asked["box_s"])):
+        if len(prompts) == 1:
+            raise MemoryError("not even one sequence fits")
+        prompts = prompts[: len(prompts) // 2]
+        print(f"   out of device memory; now with {len(prompts)} sequences", file=sys.stderr, flush=True)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _fits(model: Any, prompts: list[list[int]], device: str, asked: dict[str, Any], watch: Watch) -> bool:
+    try:
+        with torch.inference_mode():
+            model.generate(
+                **left_padded(prompts, device),
+                max_new_tokens=asked["max_new_tokens"],
+                min_new_tokens=asked["max_new_tokens"],
+                do_sample=False,
+                pad_token_id=0,
+                stopping_criteria=StoppingCriteriaList([watch]),
+            )
+    except torch.OutOfMemoryError:  # what the error holds is gone when this returns
+        return False
+    return True
+
+
 def main() -> int:
     asked = json.loads(Path(sys.argv[1]).read_text())
     begun_s = time.perf_counter()
@@ -89,20 +124,10 @@ def main() -> int:
         model = offloaded(model, asked["device_gb"])
     answer = {
         "system": "transformers, without offload (dry)" if dry else "accelerate, layers in host memory",
-        "batch": len(asked["prompts"]),
         "weights_source": "random weights, bfloat16",
         "setup_s": time.perf_counter() - begun_s,
     }
-    watch = Watch(answer, Path(sys.argv[2]), asked["box_s"])
-    with torch.inference_mode():
-        model.generate(
-            **left_padded(asked["prompts"], "cpu" if dry else "cuda"),
-            max_new_tokens=asked["max_new_tokens"],
-            min_new_tokens=asked["max_new_tokens"],
-            do_sample=False,
-            pad_token_id=0,
-            stopping_criteria=StoppingCriteriaList([watch]),
-        )
+    generate(model, asked, answer, Path(sys.argv[2]))
     return 0
 
 

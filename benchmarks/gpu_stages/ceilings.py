@@ -71,17 +71,22 @@ def _seconds(run: Callable[[], Any], device: str) -> float:
 def links(nbytes: int) -> dict[str, Any]:
     """Pinned copies alone and both at once; then through the data mover, by packet size: what packets cost."""
     from harness.machine.device.links import link_rates_gb_s
+    from harness.machine.device.pinned import HostMemory
     from harness.machine.device.runtime import TorchCudaRuntime
 
-    runtime = TorchCudaRuntime()
-    pinned = {name: torch.ones(nbytes, dtype=torch.uint8).pin_memory() for name in ("h2d", "d2h")}
-    found: dict[str, Any] = {}
-    for name, memory in pinned.items():
-        found[f"{name}_gb_s"] = round(link_rates_gb_s(runtime, {name: memory})[name], 2)
-    both = link_rates_gb_s(runtime, pinned)
-    found["together_gb_s"] = {name: round(rate, 2) for name, rate in both.items()}
-    found["mover_h2d_gb_s"] = {f"{size} MB": _mover_gb_s(pinned["h2d"], size) for size in _PACKETS_MB}
-    return found
+    runtime, host = TorchCudaRuntime(), HostMemory()  # torch's own pinned memory would stay taken
+    pinned = {name: host.pinned(nbytes, name, runtime, print) for name in ("h2d", "d2h")}
+    try:
+        found: dict[str, Any] = {}
+        for name, memory in pinned.items():
+            found[f"{name}_gb_s"] = round(link_rates_gb_s(runtime, {name: memory})[name], 2)
+        both = link_rates_gb_s(runtime, pinned)
+        found["together_gb_s"] = {name: round(rate, 2) for name, rate in both.items()}
+        found["mover_h2d_gb_s"] = {f"{size} MB": _mover_gb_s(pinned["h2d"], size) for size in _PACKETS_MB}
+        return found
+    finally:
+        for memory in pinned.values():
+            host.give_back(memory, runtime)
 
 
 def _mover_gb_s(pinned: torch.Tensor, packet_mb: int) -> float:

@@ -10,11 +10,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_stages.plan import MODEL, ROOT, Scale
+from benchmarks.gpu_stages.plan import MODEL, ROOT, Scale, free_host_gb
 from harness.command_line import composed_values
 from harness.model.planned import planned_model
 from harness.preparing import load_model, load_workload
 from harness.settings import parse_settings
+
+_SPARE_GB = 4.0  # of host memory, beside the weights
 
 
 def measure(scale: Scale, out: Path, left_s: float, *, batch: int) -> dict[str, Any]:
@@ -22,6 +24,9 @@ def measure(scale: Scale, out: Path, left_s: float, *, batch: int) -> dict[str, 
         return {"peer": None, "reason": "accelerate is not installed: pip install accelerate"}
     settings = parse_settings(composed_values([*scale.workload(), "machine=simulated"]))
     spec = planned_model(settings.model).spec
+    needed_gb, free_gb = spec.model_bytes / 1e9 + _SPARE_GB, free_host_gb()
+    if not scale.dry and free_gb < needed_gb:
+        return {"peer": None, "reason": f"it needs {needed_gb:.0f} GB of host memory, of which {free_gb:.0f} are free"}
     workload = load_workload(settings, load_model(settings, has_tensors=False))
     prompts = [list(request.prompt_ids) for request in workload.requests[:batch]]
     asked = {

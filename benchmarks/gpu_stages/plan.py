@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from harness.machine.device.pinned import free_bytes_by_limit
+
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "mixtral-8x7b"
 _SYSTEM_GB = 10.0  # of host memory that is left to the system, Python and buffers
@@ -82,13 +84,12 @@ def gpu_scale(
     attention = 2 * hidden * hidden + 2 * hidden * kv_dim
     layer_gb = 2e-9 * (attention + 3 * dimensions["num_experts"] * hidden * expert)
     ends_gb = 2e-9 * 2 * dimensions["vocab_size"] * hidden
-    host_gb = host_gb or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    usable_gb = host_gb - _SYSTEM_GB
-    kv_gb = kv_gb or min(24.0, usable_gb / 5)
+    usable_gb = (host_gb or free_host_gb()) - _SYSTEM_GB
+    kv_gb = kv_gb or min(20.0, usable_gb / 5)
     wanted = min(most_layers or dimensions["num_layers"], dimensions["num_layers"])
     layers = int(min(wanted, (usable_gb - kv_gb - ends_gb - 2.0) / layer_gb))
     if layers < 2:
-        raise SystemExit(f"{host_gb:.0f} GB of host memory hold fewer than two layers of {layer_gb:.1f} GB")
+        raise SystemExit(f"{usable_gb:.0f} GB of host memory hold fewer than two layers of {layer_gb:.1f} GB")
     kv_token_gb = 4e-9 * kv_dim * layers
     fitting = int(0.95 * kv_gb / (kv_token_gb * (98 + 16 + new_tokens)))  # mean prompt, and half a block lost
     return Scale(
@@ -97,6 +98,12 @@ def gpu_scale(
         num_requests=requests or max(fitting, 8), max_new_tokens=new_tokens, packet_mb=64.0, box_s=box_s,
         token_requests=8, gemm_size=8192, memory_bytes=1 << 30,
     )  # fmt: skip
+
+
+def free_host_gb() -> float:
+    """What the system and the control group give at this moment."""
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([installed, *free_bytes_by_limit().values()]) / 1e9
 
 
 def strategies(names: str | None = None) -> dict[str, dict[str, Any]]:

@@ -8,13 +8,15 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from harness.interrupts import interrupts_kept
-from harness.record.files import plain
+from harness.record.files import plain, read_json
+
+_UNDER_WAY = "under way"
 
 Stage = Callable[[float], dict[str, Any]]  # seconds that are left -> what it found
 
@@ -46,14 +48,40 @@ def boxed(seconds: float) -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-class Record:
-    """`gpu.json` in a folder. `after` is called with all results whenever one has come."""
+class DeviceLost(RuntimeError):
+    """The GPU has failed for this process: no stage behind this one can use it."""
 
-    def __init__(self, folder: Path, facts: dict[str, Any], *, budget_s: float, after: Callable[[dict], None]) -> None:
+
+class Record:
+    """`gpu.json` in a folder: a new one, or without `facts` the one that is there, to go on with. `after` is called
+    with all results whenever one has come."""
+
+    def __init__(
+        self, folder: Path, facts: dict[str, Any] | None, *, budget_s: float, after: Callable[[dict], None]
+    ) -> None:
         self._path = folder / "gpu.json"
         self._started_s, self._budget_s, self._after = time.monotonic(), budget_s, after
-        self.content: dict[str, Any] = {**facts, "stages": {}}
+        self.content: dict[str, Any] = {**facts, "stages": {}} if facts is not None else read_json(self._path)
         self.save()
+
+    def reload(self) -> None:
+        """As another process has left it."""
+        self.content = read_json(self._path)
+
+    def found(self, name: str) -> dict[str, Any]:
+        """What a stage has found, as far as it got."""
+        found: dict[str, Any] = self.content["stages"].get(name, {})
+        return found
+
+    def broken_off(self, names: Sequence[str], reason: str) -> list[str]:
+        """A process for these stages ended before it had done them all. Those that another one should do: what had not
+        begun, and what had begun run by run, from the next run on."""
+        undone = [name for name in names if self.found(name).get("status", _UNDER_WAY) == _UNDER_WAY]
+        first = next((name for name in undone if self.found(name)), undone[0] if undone else None)
+        if first is not None and "runs" not in self.found(first):
+            self._put(first, {"status": "failed", "reason": reason}, 0.0)
+            undone.remove(first)
+        return undone
 
     @property
     def left_s(self) -> float:
@@ -67,6 +95,7 @@ class Record:
             return None
         begun_s = time.monotonic()
         print(f"== {name} ({self.left_s:.0f} s left)", flush=True)
+        self.keep(name, {key: value for key, value in self.found(name).items() if key == "runs"})
         over = threading.Event()
         try:
             with boxed(self.left_s) as over:
@@ -76,6 +105,8 @@ class Record:
                 raise
             self._put(name, {"status": "cut off", "reason": f"the budget of {self._budget_s:.0f} s is spent"}, begun_s)
             return None
+        except DeviceLost:
+            raise
         except Exception as error:  # the other stages may still tell something
             traceback.print_exc()
             self._put(name, {"status": "failed", "reason": f"{type(error).__name__}: {error}"}, begun_s)
@@ -85,7 +116,7 @@ class Record:
 
     def keep(self, name: str, found: dict[str, Any]) -> None:
         """What a stage that is under way has found so far."""
-        self.content["stages"][name] = {"status": "under way", **found}
+        self.content["stages"][name] = {"status": _UNDER_WAY, **found}
         self.save()
 
     def _put(self, name: str, found: dict[str, Any], begun_s: float) -> None:

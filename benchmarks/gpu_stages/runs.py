@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_stages.plan import MODEL, Scale, tiny_models
-from benchmarks.gpu_stages.record import boxed
+from benchmarks.gpu_stages.record import DeviceLost, boxed
 from harness.command_line import composed_values, explained
 from harness.experiment import RunFailed, run_experiment
 from harness.machine.build import load_machine
+from harness.machine.cuda import device_lost
 from harness.memory.weights import stored_bytes
 from harness.model.gpu_kernels import warm_up
 from harness.model.planned import planned_model
@@ -30,6 +31,7 @@ _KEPT = (
 
 _LEAST_BOX_S = 10.0  # less shows nothing
 _NO_TIME = {"status": "skipped", "error": "no time left"}
+_BROKEN_OFF = {"status": "failed", "error": "the process ended while this was under way"}
 
 
 def run(overrides: Sequence[str], *, box_s: float) -> dict[str, Any]:
@@ -59,8 +61,10 @@ def _summary(folder: Path | None) -> dict[str, Any]:
 
 
 def strategy_overrides(name: str, values: dict[str, Any], scale: Scale) -> list[str]:
-    """Packets are as large as the link needs, where the strategy cuts its transfers into packets."""
-    return [f"strategy={name}", *([f"strategy.packet_mb={scale.packet_mb:g}"] if "packet_mb" in values else [])]
+    """Packets are as large as the link needs, where the strategy cuts its transfers into packets. All take the weights
+    from pinned memory: beside that, the host would not hold them in pageable memory for those that stage them."""
+    changes = {"packet_mb": f"{scale.packet_mb:g}", "staging": "false"}
+    return [f"strategy={name}", *(f"strategy.{key}={value}" for key, value in changes.items() if key in values)]
 
 
 def compile_kernels() -> dict[str, float]:
@@ -75,16 +79,21 @@ def compile_kernels() -> dict[str, float]:
     return seconds
 
 
-def check_tokens(scale: Scale, results: Path, left_s: float, keep: Any) -> dict[str, Any]:
-    """Every strategy on every tiny checkpoint, all tokens against Hugging Face, as far as the time goes."""
-    rows: dict[str, dict[str, Any]] = {}
-    cases = [(model, name) for model in tiny_models() for name in scale.strategies]
+Rows = dict[str, dict[str, Any]]  # what runs have found, by their names
+
+
+def check_tokens(scale: Scale, results: Path, left_s: float, keep: Any, done: Rows | None = None) -> dict[str, Any]:
+    """Every strategy on every tiny checkpoint, all tokens against Hugging Face, as far as the time goes. Those that
+    were `done` are not done again."""
+    rows = dict(done or {})
+    cases = [(model, name) for model in tiny_models() for name in scale.strategies if f"{name} {model}" not in rows]
     end_s = time.monotonic() + left_s
     for number, (model, name) in enumerate(cases):
         box_s = max(_LEAST_BOX_S, (end_s - time.monotonic()) / (len(cases) - number))
         if time.monotonic() >= end_s:
             rows[f"{name} {model}"] = _NO_TIME
             continue
+        keep({"runs": {**rows, f"{name} {model}": _BROKEN_OFF}})
         found = run(
             [
                 f"strategy={name}", f"model={model}", f"machine={scale.machine}", "hardware=laptop", "verify=all",
@@ -96,6 +105,7 @@ def check_tokens(scale: Scale, results: Path, left_s: float, keep: Any) -> dict[
         rows[f"{name} {model}"] = {k: found.get(k) for k in ("status", "error", "verify", "folder")}
         print(f"   {name} {model}: {found['status']} {found.get('error') or ''}", flush=True)
         keep({"runs": rows})
+        _require_device()
     return {"runs": rows, "exact": sum(r["status"] == "ok" for r in rows.values()), "of": len(rows)}
 
 
@@ -118,10 +128,12 @@ def take_memory(scale: Scale) -> dict[str, Any]:
     return {"taken_gb": total_gb, "gb_s": total_gb / seconds}
 
 
-def measure_strategies(scale: Scale, results: Path, rates: Sequence[str], left_s: float, keep: Any) -> dict[str, Any]:
-    """Every strategy on the same weights, prompts and memory, one after the other."""
-    rows: dict[str, dict[str, Any]] = {}
-    todo = list(scale.strategies.items())
+def measure_strategies(
+    scale: Scale, results: Path, rates: Sequence[str], left_s: float, keep: Any, done: Rows | None = None
+) -> dict[str, Any]:
+    """Every strategy on the same weights, prompts and memory, one after the other; `done` as above."""
+    rows = dict(done or {})
+    todo = [(name, values) for name, values in scale.strategies.items() if name not in rows]
     end_s = time.monotonic() + left_s
     for number, (name, values) in enumerate(todo):
         share_s = (end_s - time.monotonic()) / (len(todo) - number)
@@ -129,6 +141,7 @@ def measure_strategies(scale: Scale, results: Path, rates: Sequence[str], left_s
             rows[name] = _NO_TIME
             keep({"runs": rows})
             continue
+        keep({"runs": {**rows, name: _BROKEN_OFF}})
         found = run(
             [
                 *strategy_overrides(name, values, scale), *scale.workload(), *rates, f"machine={scale.machine}",
@@ -141,4 +154,11 @@ def measure_strategies(scale: Scale, results: Path, rates: Sequence[str], left_s
         print(f"   {name}: {found['status']} {'-' if rate is None else f'{rate:.1f} tok/s'} "
               f"{found.get('error') or ''}", flush=True)  # fmt: skip
         keep({"runs": rows})
+        _require_device()
     return {"runs": rows}
+
+
+def _require_device() -> None:
+    lost = device_lost()
+    if lost is not None:
+        raise DeviceLost(lost)

@@ -84,8 +84,23 @@ class CpuExpert(Op):
         )
 
 
+class Fill(Op):
+    """Random numbers into keys or values of a cache, so that attention's results differ from token to token, and with
+    them the experts that the router chooses: over memory as it happens to be, all tokens may choose the same."""
+
+    kind: ClassVar[str] = "fill"
+
+    def __init__(self, buffer: Buffer, cache: KVCache) -> None:
+        self.buffer, self.cache = buffer, cache
+        self.writes = (buffer,)
+
+    def run(self, ctx: Context, packet: int) -> None:
+        ctx.tensor(self.buffer, self.cache.shape, self.cache.dtype).normal_()
+
+
 class Bench:
-    """Device memory for two layers and two micro-batches of `max_tokens`, and ops over them. `close` gives it back."""
+    """Device memory for two layers and two micro-batches of `max_tokens`, and ops over them. `close` gives it back;
+    what the engine's cache held is lost."""
 
     RESERVED_BYTES = _STAGING_BYTES + _DEVICE_KV_BYTES + _TABLES_BYTES  # of the device, beside layers and activations
 
@@ -103,6 +118,10 @@ class Bench:
             )
             for i in (0, 1)
         ]
+        for cache in filter(None, (self.kv, engine.kv.host)):
+            for buffer in (*cache.keys, *cache.values):
+                machine.submit(GPU if cache.on_device else CPU, Fill(buffer, cache))
+        machine.drain()
         self.kept = machine.tiers["pinned"].reserve(
             "bench kept hidden", max_tokens * spec.hidden_dim * spec.dtype_bytes
         )
@@ -181,7 +200,8 @@ class Bench:
         part = load("attention_in")
         for it in its:
             emit.attention_in(it, layer, part)
-        self._attention(emit, its[0], layer)
+        for it in its:
+            self._attention(emit, it, layer)
         self.cpu_expert(emit, its[0].batch.num_tokens)
         if self.staged is not None:
             emit.submit(PIN, self.stage())
@@ -206,7 +226,8 @@ class Bench:
             layer, part = self.stream.layer(index), self.stream.part
             for it in its:
                 emit.attention_in(it, layer, part(index, "attention_in"))
-            self._attention(emit, its[0], layer)
+            for it in its:
+                self._attention(emit, it, layer)
             for it in its:
                 emit.attention_out(it, layer, part(index, "attention_out"))
             experts = self.stream.experts(index)

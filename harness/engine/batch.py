@@ -171,8 +171,16 @@ class CachedRows:
     @cached_property
     def flat_blocks(self) -> np.ndarray:
         """int32, the blocks of the first decoding sequence's context, then those of the second, and so on."""
-        used = -(-self.context_lens // self._batch.block_size)
-        return self.block_tables[np.arange(self.block_tables.shape[1]) < used[:, None]]
+        return self._flat(self.block_tables, self.context_lens)
+
+    @cached_property
+    def flat_padding_blocks(self) -> np.ndarray:
+        """The same of the padding of those that have any, from the block in which it begins."""
+        return self._flat(self.padding_tables, self.padding)
+
+    def _flat(self, tables: np.ndarray, lens: np.ndarray) -> np.ndarray:
+        used = -(-lens // self._batch.block_size)
+        return tables[np.arange(tables.shape[1]) < used[:, None]]
 
     def num_seen_tokens(self, spec: ModelSpec, layer: int) -> int:
         """Those that lie within the layer's window."""

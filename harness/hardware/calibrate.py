@@ -20,6 +20,7 @@ from harness.calibration.fitting import typical_by_features
 from harness.calibration.local import measure, table_path
 from harness.calibration.table import ALONE, BESIDE_GPU, BESIDE_GPU_AND_LINK, BESIDE_LINK, CalibrationTable, Company
 from harness.command_line import composed_values, explained
+from harness.interrupts import exit_code
 from harness.machine.base import LaneKind
 from harness.model.cache import CACHE_VARIABLE, make_writable
 from harness.preparing import load_model
@@ -117,4 +118,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

@@ -217,6 +217,7 @@ class Machine(ABC):
     poisons: bool = False  # buffers are filled with NaN when acquired and when released
     spans: MutableSequence[Span]
     link_ceilings_gb_s: Mapping[str, float] | None = None  # measured by the machine; None: the profile's hold
+    host_bytes_s: float | None = None  # of host memory, shared by all that use it; None: unknown, or no limit
     world: Any = None  # where no tensors exist: what `Op.imagine` asks for values
 
     @abstractmethod

@@ -28,7 +28,7 @@ from harness.machine.device.lanes import Depth, DeviceLane, DeviceStream, Launch
 from harness.machine.device.links import link_rates_gb_s
 from harness.machine.device.numa import Node, node_of
 from harness.machine.device.pinned import HostMemory, Progress
-from harness.machine.device.runtime import DeviceRuntime, TorchCudaRuntime
+from harness.machine.device.runtime import DeviceError, DeviceRuntime, TorchCudaRuntime
 from harness.machine.device.staging import StagingRing
 from harness.machine.host_context import HostContext
 from harness.machine.threaded import ThreadedMachine, share_of
@@ -288,7 +288,7 @@ class CudaMachine(ThreadedMachine):
             del self._launched[ticket]
             for freed in self._issues.finish(ticket, end_s):
                 self._freed(freed, end_s)
-            self._progress.notify_all()
+            self._progress.set()
 
     # -- stopping -------------------------------------------------------------------------------------------------
 
@@ -306,7 +306,11 @@ class CudaMachine(ThreadedMachine):
         if any(worker.is_alive() for worker in self._workers):
             _never_freed.append(self._memory)
         else:
-            self._memory.close()
+            try:
+                self._memory.close()
+            except DeviceError:
+                if self._failure is None:  # else what broke the device has been told, and this only follows from it
+                    raise
 
 
 def _run_packet(op: Op, context: DeviceContext, packet: int, result: list[Any]) -> None:
@@ -322,11 +326,29 @@ def device_found() -> bool:
     return torch.cuda.is_available()
 
 
+def device_lost() -> str | None:
+    """Why the GPU is of no more use to this process, if it is not: CUDA's errors in a kernel stay until it ends."""
+    if _never_freed:
+        return "a machine's work on it did not come to its end"
+    if not torch.cuda.is_initialized():
+        return None
+    try:
+        torch.cuda.current_stream().query()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return None
+
+
 def build(config: Config, hardware: HardwareConfig, spec: ModelSpec) -> CudaMachine:
     """The first GPU, as large as the profile says; its rates are its own."""
     if not device_found():
         raise ConfigError("machine.name", "cuda needs an NVIDIA GPU that torch can use; machine=emulated needs none")
     runtime = TorchCudaRuntime()
+    require(
+        spec.dtype != "bfloat16" or runtime.has_bfloat16,
+        "model.dtype",
+        f"must be float32 on {runtime.name}, which has no bfloat16 (GPUs before compute capability 8.0), got bfloat16",
+    )
     # Beside the planned bytes: what the allocator rounds up, and the workspaces of cuBLAS.
     largest_gb = (runtime.free_bytes - _ROUNDING_BYTES) / 1e9
     require(
@@ -337,9 +359,11 @@ def build(config: Config, hardware: HardwareConfig, spec: ModelSpec) -> CudaMach
         f"got {hardware.device_memory_gb:g}",
     )
     runtime.limit_memory(int(hardware.device_memory_gb * 1e9) + _ROUNDING_BYTES)
-    return CudaMachine(
+    machine = CudaMachine(
         runtime=runtime,
         capacities_bytes=hardware.capacities_bytes,
         config=config,
         node=node_of(runtime.pci_bus_id),
     )
+    machine.host_bytes_s = None if hardware.host_gb_s is None else hardware.host_gb_s * 1e9
+    return machine

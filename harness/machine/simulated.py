@@ -113,6 +113,7 @@ class SimulatedMachine(Machine):
             self._lanes.cost_function(costs.seconds)
         self._lanes.share(contention.native)
         self.contention = contention
+        self.host_bytes_s = contention.host_bytes_s if isinstance(contention, SharedMemory) else None
 
     @property
     def facts(self) -> dict[str, str]:

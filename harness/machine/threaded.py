@@ -7,7 +7,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,11 +15,13 @@ from harness.machine.arenas import Arenas
 from harness.machine.base import Lane, LaneKind, Machine, MachineError, Op, Span, Ticket, TicketState, Work
 from harness.machine.host_context import HostContext
 from harness.machine.queues import Board
+from harness.machine.signal import Signal
 from harness.memory.tiers import Buffer
 
 _SWITCH_INTERVAL_S = 1e-4  # a lane must not wait Python's default 5 ms while the strategy's thread emits a pass
 CLOSE_TIMEOUT_S = 10.0
 _COMPUTE_LANES = (LaneKind.GPU, LaneKind.CPU)
+T = TypeVar("T")
 
 
 class ThreadedMachine(Machine):
@@ -45,7 +47,7 @@ class ThreadedMachine(Machine):
         self._watchdog_s = watchdog_s
         self._board = board
         self._lock = lock or threading.Lock()
-        self._progress = threading.Condition(self._lock)  # the strategy's thread waits here
+        self._progress = Signal()  # the strategy's thread waits here
         self._wake: dict[Lane, threading.Condition] = {}
         self._workers: list[threading.Thread] = []
         self._idle_s = 0.0  # how long the strategy has waited, this process running, without a packet's end
@@ -72,17 +74,15 @@ class ThreadedMachine(Machine):
             return ticket
 
     def wait(self, ticket: Ticket) -> Any:
-        with self._lock:
-            self._wait_until(lambda: ticket.settled)
-            if ticket.state is TicketState.CANCELLED:
-                raise MachineError(f"waited for {ticket}, which was cancelled")
-            return ticket.value
+        self._wait_until(lambda: ticket.settled)
+        if ticket.state is TicketState.CANCELLED:
+            raise MachineError(f"waited for {ticket}, which was cancelled")
+        return ticket.value
 
     def wait_any(self, tickets: Sequence[Ticket]) -> list[Ticket]:
         assert tickets, "wait_any of nothing would never end"
-        with self._lock:
-            self._wait_until(lambda: any(t.settled for t in tickets))
-            return sorted((t for t in tickets if t.settled), key=lambda t: (t.finished_s or 0.0, t.number))
+        settled = self._wait_until(lambda: [t for t in tickets if t.settled])
+        return sorted(settled, key=lambda t: (t.finished_s or 0.0, t.number))
 
     def cancel(self, ticket: Ticket) -> bool:
         with self._lock:
@@ -98,8 +98,7 @@ class ThreadedMachine(Machine):
         return time.monotonic()
 
     def drain(self) -> None:
-        with self._lock:
-            self._wait_until(lambda: self._board.num_settled == self._board.num_submitted)
+        self._wait_until(lambda: self._board.num_settled == self._board.num_submitted)
 
     def close(self) -> None:
         """Running ops stop at their next packet boundary; a packet that does not end is given up after 10 s."""
@@ -118,18 +117,20 @@ class ThreadedMachine(Machine):
 
     # -- waiting ------------------------------------------------------------------------------------------------
 
-    def _wait_until(self, condition: Callable[[], bool]) -> None:
+    def _wait_until(self, condition: Callable[[], T]) -> T:
+        """What `condition` gives, asked with the lock held, as soon as that is true."""
         self._idle_s, period_s = 0.0, min(1.0, self._watchdog_s / 4)
         while True:
-            self._raise_failure()
-            if condition():
-                break
-            self._check_alive()
+            with self._lock:
+                self._raise_failure()
+                if found := condition():
+                    self._board.show_events()
+                    return found
+                self._check_alive()
             before_s = time.monotonic()
-            self._progress.wait(timeout=period_s)
+            self._progress.wait(period_s)
             # A process that was stopped, or had no processor, wakes up late: its lanes had no time either.
             self._idle_s += min(time.monotonic() - before_s, period_s)
-        self._board.show_events()
 
     def _check_alive(self) -> None:
         if self._closing:
@@ -201,7 +202,7 @@ class ThreadedMachine(Machine):
         assert end_s is not None, "an op has at least one packet"
         for freed in self._board.finish(ticket, end_s):
             self._freed(freed, end_s)
-        self._progress.notify_all()
+        self._progress.set()
 
     def _freed(self, ticket: Ticket, time_s: float) -> None:
         """The ticket's lane may run it from then on."""
@@ -243,7 +244,7 @@ class ThreadedMachine(Machine):
         if self._failure is None:
             self._failure = (f"{what} failed: {type(error).__name__}: {error}", error)
         self._wake_all()
-        self._progress.notify_all()
+        self._progress.set()
 
     def _wake_all(self) -> None:
         """Whatever sleeps looks whether the machine has stopped."""

@@ -74,7 +74,7 @@ class RunFolder:
             try:
                 prepared.chmod(0o755)
                 (prepared / "config.yaml").write_text(
-                    yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
+                    yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True), encoding="utf-8"
                 )
                 write_json(prepared / "meta.json", {"run_id": run_id, **meta})
                 write_json(prepared / "status.json", {"status": "running", "started_at": _utc(), **current_owner()})

@@ -35,6 +35,7 @@ class Case:
     batch_size: int | None = None
     micro_batch_size: int | None = None
     policy_source: str = "searched"
+    extended_model: bool = False  # Eq. 12-14 as printed
     more: tuple[str, ...] = ()  # overrides
     max_steps: int | None = None  # decode steps that are simulated; null: all
 
@@ -54,6 +55,7 @@ class Case:
         policy = [f"{field}.{name}={value}" for name, value in given.items() if value is not None]
         if self.strategy != "deepspeed_zero":  # the paper's policies have neither experts on the CPU nor KV on the GPU
             policy += [f"{field}.gpu_ffn=true", f"{field}.resident_kv=0"]
+            policy += [f"strategy.extended_model={str(self.extended_model).lower()}"]
         longest = LONGEST_PROMPT[self.dataset]
         padded = (f"dataset.lengths.mean={longest}", "dataset.lengths.shape=constant") if self.padded else ()
         return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any
@@ -28,7 +29,7 @@ from strategies.common.offload_memory import (
 )
 from strategies.common.offload_prediction import predict
 from strategies.common.policy import GivenPolicy, Policy
-from strategies.common.policy_cost import CostModel, Overlap, Rates
+from strategies.common.policy_cost import CostModel, Overlap
 from strategies.common.policy_search import Search, search
 from strategies.common.rate_probe import RateProbe
 
@@ -90,11 +91,11 @@ def plan_policy(
     min_micro_batches: int = 1,
     max_micro_batches: int | None = None,
     overlap: Overlap = "all",
-    rates: Rates | None = None,
+    extended: bool = True,
     stages: bool = False,
 ) -> OffloadPlan:
-    """The best policy for the engine's model, requests, machine and KV cache; null `rates`: measured now. With `stages`
-    each GPU has some of the layers, and a batch of its own in flight.
+    """The best policy for the engine's model, requests, machine and KV cache. With `stages` each GPU has some of the
+    layers, and a batch of its own in flight. Not `extended`: by Eq. 12-14 as printed.
 
     `padded`: prompts will be padded to the longest of their batch, so all are planned for as long as the longest.
     Hidden states of a prefill wait on the device or in pinned memory, whichever allows the better policy. Where a given
@@ -104,9 +105,9 @@ def plan_policy(
     deployment = deployment_of(engine, padded=padded, num_stages=len(engine.ranks) if stages else 1)
     shares_layers = deployment.blocks_in_flight < deployment.num_gpus
     cpu_ffn = given.gpu_ffn is not True
-    rates = (
-        rates or RateProbe(engine, packet_bytes=packet_bytes, shares_layers=shares_layers, cpu_ffn=cpu_ffn).measure()
-    )
+    rates = RateProbe(
+        engine, packet_bytes=packet_bytes, shares_layers=shares_layers, cpu_ffn=cpu_ffn, extended=extended
+    ).measure()
 
     def task(storage: Storage) -> Search:
         cost = CostModel(deployment=replace(deployment, storage=storage), rates=rates, overlap=overlap)
@@ -114,7 +115,7 @@ def plan_policy(
 
     refused: ConfigError | None = None
     for limit in _prefill_limits(deployment, given):
-        found = []
+        found: list[tuple[float, OffloadPlan]] = []
         for tier in ("device", PINNED):
             one = task(replace(deployment.storage, prefill_hidden_tier=tier, prefill_limit_tokens=limit))
             try:
@@ -124,9 +125,25 @@ def plan_policy(
             else:
                 found.append((one.rate(policy), OffloadPlan(policy=policy, cost=one.cost)))
         if found:
-            return max(found, key=lambda pair: pair[0])[1]  # the first where it is a tie
+            best = max(found, key=lambda pair: pair[0])[1]  # the first where it is a tie
+            return max([best, *_without_rest(task(best.deployment.storage), best)], key=_predicted_tok_s)
     assert refused is not None, "nothing was tried"
     raise refused
+
+
+def _without_rest(task: Search, best: OffloadPlan) -> Iterator[OffloadPlan]:
+    """The best with a batch fewer for the workload, each as large as the others: the fastest layer may leave a last
+    batch of a few sequences, which brings all weights as well. Nothing where that does not fit or is given."""
+    num_requests = best.deployment.shape.num_requests
+    num_whole = num_requests // best.policy.batch_size
+    if task.given.batch_size is None and num_whole and num_requests % best.policy.batch_size:
+        given = replace(task.given, batch_size=ceil(num_requests / num_whole))
+        with suppress(ConfigError):
+            yield OffloadPlan(policy=search(replace(task, given=given)), cost=best.cost)
+
+
+def _predicted_tok_s(plan: OffloadPlan) -> float:
+    return plan.prediction.throughput_tok_s if plan.prediction is not None else 0.0
 
 
 def deployment_of(engine: Engine, *, padded: bool = False, num_stages: int = 1) -> Deployment:

@@ -30,11 +30,12 @@ def complete_policy(
     gpu_attention: bool | None = None,
     min_micro_batches: int = 1,
     overlap: Overlap = "all",
+    extended: bool = True,
     stages: bool = False,
 ) -> OffloadPlan:
-    """What is given, and for the rest the best that the search finds. `gpu_attention` is where the schedule attends,
-    null where there is one for either. Raises ConfigError naming what these pipelines cannot run, or what does not
-    fit."""
+    """What is given, and for the rest the best that the search finds, by the extended model or by the paper's.
+    `gpu_attention` is where the schedule attends, null where there is one for either. Raises ConfigError naming what
+    these pipelines cannot run, or what does not fit."""
     require_supported(given, num_gpus=len(engine.ranks), min_micro_batches=min_micro_batches)
     if len(engine.ranks) > 1:
         given = replace(given, gpu_ffn=True, resident_kv=0.0)
@@ -47,6 +48,7 @@ def complete_policy(
         padded=padded,
         min_micro_batches=min_micro_batches,
         overlap=overlap,
+        extended=extended,
         stages=stages,
     )
 

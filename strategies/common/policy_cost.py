@@ -4,7 +4,13 @@ Resources work side by side, so a layer takes as long as the busiest of them (Eq
 other (Eq. 13); a task takes as long as the slowest of its roofs (Eq. 14). Beyond the paper, which counts attention and
 experts only: projections, router and shared experts are part of the FFN's GPU work, what attention on the CPU sends
 back and what the CPU's experts exchange are part of the link's, and so are copies to the host (`offload`) and the
-staging of pageable weights (`pin`), each a resource of its own. Embedding and head are left out. Torch-free.
+staging of pageable weights (`pin`), each a resource of its own. Embedding and head are left out.
+
+Two extensions, absent where `Rates` does not have what they need, so that what is left is the paper's. *Cost of ops*:
+each op takes a fixed time on its lane, whatever its roofs say (launch, dispatch, latency of a copy), one more task of
+that resource: T_x = (Eq. 13's sum) + n_x c_x, with n_x ops a layer. *Host memory* is a resource like the others, for
+all that crosses it: staging copies (which read and write), the links' copies, attention and experts on the CPU.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from harness.memory.tiers import PAGEABLE, PINNED
 from harness.model.spec import ModelSpec
 from strategies.common.hrm import Level
 from strategies.common.linear_terms import BATCH, DEVICE_SEQUENCES, MICRO_BATCHES, Linear
@@ -23,8 +30,19 @@ Overlap = Literal["all", "weights apart", "nothing"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class OpSeconds:
+    """What one op takes on a lane beyond its roofs; 0 as in the paper."""
+
+    gpu: float = 0.0
+    cpu: float = 0.0
+    h2d: float = 0.0
+    d2h: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rates:
-    """An HRM of two levels, with the rates that each kind of task achieves; None where a resource is free."""
+    """An HRM of two levels, with the rates that each kind of task achieves; None where a resource is free. The last two
+    are the extensions'."""
 
     gpu: Level
     cpu_attention: Level
@@ -33,6 +51,12 @@ class Rates:
     d2h_bytes_s: float
     pin_bytes_s: float | None = None  # bytes copied, pageable to pinned
     peer_bytes_s: float | None = None  # between GPUs that share a layer, as a sum over all of them achieves
+    op_s: OpSeconds = OpSeconds()
+    host_bytes_s: float | None = None  # of host memory, for all that use it together
+
+    @property
+    def extends_paper(self) -> bool:
+        return self.op_s != OpSeconds() or self.host_bytes_s is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,43 +115,39 @@ class CostModel:
         context = mean_seen_tokens(spec, d.shape.prompt_tokens + d.shape.new_tokens / 2)
         kv_bytes, flops = context * spec.kv_bytes_per_token_layer, context * spec.decode_pair_flops
         attending = BATCH if switches.gpu_attention else DEVICE_SEQUENCES  # on the GPU
-        weights = streamed_bytes(d.sizes, gpu_ffn=switches.gpu_ffn)
-        to_gpu = [_task("weights", link=weights / rates.h2d_bytes_s)]
-        to_host = [_task("kv", link=on_host * spec.kv_bytes_per_token_layer / rates.d2h_bytes_s)]
+        to_gpu = {"weights": streamed_bytes(d.sizes, gpu_ffn=switches.gpu_ffn)}
+        to_host = {"kv": on_host * spec.kv_bytes_per_token_layer}
         on_gpu = [_roofs("attention", rates.gpu, flops=attending * flops, nbytes=attending * kv_bytes)]
-        on_cpu = []
+        on_cpu, cpu_bytes = [], d.num_gpus * on_host * (2 * spec.kv_bytes_per_token_layer)  # new keys and values
         if switches.gpu_attention:
-            to_gpu.append(_task("kv", link=on_host * kv_bytes / rates.h2d_bytes_s))
+            to_gpu["kv"] = on_host * kv_bytes
         else:
-            results, queries = (on_host * (dim * row_bytes) for dim in (spec.cached_o_dim, spec.cached_q_dim))
-            to_gpu.append(_task("attention results", link=results / rates.h2d_bytes_s))
-            to_host.append(_task("queries", link=queries / rates.d2h_bytes_s))
+            to_gpu["attention results"] = on_host * (spec.cached_o_dim * row_bytes)
+            to_host["queries"] = on_host * (spec.cached_q_dim * row_bytes)
             attended = d.num_gpus * on_host
             on_cpu.append(_roofs("attention", rates.cpu_attention, flops=attended * flops, nbytes=attended * kv_bytes))
+            cpu_bytes += attended * kv_bytes
         ffn = _ffn(d, BATCH, switches.micro_batch_size, MICRO_BATCHES, with_experts=switches.gpu_ffn)
         on_gpu.append(_roofs("ffn" if switches.gpu_ffn else "projections", rates.gpu, *ffn))
         on_gpu += self._sums(BATCH)
         if not switches.gpu_ffn:
             needed, nbytes = _experts(d, BATCH, switches.micro_batch_size, MICRO_BATCHES)
             on_cpu.append(_roofs("experts", rates.cpu_ffn, d.num_gpus * needed, d.num_gpus * nbytes))
-            input_bytes = spec.hidden_dim * row_bytes + 12 * spec.experts_per_token
-            to_gpu.append(_task("expert sums", link=BATCH * (spec.hidden_dim * 4) / rates.h2d_bytes_s))
-            to_host.append(_task("expert inputs", link=BATCH * input_bytes / rates.d2h_bytes_s))
-        return self._layer(to_gpu, to_host, on_gpu, on_cpu, weights=weights, in_decode=True)
+            cpu_bytes += d.num_gpus * nbytes
+            to_gpu["expert sums"] = BATCH * (spec.hidden_dim * 4)
+            to_host["expert inputs"] = BATCH * (spec.hidden_dim * row_bytes + 12 * spec.experts_per_token)
+        return self._layer(to_gpu, to_host, on_gpu, on_cpu, cpu_bytes, ops_of_decode(d, switches), in_decode=True)
 
     def prefill(self, switches: Switches) -> LayerTime:
         """One layer over all prompts, micro-batch by micro-batch; everything on the GPU, the KV cache to the host."""
         d, rates = self.deployment, self.rates
         spec, s = d.spec, d.shape.prompt_tokens
-        weights = streamed_bytes(d.sizes, gpu_ffn=switches.gpu_ffn, prefill=True)
         tokens = BATCH * s
         kv = (BATCH - DEVICE_SEQUENCES) * (s * spec.kv_bytes_per_token_layer)
-        to_gpu = [_task("weights", link=weights / rates.h2d_bytes_s)]
-        to_host = [_task("kv", link=kv / rates.d2h_bytes_s)]
-        if d.storage.prefill_hidden_tier == "pinned":
-            hidden = tokens * (spec.hidden_dim * spec.dtype_bytes)
-            to_gpu.append(_task("hidden states", link=hidden / rates.h2d_bytes_s))
-            to_host.append(_task("hidden states", link=hidden / rates.d2h_bytes_s))
+        to_gpu = {"weights": streamed_bytes(d.sizes, gpu_ffn=switches.gpu_ffn, prefill=True)}
+        to_host = {"kv": kv}
+        if waits_on_host := d.storage.prefill_hidden_tier == PINNED:
+            to_gpu["hidden states"] = to_host["hidden states"] = tokens * (spec.hidden_dim * spec.dtype_bytes)
         pairs = BATCH * (s * mean_seen_tokens(spec, (s + 1) / 2))
         moved = tokens * ((spec.q_dim + 2 * spec.kv_dim + spec.o_dim) * spec.dtype_bytes)
         part_tokens = d.prefill_tokens(switches.micro_batch_size)
@@ -138,37 +158,103 @@ class CostModel:
             _roofs("ffn", rates.gpu, *_ffn(d, tokens, part_tokens, num_parts, with_experts=True)),
             *self._sums(tokens),
         ]
-        return self._layer(to_gpu, to_host, on_gpu, [], weights=weights, in_decode=False)
+        ops = ops_of_prefill(d, num_parts, hidden_waits_on_host=waits_on_host)
+        return self._layer(to_gpu, to_host, on_gpu, [], 2 * d.num_gpus * kv, ops, in_decode=False)
 
     def _layer(
         self,
-        to_gpu: list[Task],
-        to_host: list[Task],
+        to_gpu: Mapping[str, Linear],
+        to_host: Mapping[str, Linear],
         on_gpu: list[Task],
         on_cpu: list[Task],
+        cpu_bytes: Linear,
+        ops: Mapping[str, Linear],
         *,
-        weights: Linear,
         in_decode: bool,
     ) -> LayerTime:
-        """The first task of `to_gpu` brings the weights."""
-        resources = {"link": to_gpu, "offload": to_host}
-        apart = [] if self.overlap == "all" or not in_decode else to_gpu[:1]
+        """`to_gpu` and `to_host` are bytes over the link of each GPU, `cpu_bytes` those that the CPU reads and writes,
+        `ops` those of each lane but for pages of weights."""
+        rates, op_s = self.rates, self.rates.op_s
+        pages = MICRO_BATCHES if self.overlap == "all" else Linear(1.0)
+        link = [_task(name, link=nbytes / rates.h2d_bytes_s) for name, nbytes in to_gpu.items()]
+        offload = [_task(name, link=nbytes / rates.d2h_bytes_s) for name, nbytes in to_host.items()]
+        apart = [] if self.overlap == "all" or not in_decode else [link[0]]
+        on_gpu, on_cpu = [*on_gpu, *_fixed(op_s.gpu, ops["gpu"])], [*on_cpu, *_fixed(op_s.cpu, ops["cpu"])]
+        resources = {
+            "link": [*link, *_fixed(op_s.h2d, ops["h2d"] + pages)],
+            "offload": [*offload, *_fixed(op_s.d2h, ops["d2h"])],
+        }
         if self.overlap == "nothing":
             resources["gpu and cpu in turn"] = [*apart, *on_gpu, *on_cpu]
         else:
             resources |= {"gpu": [*apart, *on_gpu] if on_gpu else [], "cpu": [*apart, *on_cpu] if on_cpu else []}
-        if self.deployment.storage.weights_tier == "host" and self.rates.pin_bytes_s is not None:
-            resources["pin"] = [_task("weights", link=self.deployment.num_gpus * weights / self.rates.pin_bytes_s)]
+        if self._is_staged and rates.pin_bytes_s is not None:
+            resources["pin"] = [_task("weights", link=self.deployment.num_gpus * to_gpu["weights"] / rates.pin_bytes_s)]
+        resources["host memory"] = self._host_memory(to_gpu, to_host, cpu_bytes)
         return LayerTime(resources={name: tasks for name, tasks in resources.items() if tasks})
+
+    @property
+    def _is_staged(self) -> bool:
+        return self.deployment.storage.weights_tier == PAGEABLE
+
+    def _host_memory(
+        self, to_gpu: Mapping[str, Linear], to_host: Mapping[str, Linear], cpu_bytes: Linear
+    ) -> list[Task]:
+        """All that crosses host memory, one after the other. GPUs that share layers have the same hidden states, which
+        one of them brings."""
+        d, host_bytes_s = self.deployment, self.rates.host_bytes_s
+        if host_bytes_s is None:
+            return []
+        times = {name: d.blocks_in_flight if name == "hidden states" else d.num_gpus for name in to_host}
+        crossing = {
+            "staging": 2 * d.num_gpus * to_gpu["weights"] if self._is_staged else Linear(),
+            "to the GPU": d.num_gpus * sum(to_gpu.values(), Linear()),
+            "from the GPU": sum((times[name] * nbytes for name, nbytes in to_host.items()), Linear()),
+            "cpu": cpu_bytes,
+        }
+        return [_task(name, memory=nbytes / host_bytes_s) for name, nbytes in crossing.items() if nbytes != Linear()]
 
     def _sums(self, tokens: Linear) -> list[Task]:
         """Partial sums of O projection and experts over all GPUs: two rings; each GPU sends 2 (R - 1) / R of it."""
         spec, num_gpus = self.deployment.spec, self.deployment.num_gpus
-        if num_gpus == self.deployment.blocks_in_flight:
+        if not _shares_layers(self.deployment):
             return []
         assert self.rates.peer_bytes_s is not None, "GPUs that share layers have a rate between them"
         sent_bytes = 2 * 2 * (num_gpus - 1) / num_gpus * spec.hidden_dim * spec.dtype_bytes
         return [_task("sums over GPUs", link=tokens * (sent_bytes / self.rates.peer_bytes_s))]
+
+
+def ops_of_decode(d: Deployment, switches: Switches) -> dict[str, Linear]:
+    """By lane, those that a layer of a decode step has for its micro-batches: {norm, QKV}, {O, router}, experts and
+    their sum, and where the attention is. That over a cache in device memory is left out, as how many micro-batches
+    have such sequences is not linear."""
+    on_gpu = 3 + switches.gpu_ffn + switches.gpu_attention + _shares_layers(d)
+    on_cpu = 2 - switches.gpu_attention + (0 if switches.gpu_ffn else d.spec.num_experts)  # new keys, attention
+    exchanged = 1 + (not switches.gpu_ffn)  # attention's, and the experts'
+    return {
+        "gpu": on_gpu * MICRO_BATCHES,
+        "cpu": d.num_gpus * on_cpu * MICRO_BATCHES,
+        "h2d": exchanged * MICRO_BATCHES,
+        "d2h": exchanged * MICRO_BATCHES,
+    }
+
+
+def ops_of_prefill(d: Deployment, num_parts: Linear, *, hidden_waits_on_host: bool) -> dict[str, Linear]:
+    """The same for a layer of the prefill, which goes in `num_parts`."""
+    return {
+        "gpu": (5 + _shares_layers(d)) * num_parts,
+        "cpu": d.num_gpus * num_parts,
+        "h2d": int(hidden_waits_on_host) * num_parts,
+        "d2h": (1 + hidden_waits_on_host) * num_parts,
+    }
+
+
+def _shares_layers(d: Deployment) -> bool:
+    return d.num_gpus > d.blocks_in_flight
+
+
+def _fixed(op_s: float, num_ops: Linear) -> list[Task]:
+    return [_task("ops", fixed=op_s * num_ops)] if op_s and num_ops != Linear() else []
 
 
 def mean_seen_tokens(spec: ModelSpec, context: float) -> float:

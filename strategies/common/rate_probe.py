@@ -1,11 +1,15 @@
 """The rates of an HRM, measured on the machine that the policy is for, while FLOPs and bytes are calculated
 (MoE-Lightning §4.2). Every machine is probed alike: with ops of one layer, each lane alone, in buffers that are given
-back.
+back. The cost of an op is what the smallest of its kind takes beyond its rates while weights are on their way: on a
+machine of threads an op waits for others in company, and short ones most of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from statistics import median
 
 from harness.engine import parallel
 from harness.engine.activations import Activations
@@ -13,32 +17,47 @@ from harness.engine.batch import MicroBatch, assemble
 from harness.engine.emitter import Emitter, InFlight
 from harness.engine.engine import Engine
 from harness.engine.limits import SLACK_BYTES, tokens_that_fit
-from harness.engine.ops.data import OffloadQkv
+from harness.engine.ops.data import OffloadQkv, UploadTokens
 from harness.engine.sequences import Sequence, State
 from harness.engine.sharded import shard_of
-from harness.machine.base import D2H, Ticket, Work
+from harness.machine.base import D2H, H2D, Ticket, Work
 from harness.memory.kv_cache import BlockAllocator
 from harness.memory.paged_weights import PagedWeights
 from harness.workload.request import Request
 from strategies.common.hrm import Level
-from strategies.common.policy_cost import Rates
+from strategies.common.policy_cost import OpSeconds, Rates
 
 _MANY_TOKENS = 1024  # that saturate the GPU's arithmetic, where its memory holds them
 _FEW_TOKENS_AN_EXPERT = 2  # so few that reading the weights takes longer
 _SOME_TOKENS = 128  # the same for a CPU, which has less to saturate and takes longer
 _CONTEXT_TOKENS = 64  # of a sequence, for attention on the CPU
 _REPEATS = 3  # disturbances only ever add time: the shortest counts
+_REPEATS_IN_COMPANY = 5  # in each round; disturbances belong to what is measured: the median counts
+_ROUNDS_IN_COMPANY = 3
 _LAYERS_BUFFERED = 2
+_OPS_OF_MATRICES = 4  # those that `_matrices` times
 _LEAST_S = 1e-9  # a clock may stand still
+
+Once = Callable[[], list[Ticket]]  # submits the ops that are timed
 
 
 class RateProbe:
     """`measure` takes a few passes of one layer. Of several GPUs all links are probed together, as they will be used;
     for the rest the first stands for all. Without `cpu_ffn`, where no experts will run on the CPU, their rate is not
-    measured; attention's stands in its place."""
+    measured; attention's stands in its place. `extended`: what the extensions of Eq. 12-14 need, too; the GPU's rates
+    are then those without the fixed cost of its ops."""
 
-    def __init__(self, engine: Engine, *, packet_bytes: int, shares_layers: bool = True, cpu_ffn: bool = True) -> None:
-        self._engine, self._packet_bytes, self._cpu_ffn = engine, packet_bytes, cpu_ffn
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        packet_bytes: int,
+        shares_layers: bool = True,
+        cpu_ffn: bool = True,
+        extended: bool = False,
+    ) -> None:
+        self._engine, self._packet_bytes = engine, packet_bytes
+        self._cpu_ffn, self._extended = cpu_ffn, extended
         self._adds_up = shares_layers and len(engine.ranks) > 1
         self._emit = Emitter(engine, fifo=True)
         self._layer = engine.spec.num_layers - 1  # leading layers may be dense
@@ -70,20 +89,22 @@ class RateProbe:
             cpu = self._cpu(weights, acts)
             cpu_ffn = self._cpu_experts(weights, acts) if self._cpu_ffn else cpu
             d2h_bytes_s = self._offload(acts)
-            peer_bytes_s = self._sums(all_acts) if self._adds_up else None
+            rates = Rates(
+                gpu=gpu,
+                cpu_attention=cpu,
+                cpu_ffn=cpu_ffn,
+                h2d_bytes_s=h2d_bytes_s,
+                d2h_bytes_s=d2h_bytes_s,
+                pin_bytes_s=pin_bytes_s if engine.store.is_pageable else None,
+                peer_bytes_s=self._sums(all_acts) if self._adds_up else None,
+            )
+            if self._extended:
+                rates = self._with_ops(rates, all_weights, all_acts)
         finally:
             all_weights.close()
             for rank in range(len(engine.ranks)):
                 shard_of(all_acts, rank).close()
-        return Rates(
-            gpu=gpu,
-            cpu_attention=cpu,
-            cpu_ffn=cpu_ffn,
-            h2d_bytes_s=h2d_bytes_s,
-            d2h_bytes_s=d2h_bytes_s,
-            pin_bytes_s=pin_bytes_s if engine.store.is_pageable else None,
-            peer_bytes_s=peer_bytes_s,
-        )
+        return rates
 
     def _weights(self, weights: PagedWeights) -> tuple[float, float]:
         """Bytes/s of the staging copies and of each link, over a whole layer; the layer stays on the device."""
@@ -107,9 +128,35 @@ class RateProbe:
 
     def _gpu(self, weights: PagedWeights, acts: Activations) -> Level:
         """FLOP/s with many tokens, bytes/s with so few that reading the weights is what takes time."""
-        many_s, many = self._matrices(weights, acts, self._max_tokens)
-        few_s, little = self._matrices(weights, acts, self._few_tokens)
+        many_s, many = self._shortest(self._matrices(weights, acts, self._max_tokens))
+        few_s, little = self._shortest(self._matrices(weights, acts, self._few_tokens))
         return Level(name="gpu", flops_s=many.flops / many_s, bytes_s=little.device_bytes / few_s)
+
+    def _with_ops(self, rates: Rates, all_weights: PagedWeights, all_acts: Activations) -> Rates:
+        """With the fixed cost of ops, and host memory's own rate. On the GPU few tokens differ from a single one by the
+        bytes that they read more, which gives both cost and rate; beside many tokens it is small."""
+        weights, acts = shard_of(all_weights, 0), shard_of(all_acts, 0)
+
+        def beside_link(once: Once) -> tuple[float, Work]:
+            return self._in_company(once, all_weights)
+
+        few_s, little = beside_link(self._matrices(weights, acts, self._few_tokens))
+        one_s, least = beside_link(self._matrices(weights, acts, 1))
+        gpu = rates.gpu
+        if few_s > one_s and little.device_bytes > least.device_bytes:
+            gpu = replace(gpu, bytes_s=(little.device_bytes - least.device_bytes) / (few_s - one_s))
+        fixed_s = max(one_s - least.device_bytes / gpu.bytes_s, 0.0)
+        with self._attention(weights, acts, 1, 1) as once:
+            attend_s, attended = beside_link(once)
+        offload_s, offloaded = beside_link(self._offloads(acts, 1))
+        upload_s, uploaded = self._shortest(self._uploads(acts))
+        op_s = OpSeconds(
+            gpu=fixed_s / _OPS_OF_MATRICES,
+            cpu=max(attend_s - attended.host_bytes / rates.cpu_attention.bytes_s, 0.0),
+            h2d=max(upload_s - uploaded.link_bytes / rates.h2d_bytes_s, 0.0),
+            d2h=max(offload_s - offloaded.link_bytes / rates.d2h_bytes_s, 0.0),
+        )
+        return replace(rates, gpu=gpu, op_s=op_s, host_bytes_s=self._engine.machine.host_bytes_s)
 
     @property
     def _few_tokens(self) -> int:
@@ -130,11 +177,13 @@ class RateProbe:
         self._emit.attention_out(it, layer, weights.part(layer, "attention_out"))
         return self._shortest(lambda: self._emit.experts_on_host(it, layer))
 
-    def _matrices(self, weights: PagedWeights, acts: Activations, num_tokens: int) -> tuple[float, Work]:
-        """Seconds and work of a layer's projections, router and experts."""
+    def _matrices(self, weights: PagedWeights, acts: Activations, num_tokens: int) -> Once:
+        """A layer's projections, router and experts, behind attention: the router chooses by what that leaves."""
         part, layer = weights.part, self._layer
         it = InFlight(self._prompt(num_tokens), acts)
         self._emit.embed(it)
+        self._emit.attention_in(it, layer, part(layer, "attention_in"))
+        self._emit.prefill_attention(it, layer)
 
         def once() -> list[Ticket]:
             done = [
@@ -145,14 +194,22 @@ class RateProbe:
             ]
             return [ticket for ticket in done if ticket is not None]
 
-        return self._shortest(once)
+        return once
 
     def _cpu(self, weights: PagedWeights, acts: Activations) -> Level:
-        """Attention over as many sequences as the probe's buffers and the free blocks allow; their keys and values are
-        written first, since memory that was never written is read too fast."""
-        blocks, layer = self._engine.kv.allocator, self._layer
+        """Attention over as many sequences as the probe's buffers and the free blocks allow."""
+        blocks = self._engine.kv.allocator
         context = max(1, min(_CONTEXT_TOKENS, self._max_tokens, blocks.num_free * blocks.block_size))
         count = max(1, min(self._max_tokens // context, blocks.num_free // blocks.blocks_for(context)))
+        with self._attention(weights, acts, count, context) as once:
+            seconds, work = self._shortest(once)
+        return Level(name="cpu", flops_s=work.flops / seconds, bytes_s=work.host_bytes / seconds)
+
+    @contextmanager
+    def _attention(self, weights: PagedWeights, acts: Activations, count: int, context: int) -> Iterator[Once]:
+        """Of `count` sequences, which have blocks meanwhile; their keys and values are written first, since memory that
+        was never written is read too fast."""
+        blocks, layer = self._engine.kv.allocator, self._layer
         cached = [self._sequence(number, context) for number in range(count)]
         for sequence in cached:
             blocks.grow(sequence, context)
@@ -169,18 +226,22 @@ class RateProbe:
             self._emit.attend_on_host(it, layer)
             return [it.batch.kv_tickets[-1]]
 
-        seconds, work = self._shortest(once)
+        yield once
         for sequence in cached:
             self._engine.kv.release(sequence)
-        return Level(name="cpu", flops_s=work.flops / seconds, bytes_s=work.host_bytes / seconds)
 
     def _offload(self, acts: Activations) -> float:
         """Bytes/s of keys and values on their way to the host."""
-        spec, batch = self._engine.spec, self._prompt(self._max_tokens)
-        seconds, work = self._shortest(
-            lambda: [self._emit.submit(D2H, OffloadQkv(spec, batch, acts, self._layer, queries=False))]
-        )
+        seconds, work = self._shortest(self._offloads(acts, self._max_tokens))
         return work.link_bytes / seconds
+
+    def _offloads(self, acts: Activations, num_tokens: int) -> Once:
+        spec, batch = self._engine.spec, self._prompt(num_tokens)
+        return lambda: [self._emit.submit(D2H, OffloadQkv(spec, batch, acts, self._layer, queries=False))]
+
+    def _uploads(self, acts: Activations) -> Once:
+        spec, batch = self._engine.spec, self._prompt(1)
+        return lambda: [self._emit.submit(H2D, UploadTokens(spec, batch, acts))]
 
     def _sums(self, acts: Activations) -> float:
         """Bytes/s that each GPU sends while partial sums are added up over all of them."""
@@ -188,17 +249,32 @@ class RateProbe:
         seconds, work = self._shortest(lambda: [emit.combine(it, self._layer)])
         return work.link_bytes / seconds
 
-    def _shortest(self, once: Callable[[], list[Ticket]]) -> tuple[float, Work]:
+    def _shortest(self, once: Once) -> tuple[float, Work]:
         """Of some repetitions: seconds of the ops together, and their work."""
+        times, work = self._timed(once, _REPEATS)
+        return max(min(times), _LEAST_S), work
+
+    def _in_company(self, once: Once, weights: PagedWeights) -> tuple[float, Work]:
+        """The median, while the links bring a layer."""
+        index, times = self._layer + 1, []
+        for _ in range(_ROUNDS_IN_COMPANY):
+            weights.load(index, weights.num_pages_of(index) - 1)
+            found, work = self._timed(once, _REPEATS_IN_COMPANY)
+            times += found
+            self._engine.machine.drain()
+            weights.release(index)
+        return max(median(times), _LEAST_S), work
+
+    def _timed(self, once: Once, repeats: int) -> tuple[list[float], Work]:
         times = []
-        for _ in range(_REPEATS + 1):  # the first one warms up
+        for _ in range(repeats + 1):  # the first one warms up
             tickets = once()
             for ticket in tickets:
                 self._engine.machine.wait(ticket)
             self._engine.machine.now()
             times.append(sum((t.finished_s or 0.0) - (t.started_s or 0.0) for t in tickets))
         works = [ticket.op.work() for ticket in tickets]
-        return max(min(times[1:]), _LEAST_S), Work(*(sum(values) for values in zip(*works, strict=True)))
+        return times[1:], Work(*(sum(values) for values in zip(*works, strict=True)))
 
     def _prompt(self, num_tokens: int) -> MicroBatch:
         """Prompts of random length would say no more than one of all tokens; its blocks are nobody's."""

@@ -23,6 +23,7 @@ def build(config: Config, engine: Engine) -> Strategy:
         engine,
         packet_mb=config.packet_mb,
         padded=config.padding,
+        extended=config.extended_model,
         gpu_attention=False,
         overlap="weights apart",
     )

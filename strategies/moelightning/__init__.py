@@ -19,6 +19,7 @@ def build(config: Config, engine: Engine) -> Strategy:
         engine,
         packet_mb=config.packet_mb,
         padded=config.padding,
+        extended=config.extended_model,
         min_micro_batches=2,
         overlap="all" if config.paging else "weights apart",
     )

@@ -29,6 +29,8 @@ CASES = {
     "moelens": ["strategy.n_real=2000"],
     "moelens on the gpu": ["strategy.n_real=2000", "strategy.attention=gpu"],
     "moelightning": [],
+    "flexgen, padded": ["strategy.padding=true"],
+    "flexgen, padded, on the device": ["strategy.padding=true", "strategy.policy.resident_kv=0.9"],
     "ondemand": [],
     "ondemand, fine experts": [f"model.spec.{name}={value}" for name, value in FINE.items()],
 }

@@ -64,7 +64,8 @@ def forgets_to_fill(monkeypatch):
 
     def to_host(self, dst, src):
         original(self, dst, src)
-        self.fills.clear()
+        for staged in self.staged:
+            staged.target = None
 
     monkeypatch.setattr(DeviceContext, "_to_host", to_host)
 
@@ -106,8 +107,11 @@ def test_every_strategy_on_a_real_gpu(tiny, name):
         runtime=TorchCudaRuntime(), capacities_bytes=CAPACITIES_BYTES, config=Config(poison=True, staging_mb=0.05)
     )
     work = requests(8, vocab_size=tiny.spec.vocab_size)
-    engine = engine_on(machine, tiny, work, kv_blocks=60)
-    run_to_end(engine, lambda e: strategy_of(e, yaml.safe_load((ROOT / f"conf/strategy/{name}.yaml").read_text())))
-    report = check_tokens(tiny, engine.sequences)
+    try:
+        engine = engine_on(machine, tiny, work, kv_blocks=60)
+        run_to_end(engine, lambda e: strategy_of(e, yaml.safe_load((ROOT / f"conf/strategy/{name}.yaml").read_text())))
+        report = check_tokens(tiny, engine.sequences)
+    finally:
+        machine.close()
     assert report.checked == len(work)
     assert report.ok, report.first_mismatch

@@ -57,6 +57,13 @@ def test_the_gpu_is_as_large_as_the_profile_says(devices, tmp_path):
         run_experiment(composed("machine=cuda", *SMOKE, "hardware.device_memory_gb=2", f"results_dir={tmp_path}"))
 
 
+def test_a_gpu_without_bfloat16_says_so(devices, monkeypatch, tmp_path):
+    monkeypatch.setattr(FakeDevice, "has_bfloat16", False)
+    run_experiment(composed("machine=cuda", *SMOKE, f"results_dir={tmp_path}"))  # in float32
+    with pytest.raises(ConfigError, match="model.dtype: must be float32 on fake device, which has no bfloat16"):
+        run_experiment(composed("machine=cuda", *SMOKE, "model.dtype=bfloat16", f"results_dir={tmp_path}"))
+
+
 def test_memory_that_cannot_be_pinned_ends_the_run_as_such(devices, monkeypatch, tmp_path):
     original = FakeDevice.pin
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels.triton as gpu
 from harness.engine.activations import head_workspace_bytes, workspace_bytes_per_token
-from harness.engine.ops import views
+from harness.engine.ops import on_gpu, views
 from harness.engine.ops.compute import AttentionOut
 from harness.engine.ops.warm_up import WarmUp
 from harness.machine.arenas import TORCH_DTYPES
@@ -53,6 +53,11 @@ class Watch(TorchDispatchMode):
         return found
 
 
+def numbers(values, device):
+    """As if they had come by way of pinned memory."""
+    return torch.empty(values.shape, dtype=torch.from_numpy(values).dtype, device=device)
+
+
 def tensors(values) -> list[torch.Tensor]:
     if isinstance(values, torch.Tensor):
         return [values]
@@ -81,6 +86,7 @@ def kernels_left_out(monkeypatch):
     monkeypatch.setattr(gpu, "choose_experts", choose)
     monkeypatch.setattr(gpu, "address_table", lambda *_: torch.empty(1, device=DEVICE))
     monkeypatch.setattr(gpu, "serves", lambda tensor: True)
+    monkeypatch.setattr(on_gpu, "numbers", numbers)
     monkeypatch.setattr(views, "_weight_views", weight_views)
     return called
 

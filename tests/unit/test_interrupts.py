@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from harness.interrupts import interrupts_kept
+from harness.interrupts import INTERRUPTED, exit_code, interrupts_kept
 from tests.kernels.eventually import eventually
 
 
@@ -40,3 +40,12 @@ def test_other_faults_of_finalisers_are_reported_as_before(monkeypatch):
         faulty = Faulty()
         del faulty
     assert [each.exc_type for each in reported] == [ValueError]
+
+
+def test_a_command_that_is_interrupted_says_so_without_a_traceback(capsys):
+    def command():
+        raise KeyboardInterrupt
+
+    assert exit_code(command) == INTERRUPTED
+    assert capsys.readouterr().err == "interrupted\n"
+    assert exit_code(lambda: 2) == 2

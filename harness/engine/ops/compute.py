@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
-from torch import arange, cat, empty_like, from_numpy, uint8
+from torch import arange, cat, empty_like, uint8
 
 from harness.engine.activations import Activations, head_workspace_bytes
 from harness.engine.batch import MicroBatch
@@ -173,9 +173,9 @@ class DecodeAttentionDevice(ComputeOp):
         behind = staging[staging.numel() - 2 * sum(padding) * spec.kv_dim :]
         if on_gpu.attends(spec, q):
             if padded:  # read, and dropped
-                table = from_numpy(np.array([padded, padding])).to(q.device, non_blocking=True)
-                wasted = q[first + table[0]]
-                on_gpu.decode_attention(spec, wasted, behind, table[1] - 1, empty_like(wasted))
+                rows_of, last = on_gpu.numbers(np.array([padded, padding]) + np.array([[first], [-1]]), q.device)
+                wasted = q.index_select(0, rows_of)
+                on_gpu.decode_attention(spec, wasted, behind, last, empty_like(wasted))
             return on_gpu.decode_attention(spec, q[mine], staging, positions, out)
         for row, length, (keys, values) in zip(padded, padding, self._staged(behind, padding), strict=True):
             self.family.decode_attention(spec, q[first + row], keys, values, length)

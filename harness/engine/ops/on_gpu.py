@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import from_numpy
+
 from harness.model.spec import ModelSpec
 from kernels import triton as gpu
 
@@ -29,6 +31,13 @@ def decode_attention(spec: ModelSpec, q: Any, staging: Any, positions: Any, out:
 def paged_attention(spec: ModelSpec, q: Any, keys: Any, values: Any, blocks: Any, positions: Any, out: Any) -> None:
     """All sequences whose cache lies on the device; blocks as `CachedRows.flat_blocks`, the others as above."""
     gpu.paged_decode_attention(q, keys, values, blocks, positions, out.view(q.shape), **_options(spec))
+
+
+def numbers(values: Any, device: Any) -> Any:
+    """A numpy array for kernels, where an op needs what only the host knows. By way of pinned memory, which torch keeps
+    until it has been read: a copy from pageable memory waits until the stream has done all before it."""
+    host = from_numpy(values)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def _options(spec: ModelSpec) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from torch import empty_like
 
 from harness.engine.activations import Activations
 from harness.engine.batch import MicroBatch
@@ -78,7 +79,8 @@ class DecodeAttentionPaged(KvOp):
         if on_gpu.attends(spec, q):
             positions = device_rows(ctx, self.batch, self.acts)[1, rows]
             blocks = ctx.tensor(self.tables, self.batch.on_device.flat_blocks.shape, "int32")
-            self._read_padding(q, keys, values)
+            if len(self.batch.on_device.padded):
+                self._read_padding_at_once(q, keys, values)
             return on_gpu.paged_attention(spec, q, keys, values, blocks, positions, out)
         attend = self.by_kernel if q.device.type == "cpu" else self.by_family
         attend(q, keys, values, out)
@@ -99,6 +101,14 @@ class DecodeAttentionPaged(KvOp):
         here = self.batch.on_device
         for row in here.padded.tolist():
             self._attend(q[row], keys, values, here.padding_tables[row], int(here.padding[row]))
+
+    def _read_padding_at_once(self, q: Any, keys: Any, values: Any) -> None:
+        """The same of all sequences in one launch."""
+        here = self.batch.on_device
+        rows_of, last = on_gpu.numbers(np.array([here.padded, here.padding[here.padded] - 1]), q.device)
+        wasted = q.index_select(0, rows_of)
+        blocks = on_gpu.numbers(here.flat_padding_blocks, q.device)
+        on_gpu.paged_attention(self.spec, wasted, keys, values, blocks, last, empty_like(wasted))
 
     def _attend(self, q: Any, keys: Any, values: Any, table: np.ndarray, length: int) -> Any:
         _, heads, block_size, head_dim = self.cache.shape

@@ -9,7 +9,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +36,7 @@ class PinnedMemoryError(MemoryError):
 @contextmanager
 def keeping() -> Iterator[None]:
     """Within, large pinned memory that one machine gives back waits for the next one that asks for as much: taking and
-    pinning 100 GB takes a minute. It comes with what was in it."""
+    pinning 100 GB takes a minute. It comes with what was in it. Where memory runs short, what waits is given up."""
     global _kept
     assert _kept is None, "pinned memory is being kept already"
     _kept = []
@@ -45,7 +45,8 @@ def keeping() -> Iterator[None]:
     finally:
         areas, _kept = _kept, None
         for memory, runtime in areas:
-            runtime.unpin(memory)
+            with suppress(DeviceError):  # of a device that has failed, as the run in which it did has told
+                runtime.unpin(memory)
 
 
 _kept: list[tuple[torch.Tensor, DeviceRuntime]] | None = None
@@ -104,10 +105,7 @@ class HostMemory:
             runtime.pin(memory)
         except DeviceError as error:
             limits = ", ".join(f"{limit} {free / 1e9:.4g} GB free" for limit, free in self._read_limits().items())
-            raise PinnedMemoryError(
-                f"'{name}' needs {nbytes / 1e9:.4g} GB of pinned memory (hardware.pinned_memory_gb): {error}; "
-                f"{_lock_limit()}; {limits}"
-            ) from error
+            raise PinnedMemoryError(f"{_needs(name, nbytes, 'pinned')}: {error}; {_lock_limit()}; {limits}") from error
         tell(f"{name}: {nbytes / 1e9:.1f} GB pinned in {time.monotonic() - began_s:.1f} s")
         return memory
 
@@ -118,13 +116,18 @@ class HostMemory:
                 batch = starts[at : at + self._threads]
                 if memory.nbytes > _CHUNK_BYTES:
                     wanted = min(len(batch) * _CHUNK_BYTES, memory.nbytes - batch[0])
-                    self._require(wanted, memory.nbytes, batch[0], name)
+                    self._require(wanted, f"{_needs(name, memory.nbytes, 'pinned')}; after {batch[0] / 1e9:.4g} GB")
                 list(pool.map(lambda start: _touch(memory[start : start + _CHUNK_BYTES]), batch))
                 if at % (4 * self._threads) == 0:
                     taken = min(memory.nbytes, batch[-1] + _CHUNK_BYTES)
                     tell(f"{name}: {taken / 1e9:.0f} of {memory.nbytes / 1e9:.0f} GB taken")
 
-    def _require(self, wanted: int, total: int, taken: int, name: str) -> None:
+    def require_pageable(self, nbytes: int, name: str) -> None:
+        """Room for pageable memory, which the system gives when it is written to. Raises PinnedMemoryError as above."""
+        if nbytes > _CHUNK_BYTES:
+            self._require(nbytes, f"{_needs(name, nbytes, 'host')};")
+
+    def _require(self, wanted: int, asked: str) -> None:
         """That much more memory must be free by every limit; beyond the system's the process would be killed."""
         deadline_s = time.monotonic() + self._patience_s
         while True:
@@ -132,12 +135,25 @@ class HostMemory:
             limit, free = min(limits.items(), key=lambda item: item[1], default=("", wanted + _SPARE_BYTES))
             if free >= wanted + _SPARE_BYTES:
                 return
+            if _give_up_kept():
+                continue
             if time.monotonic() >= deadline_s:
-                raise PinnedMemoryError(
-                    f"'{name}' needs {total / 1e9:.4g} GB of pinned memory (hardware.pinned_memory_gb); after "
-                    f"{taken / 1e9:.4g} GB the limit is {limit}, of which {free / 1e9:.4g} GB are free"
-                )
+                raise PinnedMemoryError(f"{asked} the limit is {limit}, of which {free / 1e9:.4g} GB are free")
             time.sleep(min(0.2, self._patience_s / 4))
+
+
+def _needs(name: str, nbytes: int, kind: str) -> str:
+    return f"'{name}' needs {nbytes / 1e9:.4g} GB of {kind} memory (hardware.{kind}_memory_gb)"
+
+
+def _give_up_kept() -> bool:
+    """Whether there was memory that waited for another machine: the smallest piece of it is free now."""
+    if not _kept:
+        return False
+    smallest = min(range(len(_kept)), key=lambda at: _kept[at][0].nbytes)
+    memory, runtime = _kept.pop(smallest)
+    runtime.unpin(memory)
+    return True
 
 
 def free_bytes_by_limit(root: Path = Path("/")) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -14,11 +15,13 @@ class DeviceError(RuntimeError):
 
 class DeviceRuntime(Protocol):
     """Streams run what they are given in order and beside each other; events mark places in them. Only `synchronize`,
-    `settle`, `allocate`, `pin` and `copy_now` block, and none waits for the whole device."""
+    `settle`, `allocate`, `release_unused`, `pin` and `copy_now` block, and within a pass only the first two are called.
+    """
 
     name: str  # of the device, for the records
     total_bytes: int  # of its memory
     free_bytes: int  # of that, beside the context and other programs, when the runtime was made
+    has_bfloat16: bool  # in its instructions
     pci_bus_id: str | None  # where sysfs knows the device
 
     def use(self) -> None:
@@ -30,10 +33,14 @@ class DeviceRuntime(Protocol):
     def allocate(self, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes] on the device."""
 
+    def release_unused(self) -> None:
+        """Memory that `allocate` gave and nobody holds any more goes back to the device; may wait for all its work."""
+
     def pin(self, memory: torch.Tensor) -> None:
         """Let the device read and write host memory by itself. DeviceError says why not."""
 
-    def unpin(self, memory: torch.Tensor) -> None: ...
+    def unpin(self, memory: torch.Tensor) -> None:
+        """Take that back. DeviceError where the device refuses, as one does that has failed."""
 
     def stream(self, *, urgent: bool = False) -> Any: ...
 
@@ -74,12 +81,15 @@ class TorchCudaRuntime:
         properties = torch.cuda.get_device_properties(self._device)
         self.name = properties.name
         self.total_bytes = int(properties.total_memory)
+        self.has_bfloat16 = properties.major >= 8
         self.pci_bus_id = _pci_bus_id(properties)
         torch.backends.cuda.matmul.allow_tf32 = False  # float32 must be float32: tokens are compared
         torch.backends.cudnn.allow_tf32 = False
         self.use()
         torch.zeros(1, device=self._device)  # makes the context now
-        torch.cuda.empty_cache()  # of machines before this one
+        # Of machines before this one: cuBLAS keeps a workspace of 32 MiB for every stream that it was ever used on.
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
         self.free_bytes = torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
 
     def use(self) -> None:
@@ -91,11 +101,23 @@ class TorchCudaRuntime:
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
+    def release_unused(self) -> None:
+        torch.cuda.empty_cache()
+
     def pin(self, memory: torch.Tensor) -> None:
-        _checked("cudaHostRegister", torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+        error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        self._require_success("cudaHostRegister", error)
 
     def unpin(self, memory: torch.Tensor) -> None:
-        _checked("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+        self._require_success("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+
+    def _require_success(self, what: str, error: Any) -> None:
+        if int(error) == 0:
+            return
+        text = torch.cuda.cudart().cudaGetErrorString(error)
+        with suppress(RuntimeError):  # CUDA keeps a refusal for the check behind the next kernel, in whatever run it is
+            torch.empty(1, device=self._device).fill_(1.0)
+        raise DeviceError(f"{what} failed: {text}")
 
     def stream(self, *, urgent: bool = False) -> Any:
         return torch.cuda.Stream(self._device, priority=-1 if urgent else 0)
@@ -132,11 +154,6 @@ class TorchCudaRuntime:
     def copy_now(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
         with torch.cuda.stream(stream):
             dst.copy_(src)
-
-
-def _checked(what: str, error: Any) -> None:
-    if int(error) != 0:
-        raise DeviceError(f"{what} failed: {torch.cuda.cudart().cudaGetErrorString(error)}")
 
 
 def _pci_bus_id(properties: Any) -> str | None:

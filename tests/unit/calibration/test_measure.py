@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from itertools import combinations
 
@@ -10,11 +11,14 @@ import pytest
 from harness.calibration import together, undisturbed
 from harness.calibration.local import CalibrationTable, identity, link_rates, local_table, table_path
 from harness.calibration.measure import measure_all
+from harness.calibration.probes import Bench, Shape
 from harness.calibration.table import ALONE, BESIDE_GPU, BESIDE_GPU_AND_LINK, BESIDE_LINK
 from harness.command_line import composed_values
 from harness.config import ConfigError
+from harness.engine.emitter import Emitter
 from harness.hardware.calibrate import report
-from harness.machine.base import LaneKind
+from harness.machine.base import CPU, GPU, LaneKind
+from harness.memory.ops import Poison
 from harness.plan import make_plan
 from harness.preparing import load_model
 from harness.settings import parse_settings
@@ -53,6 +57,24 @@ def test_costs_and_times_are_positive(calibrated):
     assert all(seconds >= 0 for _, seconds in points)
     assert sum(s for _, s in calibrated.samples[ALONE]["gpu: experts x1"]) > 0
     assert calibrated.host.submit_s > 0
+
+
+def test_the_router_of_probed_micro_batches_sends_tokens_everywhere(tiny):
+    """Whatever memory held before: an op over experts takes as long as it has experts."""
+    with closing(emulated()) as machine:
+        engine = engine_on(machine, tiny, [], kv_blocks=400, block_size=16)
+        assert engine.kv.host is not None
+        for buffer in (*engine.kv.host.keys, *engine.kv.host.values):
+            machine.submit(CPU, Poison(buffer))
+        bench = Bench(engine, max_tokens=64, packet_bytes=100_000)
+        emit, pair = Emitter(engine, serial=True), bench.pair(Shape(contexts=(20,) * 32))
+        for it in pair:
+            machine.submit(GPU, Poison(it.acts.attention))
+            emit.embed(it)
+        bench.serial(emit, pair, 0, experts_apart=False)
+        chosen = [machine.wait(emit.fetch_routing(it, 0)) for it in pair]
+        bench.close()
+    assert [len(set(ids.ravel().tolist())) for ids in chosen] == [engine.spec.num_experts] * 2
 
 
 def test_every_pair_and_triple_of_lanes_was_measured(calibrated):

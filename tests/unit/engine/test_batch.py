@@ -73,9 +73,12 @@ def test_padding_follows_the_prompt_and_lies_behind_all_that_is_to_come(sizes, b
     decoding = assemble(0, [], padded, allocator)
     assert decoding.context_lens.tolist() == [one.prompt_len + 1 for one in padded]
     assert decoding.on_host.read_lens.tolist() == [longest + 1] * len(padded)
+    flat = []
     for one, table, row in zip(padded, decoding.padding_tables, decoding.on_host.padding, strict=True):
-        read = {block for block in table[: -(-int(row) // block_size)].tolist()}
-        assert read <= set(one.blocks)
+        read = table[: -(-int(row) // block_size)].tolist()
+        assert set(read) <= set(one.blocks)
+        flat += read
+    assert decoding.on_host.flat_padding_blocks.tolist() == flat
 
 
 @settings(max_examples=100)

@@ -12,6 +12,7 @@ from harness.machine import cuda as cuda_module
 from harness.machine.base import D2H, GPU, H2D, Lane, LaneKind, MachineError, Op
 from harness.machine.device import pinned
 from harness.machine.device.pinned import HostMemory, PinnedMemoryError, free_bytes_by_limit
+from harness.machine.device.runtime import DeviceError
 from tests.fake_device import FakeDevice, cuda_machine
 from tests.kernels.eventually import GIVE_UP_S, eventually
 from tests.unit.machine.ops import Quick, Raising, Sleeping
@@ -154,6 +155,63 @@ def test_memory_that_the_system_does_not_have_is_not_touched(monkeypatch):
     memory = HostMemory(threads=2, patience_s=5.0, read_limits=lambda: {"limit": next(grown)})
     assert memory.pinned(1 << 22, "weights", device, told.append).sum() == 0
     assert told[-1].startswith("weights: 0.0 GB pinned in")
+
+
+def test_what_waits_for_another_machine_is_given_up_where_memory_runs_short(monkeypatch):
+    """The smallest first: the largest takes longest to pin again."""
+    for name in ("_CHUNK_BYTES", "_KEEP_FROM_BYTES"):
+        monkeypatch.setattr(pinned, name, 1 << 18)
+    device, total = FakeDevice(), [(1 << 29) + (9 << 20)]
+    limits = lambda: {"limit": total[0] - sum(device.pinned.values())}  # noqa: E731
+    memory = HostMemory(threads=1, patience_s=0.0, read_limits=limits)
+    with pinned.keeping():
+        for nbytes in (6 << 20, 1 << 20):
+            memory.give_back(memory.pinned(nbytes, "kept", device, print), device)
+        assert len(device.pinned) == 2
+        again = memory.pinned(1 << 20, "the same", device, print)
+        assert len(device.pinned) == 2, "what fits is taken again"
+        memory.give_back(again, device)
+        memory.give_back(memory.pinned(2 << 20, "another", device, print), device)
+        assert sorted(device.pinned.values()) == [1 << 20, 2 << 20, 6 << 20]
+        area = memory.pinned(3 << 20, "more", device, print)
+        assert sorted(device.pinned.values()) == [2 << 20, 3 << 20, 6 << 20], "the smallest made room"
+        total[0] = 1 << 29
+        with pytest.raises(PinnedMemoryError, match="'too much' needs"):
+            memory.pinned(10 << 20, "too much", device, print)
+        assert list(device.pinned.values()) == [3 << 20], "and all of it, before memory is refused"
+        memory.give_back(area, device)
+    assert not device.pinned
+
+
+def test_pageable_memory_that_the_system_does_not_have_is_not_promised(monkeypatch):
+    """A tensor of it would be had, and the process killed when it writes there."""
+    monkeypatch.setattr(pinned, "_CHUNK_BYTES", 1 << 20)
+    memory = HostMemory(patience_s=0.0, read_limits=lambda: {"MemAvailable of /proc/meminfo": 1 << 29})
+    memory.require_pageable(1 << 20, "rows")
+    told = r"'weights' needs 0.008389 GB of host memory \(hardware.host_memory_gb\); the limit is MemAvailable"
+    with pytest.raises(PinnedMemoryError, match=told):
+        memory.require_pageable(1 << 23, "weights")
+
+
+def test_a_device_that_failed_does_not_hide_its_cause_when_memory_is_given_back(cuda, device, monkeypatch):
+    """Nothing is unpinned by a device that has met an illegal access: that error must not take the other's place."""
+    refusals = []
+
+    def unpin(self, memory):
+        refusals.append(memory)
+        raise DeviceError("cudaHostUnregister failed: an illegal memory access was encountered")
+
+    monkeypatch.setattr(FakeDevice, "unpin", unpin)
+    machine = cuda()
+    with pytest.raises(MachineError, match="not today"):
+        machine.wait(machine.submit(GPU, Raising(RuntimeError("not today"))))
+    machine.close()
+    assert len(refusals) == 4, "all staging memory was tried"
+    assert not machine._memory._roots
+    other = FakeDevice()
+    with pytest.raises(DeviceError, match="cudaHostUnregister"):
+        cuda_machine({"pinned": 1 << 20}, device=other).close()
+    other.close()
 
 
 def test_limits_are_read_from_the_system(tmp_path):

@@ -14,7 +14,7 @@ from harness.machine import threaded
 from harness.machine.base import CPU, D2H, GPU, H2D, MachineError, Ticket
 from harness.machine.emulated import EmulatedMachine
 from harness.machine.shuffled import ShuffledMachine
-from tests.kernels.eventually import eventually
+from tests.kernels.eventually import GIVE_UP_S, eventually
 from tests.unit.machine.ops import Gated, Quick, Raising, Sleeping
 
 
@@ -101,13 +101,11 @@ def test_an_interrupt_in_the_shuffled_machine_stays_an_interrupt():
 
 
 def test_an_interrupt_while_waiting_leaves_the_machine_whole(emulated, request):
-    machine, blocked = emulated(), Gated()
+    machine, blocked, waits = emulated(), Gated(), threading.Event()
 
     class Interrupting(Sleeping):
         def run(self, ctx, packet):
-            eventually(lambda: machine._progress._waiters)  # elsewhere an interrupt may cut a submission in two
-            with machine._lock:  # which the strategy's thread has let go: it sleeps
-                pass
+            assert waits.wait(GIVE_UP_S)  # elsewhere an interrupt may cut a submission in two
             os.kill(os.getpid(), signal.SIGINT)
             return super().run(ctx, packet)
 
@@ -115,11 +113,46 @@ def test_an_interrupt_while_waiting_leaves_the_machine_whole(emulated, request):
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with pytest.raises(KeyboardInterrupt):
         machine.submit(GPU, Interrupting(0.05))
-        machine.wait(machine.submit(CPU, blocked))
+        ticket = machine.submit(CPU, blocked)
+        waits.set()
+        machine.wait(ticket)
     blocked.open()
     assert machine.wait(machine.submit(CPU, Quick("still works"))) == "still works"
     machine.drain()
     machine.close()
+
+
+class InterruptedLock:
+    """A lock after whose `nth` release by the main thread Ctrl-C comes."""
+
+    def __init__(self, nth: int) -> None:
+        self.left, self._lock = nth, threading.Lock()
+        self.acquire, self.locked = self._lock.acquire, self._lock.locked
+
+    def __enter__(self):
+        return self.acquire()
+
+    def __exit__(self, *error):
+        self.release()
+
+    def release(self):
+        self._lock.release()
+        self.left -= threading.current_thread() is threading.main_thread()
+        if self.left == 0 and threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("nth", range(1, 5))
+def test_an_interrupt_stays_one_wherever_a_call_lets_go_of_the_lock(emulated, nth):
+    machine, blocked = emulated(watchdog_s=4e-2), Gated()
+    machine._lock = lock = InterruptedLock(nth)
+    with pytest.raises(KeyboardInterrupt):
+        machine.wait(machine.submit(CPU, blocked))
+    assert lock.acquire(timeout=GIVE_UP_S), "nobody holds it for good"
+    lock.release()
+    blocked.open()
+    machine.close()
+    assert not any(worker.is_alive() for worker in machine._workers)
 
 
 def test_a_deadlock_is_found_at_once_and_says_who_waits_for_whom(machine):
@@ -172,9 +205,10 @@ def test_a_time_in_which_the_process_stood_still_is_no_fault(emulated, monkeypat
 
     class Stopped(Quick):
         def run(self, ctx, packet):
-            eventually(lambda: machine._progress._waiters)
+            seen = looks[0]
+            eventually(lambda: looks[0] > seen + 1)  # the strategy's thread waits
             stopped_s[0], seen = 1000.0, looks[0]
-            eventually(lambda: looks[0] > seen + 1)  # the waiting thread has looked at the clock
+            eventually(lambda: looks[0] > seen + 1)  # it has looked at the clock again, and gone on waiting
             return super().run(ctx, packet)
 
     machine = emulated(watchdog_s=100.0)

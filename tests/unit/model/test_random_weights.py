@@ -66,6 +66,29 @@ def test_threads_and_pieces_do_not_show_and_a_seed_repeats_itself(monkeypatch):
     assert not torch.equal(read(whole, layer, part), read(other, layer, part))
 
 
+def test_what_is_there_already_is_left_and_whatever_is_not_is_written(monkeypatch):
+    monkeypatch.setattr(random_weights, "_PIECE_NUMBERS", 1000)
+    source, tiled, original = RandomWeights(settings().model), [], RandomWeights._tile
+    monkeypatch.setattr(RandomWeights, "_tile", lambda *given: (tiled.append(1), original(*given)))
+    for layer, part in parts(source):
+        whole = read(source, layer, part)
+        matrices = sum(len(tensor.shape) > 1 for tensor in part.tensors)
+        tiled.clear()
+        again = whole.clone()
+        source.read_part(layer, part, again)
+        assert not tiled and torch.equal(again, whole)
+        big = max(part.tensors, key=lambda tensor: tensor.nbytes)
+        for piece in range(0, big.nbytes // 2, 1000):  # one that was never reached
+            at = big.offset_bytes + 2 * piece
+            again[at : min(at + 2000, big.offset_bytes + big.nbytes)] = 0
+            source.read_part(layer, part, again)
+            assert torch.equal(again, whole)
+        source.read_part(layer, part, again.zero_())
+        assert len(tiled) == len(range(0, big.nbytes // 2, 1000)) + matrices and torch.equal(again, whole)
+        RandomWeights(settings().model, seed=9).read_part(layer, part, again)
+        assert not torch.equal(again, whole) or not matrices
+
+
 def test_tokens_of_random_weights_cannot_be_verified():
     with pytest.raises(ConfigError, match="verify: must be off for model.path=random"):
         load_model(settings("verify=sample"), has_tensors=True)

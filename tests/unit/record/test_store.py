@@ -320,3 +320,17 @@ def test_an_unwritable_results_dir_is_named(tmp_path, where):
     with pytest.raises(ConfigError, match="results_dir: cannot write to") as caught:
         make(tmp_path / where)
     assert caught.value.field == "results_dir" and "\n" not in str(caught.value)
+
+
+def test_files_are_utf8_whatever_the_users_locale(tmp_path):
+    program = """
+import sys
+from harness.record.store import RunFolder
+RunFolder.create(sys.argv[1], "run-1", {"dataset": {"path": "Prüfung/µ.jsonl"}}, {"source": "µ"}).finish("ok")
+"""
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
+    (tmp_path / "program.py").write_text(program, encoding="utf-8")
+    command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path / "results")]
+    subprocess.run(command, check=True, env={**ascii_only, "PYTHONPATH": str(ROOT)}, timeout=60)
+    (run,) = list_runs(tmp_path / "results")
+    assert run.config["dataset"]["path"] == "Prüfung/µ.jsonl" and run.meta["source"] == "µ"

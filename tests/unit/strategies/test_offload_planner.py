@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from harness.config import ConfigError, parse
@@ -16,6 +18,7 @@ from harness.memory.weights import Resident, WeightStore
 from harness.model.planned import PlannedModel
 from harness.routing.kinds.uniform import UniformRouting
 from harness.workload.request import Request
+from strategies.common import offload_planner
 from strategies.common.offload_memory import fits
 from strategies.common.offload_planner import deployment_of, plan_policy
 from strategies.common.policy import GivenPolicy
@@ -61,6 +64,20 @@ def test_the_probe_finds_the_rates_of_the_machine_and_leaves_nothing_behind():
     assert on.kv.allocator.num_used == 0
 
 
+def test_the_probe_finds_what_an_op_costs_and_what_the_host_has():
+    """A kernel launch of 5 us, a copy's latency of 10 us and 73 GB/s, as conf/hardware/t4.yaml states them; nothing of
+    that for the paper's equations."""
+    on = engine([50])
+    assert not RateProbe(on, packet_bytes=10**8).measure().extends_paper
+    rates = RateProbe(on, packet_bytes=10**8, extended=True).measure()
+    assert rates.op_s.gpu == pytest.approx(5e-6, rel=0.05)
+    assert (rates.op_s.h2d, rates.op_s.d2h) == pytest.approx((10e-6, 10e-6), rel=0.05)
+    assert rates.op_s.cpu < 1e-6
+    assert rates.gpu.bytes_s == pytest.approx(239.6e9, rel=0.01), "without the launches"
+    assert rates.host_bytes_s == 73e9
+    assert on.kv.allocator.num_used == 0
+
+
 def test_the_probe_makes_do_with_the_host_memory_that_is_left():
     """Two layers on their way to the device, and rows of few tokens beside them."""
     on = engine([50])
@@ -87,6 +104,23 @@ def test_a_plan_fits_the_engine_and_its_prediction_says_why():
     assert plan.prediction is not None and plan.prediction.throughput_tok_s > 0
     assert "decode bound by link (weights, link)" in plan.prediction.model
     assert plan.as_record()["layer_link_s"] == pytest.approx(plan.prediction.terms["decode layer, link, s"])
+
+
+def test_no_request_is_left_for_a_batch_of_its_own(monkeypatch):
+    """Where the fastest layer has one sequence too few, a batch of all of them is predicted to be better."""
+    fastest, num_requests = offload_planner.search, 48
+
+    def one_too_few(task):
+        given = task.given
+        size = given.batch_size or num_requests - 1
+        return fastest(replace(task, given=replace(given, batch_size=size)))
+
+    monkeypatch.setattr(offload_planner, "search", one_too_few)
+    given = GivenPolicy(gpu_ffn=True, gpu_attention=False, resident_kv=0.0, micro_batch_size=8)
+    plan = plan_policy(engine([50] * num_requests), given, packet_bytes=10**8)
+    assert plan.policy.batch_size == num_requests
+    given = replace(given, batch_size=num_requests - 1)
+    assert plan_policy(engine([50] * num_requests), given, packet_bytes=10**8).policy.batch_size == num_requests - 1
 
 
 def test_requests_that_fit_no_cache_do_not_shape_the_plan():

@@ -11,7 +11,7 @@ from strategies.common.hrm import Level
 from strategies.common.offload_memory import Deployment, Storage, Switches, WeightSizes, WorkloadShape
 from strategies.common.offload_prediction import predict
 from strategies.common.policy import Policy
-from strategies.common.policy_cost import CostModel, Rates
+from strategies.common.policy_cost import CostModel, OpSeconds, Rates
 from tests.unit.model.test_spec_sizes import spec_of
 
 SPEC = spec_of("mixtral-8x7b")
@@ -94,6 +94,73 @@ def test_pageable_weights_are_staged():
     staged = replace(COST, deployment=replace(DEPLOYMENT, storage=Storage(weights_tier="host")))
     assert "pin" not in decode()
     assert decode(staged, resident_weights=0.5)["pin"] == pytest.approx(LAYER / 2 / 36e9)
+
+
+WITH_OPS = replace(COST, rates=replace(RATES, op_s=OpSeconds(gpu=1.0, cpu=100.0, h2d=1e4, d2h=1e6)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpu", "cpu", "h2d"),
+    [
+        ({}, 4, 2, 1),  # QKV, O and router, experts, sum; new keys, attention; results
+        ({"gpu_attention": True}, 5, 1, 1),
+        ({"gpu_ffn": False}, 3, 2 + 8, 2),  # every expert is an op of its own
+    ],
+)
+def test_every_op_adds_its_fixed_cost_to_its_lane(changes, gpu, cpu, h2d):
+    """Beside them the link has a page of weights for each of the 14 micro-batches."""
+    busy, without = decode(WITH_OPS, **changes), decode(**changes)
+    assert busy["gpu"] - without["gpu"] == pytest.approx(14 * gpu)
+    assert busy["cpu"] - without.get("cpu", 0.0) == pytest.approx(14 * cpu * 100)
+    assert busy["link"] - without["link"] == pytest.approx((14 * h2d + 14) * 1e4)
+    assert busy["offload"] - without["offload"] == pytest.approx(14 * h2d * 1e6)
+
+
+def test_weights_as_one_block_are_one_op():
+    busy, without = (decode(replace(cost, overlap="weights apart"))["link"] for cost in (WITH_OPS, COST))
+    assert busy - without == pytest.approx((14 + 1) * 1e4)
+
+
+def test_a_prefill_has_its_ops_too():
+    chosen = policy()
+    busy, without = (cost.prefill(Switches.of(chosen)).by_resource(chosen) for cost in (WITH_OPS, COST))
+    assert busy["gpu"] - without["gpu"] == pytest.approx(14 * 5)
+    assert busy["cpu"] == pytest.approx(14 * 100)
+    assert busy["offload"] - without["offload"] == pytest.approx(14 * 1e6)
+
+
+def test_all_that_crosses_host_memory_shares_its_roof():
+    """Staged weights three times; the CPU reads the cache, and new keys and values are copied into it."""
+    rates = replace(RATES, host_bytes_s=73e9)
+    pinned = decode(replace(COST, rates=rates))["host memory"] * 73e9
+    cached = 504 * CONTEXT * KV
+    assert pinned == pytest.approx(LAYER + 504 * 4096 * 2 + 504 * (KV + 4096 * 2) + cached + 504 * 2 * KV)
+    storage = Storage(weights_tier="host")
+    staged = decode(replace(COST, rates=rates, deployment=replace(DEPLOYMENT, storage=storage)))["host memory"] * 73e9
+    assert staged - pinned == pytest.approx(2 * LAYER)
+    assert "host memory" not in decode()
+
+
+def test_gpus_meet_at_the_hosts_memory():
+    """Four that share layers have four links, and the same hidden states."""
+    quarter = shard_spec(SPEC, 4)
+    storage = Storage(weights_tier="host", prefill_hidden_tier="pinned")
+    deployment = replace(
+        DEPLOYMENT, spec=quarter, sizes=WeightSizes.of_spec(quarter), num_gpus=4, storage=storage
+    )  # fmt: skip
+    cost = replace(COST, deployment=deployment, rates=replace(RATES, peer_bytes_s=10e9, host_bytes_s=73e9))
+    chosen = policy()
+    crossed = cost.prefill(Switches.of(chosen)).by_resource(chosen)["host memory"] * 73e9
+    tokens, hidden = 504 * 418, 504 * 418 * 4096 * 2
+    assert crossed == pytest.approx(4 * 3 * quarter.layer_bytes + tokens * KV * (1 + 2) + (4 + 1) * hidden)
+
+
+def test_a_prediction_says_which_equations_it_is_by():
+    chosen = policy()
+    assert "(Eq. 12-14)" in predict(COST, chosen).model
+    extended = predict(WITH_OPS, chosen)
+    assert "with the cost of ops and host memory" in extended.model
+    assert extended.throughput_tok_s < predict(COST, chosen).throughput_tok_s
 
 
 def test_resources_work_side_by_side_or_as_the_schedule_lets_them():

@@ -23,7 +23,7 @@ from strategies.common.offload_memory import (
     kv_bytes_per_sequence,
 )
 from strategies.common.policy import GivenPolicy, Policy
-from strategies.common.policy_cost import CostModel, Rates
+from strategies.common.policy_cost import CostModel, OpSeconds, Rates
 from strategies.common.policy_search import Search, search
 from tests.unit.engine.fakes import SPEC
 from tests.unit.model.test_spec_sizes import spec_of
@@ -31,6 +31,7 @@ from tests.unit.model.test_spec_sizes import spec_of
 SIZES = WeightSizes.of_spec(SPEC)
 SHARES = (0.0, 0.25, 0.5, 1.0)
 rate = st.sampled_from((1e6, 1e7, 1e8, 1e9))
+op_s = st.sampled_from((0.0, 0.0, 1e-6, 1e-4, 1e-2))
 
 
 def level(draw) -> Level:
@@ -60,6 +61,8 @@ def searches(draw) -> Search:
     rates = Rates(
         gpu=level(draw), cpu_attention=level(draw), cpu_ffn=level(draw),
         h2d_bytes_s=draw(rate), d2h_bytes_s=draw(rate), pin_bytes_s=draw(st.one_of(st.none(), rate)),
+        op_s=OpSeconds(gpu=draw(op_s), cpu=draw(op_s), h2d=draw(op_s), d2h=draw(op_s)),
+        host_bytes_s=draw(st.one_of(st.none(), rate)),
     )  # fmt: skip
     cost = CostModel(
         deployment=deployment, rates=rates, overlap=draw(st.sampled_from(("all", "weights apart", "nothing")))
@@ -80,11 +83,12 @@ def searches(draw) -> Search:
 
 
 def every_policy(task: Search):
-    """A coarse grid over all six numbers."""
+    """A coarse grid over all six numbers. Where r_w comes in steps, what is no expert stays whole or not at all."""
+    has_steps = task.deployment.storage.resident_step is not None and task.given.resident_weights is None
     for batch in range(1, task.most_sequences + 1):
         for size, on_gpu, ffn in product(range(1, batch + 1), (False, True), (False, True)):
             kv_shares = {number / batch for number in (0, 1, batch // 2, batch)} | {0.5}
-            for weights, kv in product(SHARES, kv_shares):
+            for weights, kv in product((0.0, 1.0) if has_steps and not ffn else SHARES, kv_shares):
                 yield Policy(
                     batch_size=batch,
                     micro_batch_size=size,
@@ -172,6 +176,15 @@ def test_experts_go_to_the_cpu_where_that_is_better():
     found = search(slow)
     assert not found.gpu_ffn
     assert slow.rate(found) > 2 * slow.rate(search(replace(slow, given=GivenPolicy(gpu_ffn=True))))
+
+
+def test_costly_ops_make_larger_micro_batches():
+    """As on a GPU that a core plays: what 14 micro-batches cost beside their work is worth a few resident experts."""
+    task = replace(s1(), given=GivenPolicy(batch_size=504, gpu_attention=False, gpu_ffn=True))
+    costly = replace(task, cost=replace(task.cost, rates=replace(task.cost.rates, op_s=OpSeconds(gpu=5e-3))))
+    free, found = search(task), search(costly)
+    assert found.micro_batch_size > 2 * free.micro_batch_size
+    assert costly.rate(found) > 1.05 * costly.rate(free)
 
 
 def test_what_is_given_stays_and_the_rest_is_searched():

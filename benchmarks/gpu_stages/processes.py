@@ -1,0 +1,56 @@
+"""Stages in processes of their own, so that a crash, a hang or a device that has failed takes no others along.
+
+A process tells by its exit code that it came to its end, whatever its stages found; `gpu.json` tells what it was at.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+
+from benchmarks.gpu_stages.record import Record
+
+GROUPS = (("build", "tokens", "ceilings"), ("memory", "strategies", "calibrate", "simulate"), ("peer",))
+DEVICE_LOST = 3  # exit code of a process whose device has failed: what is left is for another one
+_RESERVED_S = {"calibrate": 60.0, "simulate": 40.0, "peer": 110.0}  # kept from the strategies, which take what they get
+_ENDS_WITH_PROCESS = ("memory",)  # stages that another process has to do again for those behind them
+_GRACE_S = 15.0  # behind the budget, for a process to end by itself
+_LEAST_S = 5.0
+
+Command = Callable[[Sequence[str], float], list[str]]  # stages and seconds -> command line
+
+
+def run_in_processes(stages: Sequence[str], record: Record, command: Command) -> None:
+    """All stages in the order of `GROUPS`. A process that broke off is followed by one for what it left undone; each
+    gets on, since what a process was at when it broke off counts as done."""
+    for group in GROUPS:
+        left = [stage for stage in group if stage in stages]
+        later = [stage for stage in stages if stage not in group] if "strategies" in left else []
+        while left and (left_s := record.left_s - reserved_s(later, record.left_s)) >= _LEAST_S:
+            ended = _run(command(left, left_s), left_s + _GRACE_S)
+            record.reload()
+            undone = record.broken_off(left, ended) if ended else []
+            left = [*(stage for stage in left if undone and stage in _ENDS_WITH_PROCESS), *undone]
+
+
+def reserved_s(stages: Iterable[str], left_s: float) -> float:
+    """For these stages, where others come before them that take all the time they get: at most a third of it."""
+    return min(sum(_RESERVED_S.get(stage, 0.0) for stage in stages), left_s / 3)
+
+
+def _run(command: list[str], timeout_s: float) -> str | None:
+    """None where the process came to its end, else how it ended."""
+    process = subprocess.Popen(command)
+    try:
+        code = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return "the process did not end within its time"
+    finally:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):  # a process that waits for its device may not even be killed
+            process.wait(_GRACE_S)
+    if code == DEVICE_LOST:
+        return "the device has failed"
+    return None if code == 0 else f"the process ended by {signal.Signals(-code).name if code < 0 else f'code {code}'}"

@@ -1,0 +1,92 @@
+"""The outside peer of benchmarks/gpu.py without a GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from importlib.util import find_spec
+
+import pytest
+
+from benchmarks.gpu_stages import peer as peer_stage
+from benchmarks.gpu_stages.plan import gpu_scale
+
+TINY_MIXTRAL = {
+    "num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48, "vocab_size": 300,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+ASKED = {"dry": True, "max_new_tokens": 4, "box_s": 60.0, "prompts": [[5, 6, 7], [8], [9, 3], [4, 4, 4, 4]]}
+
+
+def test_the_outside_peer_generates_and_stops_in_time(tmp_path):
+    """transformers on this CPU in the place of a GPU: everything but the offload itself."""
+    import torch
+
+    from benchmarks.gpu_stages import accelerate_peer as peer
+
+    model = peer.random_model(TINY_MIXTRAL)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    batch = peer.left_padded([[5, 6, 7], [8]], "cpu")
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
+    for box_s, steps in ((60.0, 4), (0.0, 1)):
+        path = tmp_path / "answer.json"
+        watch = peer.Watch({"system": "test"}, path, box_s)
+        begun_s = time.perf_counter()
+        model.generate(**batch, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0,
+                       stopping_criteria=[watch])  # fmt: skip
+        answer = json.loads(path.read_text())
+        assert (answer["steps"], answer["generated_tokens"]) == (steps, 2 * steps)
+        assert answer["generation_s"] <= time.perf_counter() - begun_s
+
+
+@pytest.mark.parametrize("holds", [1, 2, 3, 4])
+def test_the_outside_peer_takes_as_many_sequences_as_fit(tmp_path, capsys, holds):
+    import torch
+
+    from benchmarks.gpu_stages import accelerate_peer as peer
+
+    model, path, tried = peer.random_model(TINY_MIXTRAL), tmp_path / "answer.json", []
+    original = model.generate
+
+    def generate(input_ids, **options):
+        tried.append(len(input_ids))
+        if len(input_ids) > holds:
+            raise torch.OutOfMemoryError("device memory")
+        return original(input_ids=input_ids, **options)
+
+    model.generate = generate
+    peer.generate(model, ASKED, {"system": "test"}, path)
+    answer = json.loads(path.read_text())
+    assert tried == {4: [4], 3: [4, 2], 2: [4, 2], 1: [4, 2, 1]}[holds]
+    assert (answer["batch"], answer["generated_tokens"], answer["steps"]) == (tried[-1], 4 * tried[-1], 4)
+    model.generate = lambda **options: (_ for _ in ()).throw(torch.OutOfMemoryError("device memory"))
+    with pytest.raises(MemoryError, match="not even one sequence"):
+        peer.generate(model, ASKED, {}, path)
+
+
+def test_the_outside_peer_needs_host_memory_that_is_free(tmp_path, monkeypatch):
+    monkeypatch.setattr(peer_stage, "free_host_gb", lambda: 40.0)
+    found = peer_stage.measure(gpu_scale(host_gb=137.4), tmp_path, 60.0, batch=2)
+    assert found["peer"] is None
+    needs = "accelerate is not installed" if find_spec("accelerate") is None else "needs 97 GB .* of which 40 are free"
+    assert re.search(needs, found["reason"])
+
+
+def test_accelerate_offloads_this_model_and_says_the_same():
+    """Its hooks bring each module's weights for each call; here from the host's memory to the host's."""
+    accelerate = pytest.importorskip("accelerate")
+    import torch
+
+    from benchmarks.gpu_stages import accelerate_peer as peer
+
+    model, batch = peer.random_model(TINY_MIXTRAL), peer.left_padded(ASKED["prompts"], "cpu")
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(**batch, **options)
+    layer_bytes = sum(p.nbytes for p in model.model.layers[0].parameters())
+    devices = peer.placed(model, model.model.embed_tokens.weight.nbytes + 2.5 * layer_bytes)  # one layer is on its way
+    assert [devices[f"model.layers.{layer}"] for layer in range(4)] == [0, "cpu", "cpu", "cpu"]
+    moved = accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert all(parameter.is_meta for parameter in moved.parameters())
+    assert torch.equal(moved.generate(**batch, **options), expected)
