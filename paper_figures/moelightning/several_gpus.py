@@ -26,6 +26,7 @@ from paper_figures.reports import made_by
 from paper_figures.support import REFERENCE, new_figure, read_json, write_json
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 OUT = REFERENCE / "moelightning-simulated"
@@ -217,21 +218,36 @@ def tables(data: dict[str, Any]) -> str:
 
 
 def draw(data: dict[str, Any]) -> Figure:
-    """Throughput over generation length, a block a setting."""
+    """Throughput over generation length, a block a setting; those of one model have one scale."""
+    from matplotlib.ticker import LogLocator
+
     settings = list(dict.fromkeys(r["setting"] for r in data["rows"]))
     figure = new_figure(3.0 * len(settings) + 0.6, 3.4)
+    colours = dict(zip(map(_unpadded, SYSTEMS), ("C0", "C1", "C2", "C3"), strict=False))
+    first_of: dict[str, Axes] = {}
     for axes, setting in zip(figure.subplots(1, len(settings), squeeze=False)[0], settings, strict=True):
-        for system in dict.fromkeys(r["system"] for r in data["rows"]):
-            points = [
-                (r["g"], r["simulated_tok_s"]) for r in data["rows"] if (r["setting"], r["system"]) == (setting, system)
-            ]
-            axes.plot(*zip(*points, strict=True), marker="o", label=system)
-        axes.set(
-            title=f"{setting}: {SETTINGS[setting][0]}, {SETTINGS[setting][1]}", xlabel="generated tokens", yscale="log"
-        )
+        model, hardware, _ = SETTINGS[setting]
+        rows = [r for r in data["rows"] if r["setting"] == setting]
+        for system in dict.fromkeys(r["system"] for r in rows):
+            points = [(r["g"], r["simulated_tok_s"]) for r in rows if r["system"] == system]
+            name = _unpadded(system)
+            axes.plot(*zip(*points, strict=True), marker="o", color=colours[name], label=name)
+        padded = ", padded" if SHOWN[setting] == _PADDING else ""
+        axes.set(title=f"{setting}: {model}, {hardware}{padded}", xlabel="generated tokens", xscale="log", yscale="log")
+        axes.set_xticks(GENERATED, [str(g) for g in GENERATED])
+        axes.minorticks_off()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        if first_of.setdefault(model, axes) is not axes:
+            axes.sharey(first_of[model])
+            axes.autoscale(axis="y")
     figure.axes[0].set_ylabel("tok/s")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     return figure
+
+
+def _unpadded(system: str) -> str:
+    return system.replace("(p)", "")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
