@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The kernels under sanitizers, on every instruction set this processor has:
+# The kernels under sanitizers, on every instruction set this processor has, and on AMX with tiles emulated in memory
+# (amx/tiles.h) where it has AVX-512:
 #   address and undefined behaviour: the kernels' own tests and the simulator's against an extension built with both;
 #   tensors are then heap blocks between guarded zones, so that a read or write outside one ends the run;
 #   threads: a C++ driver (races.cpp), because Python and torch report races of their own.
@@ -11,6 +12,7 @@ cd "$(dirname "$0")/../.."
 python="${PYTHON:-python}"
 cxx="${CXX:-g++}"
 jobs="${KERNELS_SANITIZE_JOBS:-2}"
+emulated_tiles=-DKERNELS_EMULATED_TILES
 scratch="$(mktemp -d)"
 trap 'rm -rf "$scratch"' EXIT
 
@@ -29,7 +31,7 @@ compile() {
 }
 
 address() {
-    local flags=(-fsanitize=address,undefined -fno-sanitize-recover=all)
+    local flags=(-fsanitize=address,undefined -fno-sanitize-recover=all "$emulated_tiles")
     step "building the extension with ${flags[*]}"
     local includes suffix
     includes="$("$python" -m pybind11 --includes)"
@@ -41,12 +43,13 @@ address() {
     "$cxx" -shared "${flags[@]}" "$scratch"/asan/*.o -ldl -o "$scratch/kernels/_native$suffix"
 
     # Not the tests of the package's name (they start interpreters of their own), those that compile programs of their
-    # own, those of forks, and those of times (they mean nothing here).
+    # own, those of forks, those of times (they mean nothing here), and the one of the processor's own paths.
     cp tests/kernels/*.py "$scratch/tests/kernels/"
     rm -f "$scratch"/tests/kernels/test_{kernels_package,mover_cuda,mover_cuda_errors,mover_cuda_header}.py
     step "running the kernels' tests with it"
     tests_in "$scratch" tests/kernels \
-        -k "not gil and not threshold and not rate and not cpu_time and not fork and not what_a_share_throws"
+        -k "not gil and not threshold and not rate and not cpu_time and not fork and not what_a_share_throws \
+            and not every_path"
 
     step "running the simulator's tests with it"
     mkdir "$scratch/simulator"
@@ -69,7 +72,7 @@ threads() {
     step "building races.cpp with -fsanitize=thread"
     { find kernels/csrc -name '*.cpp' -not -path '*/bindings/*' -not -name module.cpp -not -path '*/mover/bindings.cpp' \
           -not -path '*/simulation/*'  # runs on one thread
-      echo tests/kernels/races.cpp; } | compile "$scratch/tsan" -fsanitize=thread -Ikernels/csrc
+      echo tests/kernels/races.cpp; } | compile "$scratch/tsan" -fsanitize=thread "$emulated_tiles" -Ikernels/csrc
     "$cxx" -fsanitize=thread "$scratch"/tsan/*.o -ldl -o "$scratch/races"
     # Fixed addresses where the system allows it: older runtimes refuse the widest randomisation.
     local fixed=(setarch "$(uname -m)" -R)

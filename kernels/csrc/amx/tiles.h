@@ -9,6 +9,50 @@ constexpr int kTileDepth = 32;        // columns of A
 constexpr int64_t kTileLine = 64;     // bytes of a row
 constexpr int64_t kTileBytes = 1024;
 
+#ifdef KERNELS_EMULATED_TILES
+// The registers in memory, for tests: processors without tiles take this path as well, and sanitizers see what the
+// instructions read and write.
+struct Tile {
+  alignas(64) char lines[kTileSide][kTileLine];
+};
+inline thread_local Tile tiles_of_thread[8];
+
+struct TileSession {
+  TileSession() { std::memset(tiles_of_thread, 0, sizeof tiles_of_thread); }
+};
+
+template <int T>
+inline void tile_zero() {
+  std::memset(&tiles_of_thread[T], 0, sizeof(Tile));
+}
+template <int T>
+inline void tile_load(const void* start, int64_t stride_bytes) {
+  for (int row = 0; row < kTileSide; ++row)
+    std::memcpy(tiles_of_thread[T].lines[row], static_cast<const char*>(start) + row * stride_bytes, kTileLine);
+}
+template <int T>
+inline void tile_store(void* start, int64_t stride_bytes) {
+  for (int row = 0; row < kTileSide; ++row)
+    std::memcpy(static_cast<char*>(start) + row * stride_bytes, tiles_of_thread[T].lines[row], kTileLine);
+}
+inline float without_denormals(float value) { return std::fpclassify(value) == FP_SUBNORMAL ? 0.0f : value; }
+template <int C, int A, int B>
+inline void tile_multiply() {
+  float sums[kTileSide][kTileSide];
+  bf16 a[kTileSide][kTileDepth], b[kTileSide][kTileDepth];
+  std::memcpy(sums, tiles_of_thread[C].lines, sizeof sums);
+  std::memcpy(a, tiles_of_thread[A].lines, sizeof a);
+  std::memcpy(b, tiles_of_thread[B].lines, sizeof b);
+  for (int m = 0; m < kTileSide; ++m)
+    for (int n = 0; n < kTileSide; ++n)
+      for (int k = 0; k < kTileDepth; ++k) {
+        const float weight = without_denormals(to_float(a[m][k]));
+        const float element = without_denormals(to_float(b[k / 2][2 * n + k % 2]));
+        sums[m][n] = without_denormals(sums[m][n] + weight * element);
+      }
+  std::memcpy(tiles_of_thread[C].lines, sums, sizeof sums);
+}
+#else
 // Tiles can be used, by this thread, as long as one of these lives; a thread with tiles in use is dearer to switch.
 class TileSession {
  public:
@@ -42,6 +86,7 @@ template <int C, int A, int B>
 KERNELS_INLINE void tile_multiply() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
+#endif
 KERNELS_INLINE void tile_fence() { asm volatile("" ::: "memory"); }
 
 }  // namespace kernels::KERNELS_ISA_NS
