@@ -171,19 +171,14 @@ class RateProbe:
         return Level(name="cpu", flops_s=some.flops / some_s, bytes_s=little.host_bytes / few_s)
 
     def _experts_on_host(self, weights: PagedWeights, acts: Activations, num_tokens: int) -> tuple[float, Work]:
-        it, layer = InFlight(self._prompt(num_tokens), acts), self._layer
-        self._emit.embed(it)
-        self._emit.attention_in(it, layer, weights.part(layer, "attention_in"))
+        it, layer = self._behind_attention(weights, acts, num_tokens), self._layer
         self._emit.attention_out(it, layer, weights.part(layer, "attention_out"))
         return self._shortest(lambda: self._emit.experts_on_host(it, layer))
 
     def _matrices(self, weights: PagedWeights, acts: Activations, num_tokens: int) -> Once:
-        """A layer's projections, router and experts, behind attention: the router chooses by what that leaves."""
+        """A layer's projections, router and experts."""
         part, layer = weights.part, self._layer
-        it = InFlight(self._prompt(num_tokens), acts)
-        self._emit.embed(it)
-        self._emit.attention_in(it, layer, part(layer, "attention_in"))
-        self._emit.prefill_attention(it, layer)
+        it = self._behind_attention(weights, acts, num_tokens)
 
         def once() -> list[Ticket]:
             done = [
@@ -195,6 +190,15 @@ class RateProbe:
             return [ticket for ticket in done if ticket is not None]
 
         return once
+
+    def _behind_attention(self, weights: PagedWeights, acts: Activations, num_tokens: int) -> InFlight:
+        """A prompt up to attention, by whose results the router chooses: memory as it happens to be would send all
+        tokens to the same experts."""
+        it = InFlight(self._prompt(num_tokens), acts)
+        self._emit.embed(it)
+        self._emit.attention_in(it, self._layer, weights.part(self._layer, "attention_in"))
+        self._emit.prefill_attention(it, self._layer)
+        return it
 
     def _cpu(self, weights: PagedWeights, acts: Activations) -> Level:
         """Attention over as many sequences as the probe's buffers and the free blocks allow."""

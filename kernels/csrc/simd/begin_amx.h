@@ -1,15 +1,8 @@
 // Everything after this include is compiled for AVX-512 with the tiles of AMX beside it; for vec_avx512.h as well.
 // Include standard headers before it, as with begin_avx512.h. The tile instructions are inline assembly (amx/tiles.h),
 // which GCC needs no option for.
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's own headers leave don't-care operands uninitialised
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#include <immintrin.h>
-#pragma GCC diagnostic pop
-#else
-#include <immintrin.h>
-#endif
+#include "intrinsics.h"
+
 #if defined(__clang__)
 #pragma clang attribute push( \
     __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,amx-tile,amx-bf16"))), apply_to = function)
