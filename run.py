@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
+import traceback
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors reach `main` as they are, to be told in one line
@@ -15,9 +19,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from harness.command_line import explained, require_single_choices
-from harness.interrupts import INTERRUPTED
+from harness.commands import FAILED, USAGE_ERROR, VERSION, require_known_options
+from harness.interrupts import interruption_behind, interrupts_kept, leave, told
 
-USAGE_ERROR, RUN_FAILED = 2, 1
+OPTIONS = (  # Hydra's; --help and --version say what is the project's own
+    "--help", "--version", "--multirun", "--run", "--cfg", "--resolve", "--package", "--info", "--hydra-help",
+    "--config-dir", "--config-path", "--config-name", "--shell-completion", "--experimental-rerun",
+)  # fmt: skip
 
 
 class JobFailed(Exception):
@@ -26,37 +34,57 @@ class JobFailed(Exception):
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def run(cfg: DictConfig) -> float:
-    """One job; the throughput, so that optimising sweepers have something to maximise."""
+    """One job; the median throughput of its repeats, so that optimising sweepers have something to maximise."""
     from harness.experiment import run_experiment
-    from harness.record.terminal import print_summary
+    from harness.settings import repeats_of
 
+    runs: list[tuple[dict[str, Any], Path]] = []
     try:
         require_single_choices(HydraConfig.get().overrides.task)
         values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-        summary, folder = run_experiment(values)
+        sweep = Path(HydraConfig.get().sweep.dir).name if HydraConfig.get().mode is RunMode.MULTIRUN else None
+        for repeat in repeats_of(values):
+            runs.append(run_experiment(repeat, sweep))
+            show(*runs[-1])
     except Exception as error:
         code = tell(error)
         if HydraConfig.get().mode is RunMode.MULTIRUN:
             raise JobFailed(code) from error  # the other jobs go on; then Hydra says which job this was
         sys.exit(code)  # an exception would make Hydra put a line of its own in front of ours
+    if len(runs) > 1:
+        from harness.record import compare
+
+        compare.main([str(folder) for _, folder in runs])
+    return median(summary["throughput_tok_s"] or 0.0 for summary, _ in runs)
+
+
+def show(summary: dict[str, Any], folder: Path) -> None:
+    """Print the summary. Where that fails the run itself went well all the same, and its folder has it all."""
+    from harness.record.terminal import print_summary
+
     try:
         print_summary(summary, folder)
-    except OSError as error:  # the run itself went well, and its folder has it all
+    except OSError as error:
         print(f"warning: the summary could not be printed ({error.strerror}); it is in {folder}", file=sys.stderr)
-    return float(summary["throughput_tok_s"] or 0.0)
 
 
 def main() -> int:
-    """The exit code: 0, 1 for a run that failed, 2 for bad input, 130 for an interruption."""
+    """The exit code: 0, 1 for a run that failed, 2 for bad input, 130 for Ctrl-C, 143 for SIGTERM."""
     try:
-        run()
+        # Before Hydra, which would show its usage, and take `--vers` for its own version.
+        require_known_options(sys.argv[1:], OPTIONS)
+        if "--version" in sys.argv[1:]:
+            print(VERSION)
+            return 0
+        with interrupts_kept():
+            run()
     except JobFailed as failure:
         return int(failure.args[0])
     except KeyboardInterrupt as interruption:
-        folder = f"; what was recorded: {interruption}" if str(interruption) else ""
-        print(f"interrupted{folder}", file=sys.stderr)
-        return INTERRUPTED
+        return told(interruption)
     except Exception as error:
+        if (behind := interruption_behind(error)) is not None:  # it cut Hydra in two while it composed a job
+            return told(behind)
         return tell(error)
     return 0
 
@@ -66,18 +94,32 @@ def tell(error: Exception) -> int:
     from harness.experiment import RunFailed
     from harness.record.files import RecordError
 
-    if (text := explained(error, sys.argv[1:])) is not None:
-        print(f"error: {text}", file=sys.stderr)
+    if (mistake := explained(error, sys.argv[1:])) is not None:
+        print(f"error: {mistake}", file=sys.stderr)
         return USAGE_ERROR
     match error:
         case RunFailed():
             print(f"error: {error}\n  run folder: {error.folder}", file=sys.stderr)
         case RecordError():
             print(f"error: {error}", file=sys.stderr)
+        case OSError(
+            errno=errno.EMFILE | errno.ENFILE | errno.ENOSPC | errno.ENOMEM | errno.EAGAIN
+        ):  # not ours to mend
+            print(f"error: the system has no more: {error}", file=sys.stderr)
+        case RuntimeError() if "can't start new thread" in str(error):
+            print(f"error: the system has no more: {error}", file=sys.stderr)
+        case _ if (plugin := plugin_behind(error)) is not None:  # a launcher whose system is not here, say
+            print(f"error: {plugin}: {error}", file=sys.stderr)
         case _:
             raise error
-    return RUN_FAILED
+    return FAILED
+
+
+def plugin_behind(error: Exception) -> str | None:
+    """Name the plugin of Hydra, a launcher or a sweeper, that raised the error; errors of jobs are none of its own."""
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((name.split(".")[1] for name in reversed(modules) if name.startswith("hydra_plugins.")), None)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -26,8 +26,9 @@ sys.path.insert(0, str(ROOT))
 STAGES = ("build", "tokens", "ceilings", "memory", "strategies", "calibrate", "simulate", "peer")
 _NEEDED = (
     *("torch", "transformers", "hydra", "omegaconf", "antlr4", "pydantic", "rich", "yaml", "safetensors", "tokenizers"),
-    *("numpy", "scipy", "pybind11", "setuptools"),
+    *("numpy", "scipy"),
 )
+_BUILD_NEEDS = ("pybind11", "setuptools")
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
@@ -54,9 +55,10 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     chosen = args.strategies.split(",") if args.strategies else []
     if unknown := set(chosen) - {path.stem for path in (ROOT / "conf/strategy").glob("[!_]*.yaml")}:
         parser.error(f"--strategies: unknown {', '.join(sorted(unknown))}")
-    missing = [name for name in _NEEDED if find_spec(name) is None]
+    needed = (*_NEEDED, *(_BUILD_NEEDS if "build" in args.stages.split(",") else ()))
+    missing = [name for name in needed if find_spec(name) is None]
     if missing:
-        parser.error(f"these packages are missing: {', '.join(missing)}; pip install -e . brings them")
+        parser.error(f'these packages are missing: {", ".join(missing)}; pip install -e ".[dev]" brings them')
     return args
 
 

@@ -1,4 +1,4 @@
-"""What every command shares: the configuration from overrides, and bad input told in one line."""
+"""The configuration from overrides as a command line has them, with bad ones told in one line."""
 
 from __future__ import annotations
 
@@ -19,11 +19,16 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 
 
 def composed_values(overrides: Sequence[str]) -> dict[str, Any]:
-    """conf/config.yaml with overrides as on run.py's command line, as plain values."""
+    """conf/config.yaml with overrides as on run.py's command line, as plain values. Raises ConfigError."""
     require_single_choices(overrides)
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("config", overrides=list(overrides))
-    values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            cfg = compose("config", overrides=list(overrides))
+        values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except Exception as error:
+        if (told := explained(error, overrides)) is None:
+            raise
+        raise told from error
     return {str(key): value for key, value in values.items()}
 
 
@@ -36,56 +41,70 @@ def require_single_choices(overrides: Sequence[str]) -> None:
             raise ConfigError(group, f"must name one of the files in conf/{group}, got {chosen}; {several}")
 
 
-def explained(error: Exception, arguments: Sequence[str] = ()) -> str | None:
-    """Bad input in one line: the field and what is valid. None for any other error.
+def explained(error: Exception, arguments: Sequence[str] = ()) -> ConfigError | None:
+    """Bad input as the field and what is valid. None for any other error.
 
     Hydra says less, over more lines, and advises to append a misspelt key.
     """
     if isinstance(error, ConfigError):
-        return str(error)
+        return error
     if isinstance(error, ValueError) and str(error).startswith("Config group override must be"):
         return _no_name(arguments)
     if isinstance(error, OverrideParseException):
         return _unreadable(str(error.override))
     if isinstance(error, MissingMandatoryValue):
-        return f"{error.full_key}: missing; a value is needed"
+        return ConfigError(str(error.full_key), "missing; a value is needed")
+    if isinstance(error, OSError) and (field := _folder_of_hydra(error, arguments)):
+        return ConfigError(field, f"cannot write to '{error.filename}' ({error.strerror}); name a writable folder")
     cause = error.__cause__
     if isinstance(error, ConfigCompositionException) and isinstance(cause, OmegaConfBaseException):
         return _unknown_key(cause)
     if isinstance(error, MissingConfigException) and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         valid = [option for option in error.options if not option.startswith("_")]
-        return f"{group}: there is no '{name}'; valid are {', '.join(valid)}"
+        return ConfigError(group, f"there is no '{name}'; valid are {', '.join(valid)}")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, OmegaConfBaseException):
-        return f"{error.full_key}: {lines[0]}"
+        return ConfigError(str(error.full_key), lines[0])
     if isinstance(error, HydraException):
-        return " ".join(line for line in lines if not line.startswith("See http"))
+        return ConfigError("configuration", " ".join(line for line in lines if not line.startswith("See http")))
     return None
 
 
-def _no_name(arguments: Sequence[str]) -> str:
-    """One of the arguments gives a config group something that is no text, such as null or 3."""
+def _folder_of_hydra(error: OSError, arguments: Sequence[str]) -> str | None:
+    """The argument that names a folder of Hydra's own in which the error arose."""
+    for argument in arguments:
+        field, _, folder = argument.partition("=")
+        if field.startswith("hydra.") and folder and str(error.filename).startswith(folder):
+            return field
+    return None
+
+
+def _no_name(arguments: Sequence[str]) -> ConfigError:
+    """The error where an argument gives a config group something that is no text, such as null or 3."""
     for argument in arguments:
         group, _, given = argument.partition("=")
         if not group:
             return _unreadable(argument)
         if (CONF / group).is_dir() and not isinstance(yaml.safe_load(given), str):
-            return f"{group}: must name one of the files in conf/{group}, got {given}"
-    return "a config group must name one of its files"
+            return ConfigError(group, f"must name one of the files in conf/{group}, got {given}")
+    return ConfigError("configuration", "a config group must name one of its files")
 
 
-def _unreadable(override: str) -> str:
+def _unreadable(override: str) -> ConfigError:
     name, equals, given = override.partition("=")
     if not equals or not name:
-        return f"'{override}': must be written name=value"
-    return f"{name}: cannot read '{given}'; a value with special characters needs quotes of its own: '{name}=\"VALUE\"'"
+        return ConfigError(f"'{override}'", "must be written name=value")
+    quoted = f"'{name}=\"VALUE\"'"
+    return ConfigError(
+        name, f"cannot read '{given}'; a value with special characters needs quotes of its own: {quoted}"
+    )
 
 
-def _unknown_key(error: OmegaConfBaseException) -> str:
+def _unknown_key(error: OmegaConfBaseException) -> ConfigError:
     parent = error.parent_node
     valid = sorted(str(key) for key in parent if key != "hydra") if isinstance(parent, DictConfig) else []
     close = difflib.get_close_matches(str(error.key), valid, n=1)
     hint = f"did you mean '{close[0]}'? " if close else ""
     known = f"valid keys are {', '.join(valid)}" if valid else "what it is under is a single value"
-    return f"{error.full_key}: unknown key; {hint}{known}"
+    return ConfigError(str(error.full_key), f"unknown key; {hint}{known}")

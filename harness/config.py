@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar, dataclass_transform, get_args, get_type_hints
@@ -44,6 +45,9 @@ def parse(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     for key in values:
         if key not in {f.name for f in fields(cls)}:  # type: ignore[arg-type]
             raise ConfigError(key, _unknown_key(cls, key)).below(path)
+    for field, text in _texts(values):
+        if not is_unicode(text):
+            raise ConfigError(field, f"must be text that UTF-8 can hold, got {text!a}").below(path)
     try:  # JSON mode: strict, yet mappings may stand for nested dataclasses
         parsed: T = _adapter(cls).validate_json(json.dumps(dict(values)))  # type: ignore[arg-type]
         return parsed
@@ -51,6 +55,24 @@ def parse(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
         raise error.below(path) from None
     except ValidationError as error:
         raise _first_error(cls, error, path) from None
+
+
+def _texts(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
+    """Every text in nested mappings and lists, with its field."""
+    if isinstance(value, str):
+        yield field, value
+    elif isinstance(value, Mapping | list | tuple):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _texts(item, f"{field}.{key}" if field else str(key))
+
+
+def is_unicode(text: str) -> bool:
+    """False for a text with half a surrogate pair, as bytes that are no UTF-8 become on a command line."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @cache
@@ -63,6 +85,24 @@ def require(condition: bool, field: str, message: str) -> None:
     """Raise `ConfigError(field, message)` unless `condition` holds."""
     if not condition:
         raise ConfigError(field, message)
+
+
+def require_name(text: str, field: str = "name") -> None:
+    """Raise `ConfigError` where a name is empty."""
+    require(bool(text.strip()), field, "must be a name, got an empty text")
+
+
+def file_name(name: str) -> str:
+    """The name as a part of a file's name: short, and without characters that lead out of a folder. May be empty."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("._-")[:40]
+
+
+def load_json(text: str | bytes) -> Any:
+    """What the JSON `text` holds. Raises ValueError, also where lists or objects are nested beyond Python's depth."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def _unknown_key(cls: type, key: str) -> str:

@@ -28,6 +28,7 @@ from harness.record.passes import PassRecord
 from harness.record.provenance import checkout, code_version, environment
 from harness.record.store import RunFolder, run_id
 from harness.record.terminal import Progress
+from harness.record.wandb_rows import PassRows
 from harness.record.wandb_sink import WandbSink
 from harness.report import RunState, record_failure, report_run, request_row, what_is_wrong
 from harness.routing.recording import recording
@@ -46,8 +47,10 @@ class RunFailed(RuntimeError):
         self.status = status
 
 
-def run_experiment(values: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
-    """Run what the configuration `values` asks for; the summary and the run folder.
+@interrupts_kept()
+def run_experiment(values: Mapping[str, Any], sweep: str | None = None) -> tuple[dict[str, Any], Path]:
+    """Run what the configuration `values` asks for; the summary and the run folder. `sweep` names the sweep that has
+    the run as a job.
 
     Raises ConfigError for bad input, RunFailed for anything that ends the run, both after recording what there is.
     """
@@ -55,23 +58,24 @@ def run_experiment(values: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
     settings = parse_settings(values)
     module, strategy_config = load_strategy(settings.strategy)
     require_num_gpus(settings, strategy_config)
-    load_machine(settings.machine)  # bad settings are told before anything is loaded
+    loaded = load_machine(settings.machine)  # bad settings are told before anything is loaded, and before waiting
     config = {**values, "strategy": {"name": settings.strategy_name, **values["strategy"]}}
     name = run_id(config, code_version(), [settings.hardware.name, environment()["processor"]])
     meta = {"code_version": code_version(), **checkout(), "environment": environment(), "hostname": platform.node()}
-    meta["experiment"] = settings.experiment.name
-    state = RunState()
-    with RunFolder.create(settings.results_dir, name, config, meta) as folder:
+    meta |= {"experiment": settings.experiment.name, "sweep": sweep}
+    turn = loaded.turn(f"strategy {settings.strategy_name}", exclusive=settings.exclusive)
+    with turn as others, RunFolder.create(settings.results_dir, name, config, meta) as folder:
+        state = RunState(turn=others)
         sink = WandbSink(settings.wandb, folder.path)
         sink.start(config, meta)
         try:
             console = Console(stderr=True, quiet=not settings.progress)
-            with interrupts_kept(), Progress(settings.dataset.num_requests, console) as progress:
+            with Progress(settings.dataset.num_requests, console) as progress:
                 _execute(settings, module, strategy_config, state, folder, sink, progress)
         except BaseException as error:
             status = record_failure(error, settings, state, folder, sink)
             if isinstance(error, KeyboardInterrupt):
-                raise KeyboardInterrupt(str(folder.path)) from None
+                raise type(error)(str(folder.path)) from None
             if isinstance(error, MachineError) and isinstance(error.__cause__, ConfigError):
                 raise error.__cause__ from error  # told by an op, such as one that reads the checkpoint
             if isinstance(error, MachineError | MemoryCapacityError | MemoryError):
@@ -102,8 +106,10 @@ def _execute(
     loaded = load_machine(settings.machine)
     model = load_model(settings, has_tensors=loaded.has_tensors)
     settings = with_host_memory(settings, model)
-    state.weights_source = model.weights_source
+    state.weights_source, state.tokenizer = model.weights_source, model.tokenizer
     state.verify_mode = settings.verify if loaded.has_tensors else "off"  # without tensors there are no tokens
+    if state.verify_mode != "off":
+        _require_reference(model)
     progress.stage("prompts")
     state.workload = load_workload(settings, model)
     sources = {"data_source": state.workload.source, "weights_source": state.weights_source}
@@ -124,9 +130,9 @@ def _execute(
     write_json(folder.path / "plan.json", plain(planned))
     machine.drain()
     machine.spans.clear()  # set-up and profiling are not part of what is measured
+    state.setup_s = time.monotonic() - state.started_s
     if warning := sink.settle():
         state.warnings.append(warning)
-    state.setup_s = time.monotonic() - state.started_s
     source = f"{machine.label} run; {state.weights_source}; {state.workload.source}"
     with recording(settings.record_routing, folder.path, model.spec, source) as record_routing:
         _generate(engine, strategy, state, folder, sink, progress, record_routing)
@@ -148,6 +154,7 @@ def _generate(
     stage = "generation" if clock == "none" else f"generation, {label}"
     progress.stage(stage, rate=f"tok/s {label}" if clock == "virtual" else "tok/s")
     meter = PassMeter(engine.machine.spans)
+    history = PassRows(strategy.prediction.throughput_tok_s if strategy.prediction else None, timed=clock != "none")
     finished = generated = 0
 
     unrecorded = list(state.sequences)
@@ -156,13 +163,13 @@ def _generate(
         for row in rows:
             labelled = {"label": engine.machine.label, **row}
             folder.append_pass(labelled)
-            sink.log_pass(labelled)
+            sink.log_pass(history.row(labelled))
 
     def record_requests(*, all_of_them: bool) -> None:
         nonlocal unrecorded
         for sequence in unrecorded:
             if all_of_them or sequence.state in (State.FINISHED, State.REJECTED):
-                folder.append_request(request_row(sequence))
+                folder.append_request(request_row(sequence, state))
                 record_routing(sequence)
         unrecorded = [s for s in unrecorded if s.state not in (State.FINISHED, State.REJECTED)]
 
@@ -183,6 +190,8 @@ def _generate(
     finally:
         if before is not None and (after := read_cpu_times()) is not None:
             state.host_steal_share = after.stolen_share_since(before)
+            state.others_core_share = after.taken_share_since(before)
+        state.beside = state.turn.beside() if state.turn else []
         record(meter.finish())  # the meter holds the last pass back
         record_requests(all_of_them=True)  # those that an early end left unfinished too
 
@@ -194,6 +203,14 @@ def _sampled(settings: Settings, state: RunState) -> list[Sequence]:
         return []
     count = len(sequences) if state.verify_mode == "all" else min(settings.verify_requests, len(sequences))
     return [sequences[i * len(sequences) // count] for i in range(count)]
+
+
+def _require_reference(model: LoadedModel) -> None:
+    """What verification would refuse at the end is refused before the run."""
+    from harness.verify.reference import reference_config
+
+    assert model.checkpoint is not None, "without tensors there is nothing to verify"
+    reference_config(model.checkpoint)
 
 
 def _verify(settings: Settings, model: LoadedModel, state: RunState) -> VerifyReport:

@@ -12,10 +12,12 @@ from rich.text import Text
 from harness.engine.strategy import Strategy
 from harness.memory.tiers import RAM
 from harness.planning import DoesNotFit, Plan
-from harness.record.summary import accuracy
-from harness.record.terminal import human_bytes, number
+from harness.record.terminal import human_bytes, number, told_accuracy
+from harness.workload.config import DatasetConfig
 
 _MAX_HOLDERS = 8  # of a tier, shown by name
+_FEW_REQUESTS = 4  # times the requests: a KV cache for so many never fills, so that the batch is not what memory allows
+_SMALL_CACHE = 10  # times the KV cache: with so much memory free beside it, nobody has chosen its size
 
 
 def memory_and_policy_tables(plan: Plan) -> Group:
@@ -25,9 +27,9 @@ def memory_and_policy_tables(plan: Plan) -> Group:
     held = {name: {} if name == RAM else tier.holders() for name, tier in plan.machine.tiers.items()}
     return Group(
         Text(title, style="bold"),
-        Text(f"prompts: {plan.data_source}; {settings.dataset.num_requests} requests", style="dim"),
+        Text(f"prompts: {plan.data_source}; {_requests(settings.dataset)}", style="dim"),
         _memory(held, {name: tier.capacity_bytes for name, tier in plan.machine.tiers.items()}),
-        Text(_kv_cache(plan)),
+        *_kv_cache(plan),
         *([_policy(plan.strategy)] if plan.strategy.plan else []),
     )
 
@@ -59,13 +61,14 @@ def throughput_table(plan: Plan) -> Table:
         f"{number(observed)} tok/s in {summary['num_passes']} passes, {summary['preemptions']} preemptions",
     )
     if plan.stopped is not None:
-        rest = "the numbers are those of this part; max_simulated_ops=N goes further"
+        rest = "the numbers are those of this part; --max-simulated-ops=N goes further"
         table.add_row("  INCOMPLETE", Text(f"{plan.stopped}; {rest}", style="bold yellow"))
     shares = ", ".join(f"{lane} {share:.1%}" for lane, share in summary["utilization"].items() if share)
     table.add_row("  lanes busy", shares)
     table.add_row("  bottleneck", str(summary["bottleneck"]))
     if prediction is not None and plan.stopped is None:
-        table.add_row("  accuracy", f"{accuracy(prediction.throughput_tok_s, observed):.1%} (predicted, of simulated)")
+        told = told_accuracy(prediction.throughput_tok_s, observed, plan.machine.label)
+        table.add_row("  prediction", told or "-")
     return table
 
 
@@ -96,16 +99,32 @@ def _memory(held: Mapping[str, Mapping[str, int]], capacities: Mapping[str, int]
     return table
 
 
-def _kv_cache(plan: Plan) -> str:
-    """How far `kv_cache_gb` goes: its default is a laptop's."""
+def _requests(dataset: DatasetConfig) -> str:
+    published = " (the paper's number)" if dataset.num_requests == dataset.published_requests else ""
+    return f"{dataset.num_requests:,} requests{published}"
+
+
+def _kv_cache(plan: Plan) -> list[Text]:
+    """How far `kv_cache_gb` goes, and a warning where it or the number of requests is that of a far smaller machine."""
     kv, requests = plan.engine.kv.allocator, [s.request for s in plan.engine.sequences]
     lengths = [len(r.prompt_ids) + r.max_new_tokens for r in requests]
     at_once = kv.num_blocks * len(lengths) // max(1, sum(-(-length // kv.block_size) for length in lengths))
-    free_bytes = plan.machine.tiers["pinned"].free_bytes
-    return (
-        f"kv_cache_gb={plan.settings.kv_cache_gb:g} holds {kv.num_blocks * kv.block_size:,} tokens, "
+    free_bytes, size_gb = plan.machine.tiers["pinned"].free_bytes, plan.settings.kv_cache_gb
+    told = (
+        f"kv_cache_gb={size_gb:g} holds {kv.num_blocks * kv.block_size:,} tokens, "
         f"about {at_once:,} of these requests at once; {human_bytes(free_bytes)} of pinned memory are free\n"
     )
+    warnings = []
+    if at_once >= _FEW_REQUESTS * len(requests):
+        warnings.append(
+            f"only {len(requests):,} requests, of which the KV cache holds {at_once:,}: dataset.num_requests=N"
+        )
+    if at_once < len(requests) and free_bytes > _SMALL_CACHE * size_gb * 1e9:
+        warnings.append(
+            f"kv_cache_gb={size_gb:g} is little beside {human_bytes(free_bytes)} that are free: kv_cache_gb=N"
+        )
+    marked = [f"WARNING: {warning} asks for more; these rates are those of a small batch\n" for warning in warnings]
+    return [Text(told), *(Text(warning, style="bold yellow") for warning in marked)]
 
 
 def _policy(strategy: Strategy) -> Table:

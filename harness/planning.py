@@ -13,7 +13,7 @@ from harness.engine import sequences as engine_sequences
 from harness.engine.engine import Engine
 from harness.engine.limits import least_bytes
 from harness.engine.sequences import State
-from harness.engine.strategy import Strategy, weights_tier
+from harness.engine.strategy import Strategy, weights_tier, whole_layers
 from harness.machine.base import Machine
 from harness.machine.build import load_machine
 from harness.memory.tiers import MemoryCapacityError
@@ -94,11 +94,13 @@ def _built(settings: Settings, machine: Machine, model: LoadedModel, workload: W
 
 def _does_not_fit(error: Exception, settings: Settings, model: LoadedModel, workload: Workload) -> DoesNotFit:
     longest = max((len(r.prompt_ids) + r.max_new_tokens for r in workload.requests), default=1)
+    strategy_config = load_strategy(settings.strategy)[1]
     needed = least_bytes(
         model.source,
         kv_cache_bytes=int(settings.kv_cache_gb * 1e9),
         longest_tokens=longest,
-        weights_tier=weights_tier(load_strategy(settings.strategy)[1]),
+        weights_tier=weights_tier(strategy_config),
+        whole_layers=whole_layers(strategy_config),
     )
     return DoesNotFit(str(error), needed, settings.hardware.capacities_bytes)
 
@@ -149,5 +151,6 @@ def simulated(
         hardware=settings.hardware.name,
         gpu_tok_s=strategy.gpu_tok_s,
         ceilings_gb_s=settings.hardware.link_ceilings_gb_s,
+        token_times_s=[s.token_times_s for s in engine.sequences if s.state is State.FINISHED],
     )
     return replace(plan, summary=build_summary(facts, passes, spans), stopped=stopped)

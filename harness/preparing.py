@@ -8,11 +8,12 @@ from typing import Any
 from harness.config import ConfigError, require
 from harness.engine.assembly import assemble_engine, host_weight_bytes, rank_sources
 from harness.engine.engine import Engine
+from harness.engine.limits import two_layers
 from harness.engine.sequences import Sequence
-from harness.engine.strategy import parallelism, weights_tier
+from harness.engine.strategy import parallelism, weights_tier, whole_layers
 from harness.machine.base import Machine
-from harness.memory.tiers import PAGEABLE, PINNED
-from harness.memory.weights import PartSource, ShardedSource, slot_bytes, stored_bytes
+from harness.memory.tiers import PAGEABLE, PINNED, told_bytes
+from harness.memory.weights import PartSource, ShardedSource, least_weight_bytes, stored_bytes
 from harness.model.checkpoint import Checkpoint
 from harness.model.config import RANDOM, ModelConfig
 from harness.model.linear import bf16_method
@@ -112,7 +113,8 @@ def build_engine(
         raise ConfigError("stop_at_eos", "this model's config.json names no end-of-sequence token; set it to false")
     weights_bytes = host_weight_bytes(model.source, settings.hardware.num_gpus, shared)
     _require_host_memory(machine, settings, tier, weights_bytes)
-    _require_two_layers(rank_sources(model.source, settings.hardware.num_gpus, shared)[0], settings)
+    first = rank_sources(model.source, settings.hardware.num_gpus, shared)[0]
+    _require_device_memory(first, settings, whole_layers(strategy_config))
     engine = assemble_engine(
         machine,
         model.source,
@@ -140,12 +142,16 @@ def _require_host_memory(machine: Machine, settings: Settings, weights_tier: str
             raise ConfigError(f"hardware.{field}", f"must hold {held}, got {getattr(settings.hardware, field):g}")
 
 
-def _require_two_layers(first: PartSource, settings: Settings) -> None:
-    """Of each GPU; the first has the most to hold."""
-    needed_gb = (2 * slot_bytes(first) + stored_bytes(first, layers=False)) / 1e9
+def _require_device_memory(first: PartSource, settings: Settings, whole_layers: bool) -> None:
+    """Raise ConfigError where the first GPU, which has the most to hold, cannot hold what its strategy needs."""
+    held = {
+        two_layers(whole_layers): least_weight_bytes(first, whole_layers=whole_layers),
+        "embedding and head": stored_bytes(first, layers=False),
+    }
+    needed_gb = sum(held.values()) / 1e9
     if needed_gb > settings.hardware.device_memory_gb:
         raise ConfigError(
             "hardware.device_memory_gb",
-            f"must hold two layers with embedding and head, {needed_gb:.4g} GB for this model, "
+            f"must hold {needed_gb:.4g} GB for this model ({told_bytes(held)}), "
             f"got {settings.hardware.device_memory_gb:g}",
         )

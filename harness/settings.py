@@ -7,8 +7,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, Literal
 
-from harness.config import ConfigError, config, parse, require
-from harness.hardware.profile import HardwareConfig
+from harness.config import ConfigError, config, parse, require, require_name
+from harness.hardware.profile import HardwareConfig, require_size_gb
 from harness.model.config import ModelConfig
 from harness.record.wandb_sink import WandbConfig
 from harness.routing.build import parse_routing
@@ -21,6 +21,9 @@ class ExperimentInfo:
 
     name: str
     description: str
+
+    def __post_init__(self) -> None:
+        require_name(self.name)
 
 
 @config
@@ -39,16 +42,19 @@ class Settings:
     kv_block_tokens: int
     stop_at_eos: bool
     seed: int
+    repeats: int
     verify: Literal["off", "sample", "all"]
     verify_requests: int
     record_routing: bool
+    exclusive: bool
     results_dir: str
     progress: bool
 
     def __post_init__(self) -> None:
-        require(self.kv_cache_gb > 0, "kv_cache_gb", f"must be > 0, got {self.kv_cache_gb}")
+        require_size_gb("kv_cache_gb", self.kv_cache_gb)
         require(self.kv_block_tokens >= 1, "kv_block_tokens", f"must be >= 1, got {self.kv_block_tokens}")
         require(self.seed >= 0, "seed", f"must be >= 0, got {self.seed}")
+        require(1 <= self.repeats <= 1000, "repeats", f"must be 1 to 1000, got {self.repeats}")
         parse_routing(self.routing)
         require(bool(self.results_dir.strip()), "results_dir", "must name a folder, got an empty text")
         require(self.verify_requests >= 1, "verify_requests", f"must be >= 1, got {self.verify_requests}")
@@ -62,6 +68,12 @@ class Settings:
 def parse_settings(values: Mapping[str, Any]) -> Settings:
     """Raises ConfigError naming the field."""
     return parse(Settings, values)
+
+
+def repeats_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The configurations of `repeats` single runs, alike but for their seeds. Raises ConfigError naming the field."""
+    settings = parse_settings(values)
+    return [{**values, "repeats": 1, "seed": settings.seed + number} for number in range(settings.repeats)]
 
 
 def load_strategy(values: Mapping[str, Any]) -> tuple[ModuleType, Any]:
@@ -85,11 +97,10 @@ def load_strategy(values: Mapping[str, Any]) -> tuple[ModuleType, Any]:
 
 
 def require_num_gpus(settings: Settings, strategy_config: Any) -> None:
-    """Raises ConfigError where the profile has several GPUs and the strategy does not say how they share a model."""
+    """Raises ConfigError where there are several GPUs and the strategy does not say how they share a model."""
     num_gpus = settings.hardware.num_gpus
     if num_gpus > 1 and getattr(strategy_config, "parallelism", None) is None:
         raise ConfigError(
             "hardware.num_gpus",
-            f"must be 1 for strategy {settings.strategy_name}, which uses one GPU; profile {settings.hardware.name!r} "
-            f"has {num_gpus}: add hardware.num_gpus=1 to plan with one of them",
+            f"must be 1 for strategy {settings.strategy_name}, which uses one GPU, got {num_gpus}",
         )

@@ -1,4 +1,4 @@
-"""How far to trust the simulator: `python -m harness.validate [--out FOLDER] [--repeats 3]`.
+"""How far to trust the simulator: `python -m harness.validate`.
 
 Runs every setting of every `strategies/*/validation.yaml` on the emulated machine and in the simulator, calibrated by a
 table, and reports the errors and whether they meet the aims (exit code 1 where they do not). No setting is used to
@@ -10,12 +10,13 @@ should run. Everything is written as it is finished; `--resume` goes on with the
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,8 +28,9 @@ from harness.calibration.local import measure, table_path
 from harness.calibration.table import CalibrationTable
 from harness.calibration.undisturbed import MAX_TAKEN_SHARE
 from harness.command_line import composed_values
+from harness.commands import CommandParser, whole_number
+from harness.config import ConfigError
 from harness.experiment import run_experiment
-from harness.hardware.steal import read_cpu_times
 from harness.interrupts import exit_code
 from harness.plan import make_plan
 from harness.preparing import load_model
@@ -76,11 +78,8 @@ def _emulated_once(setting: Setting) -> dict[str, Any]:
         values = composed_values(
             [f"strategy={setting.strategy}", *EMULATED, *QUIET, *setting.overrides, f"results_dir={folder}"]
         )
-        before = read_cpu_times()
         summary, _ = run_experiment(values)
-        after = read_cpu_times()
-    taken = after.taken_share_since(before) if before is not None and after is not None else 0.0
-    return figures(summary) | {"taken_share": taken}
+    return figures(summary) | {"taken_share": summary["others_core_share"] or 0.0}
 
 
 def simulated(setting: Setting) -> dict[str, Any]:
@@ -99,8 +98,8 @@ def made(header: Mapping[str, Any]) -> str:
 
 
 class Report:
-    """`validation.json` and `validation.md`, rewritten after every run. Raises ValueError where `resume` would mix the
-    runs of different code."""
+    """`validation.json` and `validation.md`, rewritten after every run. Raises ConfigError where `resume` would mix
+    the runs of different code."""
 
     def __init__(self, folder: Path, header: Mapping[str, Any], *, resume: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -110,7 +109,7 @@ class Report:
         if resume and path.exists():
             earlier = json.loads(path.read_text())
             if earlier.get("sources") != header["sources"]:
-                raise ValueError(f"--resume: the runs in {path} are of other code; start anew without it")
+                raise ConfigError("--resume", f"the runs in {path} are of other code; start anew without it")
             self.runs = earlier["runs"]
 
     def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -121,26 +120,25 @@ class Report:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m harness.validate", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "results/reference/validation")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--limit", type=int, default=None, help="only the first so many settings")
+    parser = CommandParser("harness.validate", __doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "results/reference/validation", metavar="FOLDER")
+    parser.add_argument("--repeats", type=whole_number(1), default=3, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--limit", type=whole_number(1), metavar="N", help="only the first so many settings")
     parser.add_argument("--resume", action="store_true", help="keep the runs that --out has, if the code is the same")
-    args = parser.parse_args(arguments)
-    if args.repeats < 1 or (args.limit is not None and args.limit < 1):
-        parser.error("--repeats and --limit must be at least 1")
+    given = sys.argv[1:] if arguments is None else arguments
+    return parser.run(partial(_validate, shown_command("-m harness.validate", given)), given)
+
+
+def _validate(command: str, args: Namespace) -> int:
     header = {
         "date": date.today().isoformat(),
         "code": code_version(),
         "sources": fingerprint(SOURCES),
         "environment": environment(),
-        "command": shown_command("-m harness.validate", sys.argv[1:] if arguments is None else arguments),
+        "command": command,
         "labels": "emulated runs, simulated with a table calibrated on the same computer",
     }
-    try:
-        report = Report(args.out, header, resume=args.resume)
-    except ValueError as error:
-        parser.error(str(error))
+    report = Report(args.out, header, resume=args.resume)
     everything = settings_of()[: args.limit]
     measure_all(everything, report, args.out, repeats=args.repeats, resume=args.resume)
     rows: list[dict[str, Any]] = []

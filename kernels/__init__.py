@@ -21,14 +21,9 @@ _HOMES = {
     "Gating": "ffn",
     "paced_copy": "link",
     "sleep_until": "link",
-    "ThreadPool": "threads",
     "isa": "cpu",
     "num_cores": "cpu",
     "thread_cpu_s": "cpu",
-    "DataMover": "mover",
-    "Staging": "mover",
-    "CopyTicket": "mover_ticket",
-    "CopyError": "mover_ticket",
 }
 
 __all__ = [*_HOMES, "__version__"]
@@ -46,11 +41,6 @@ if TYPE_CHECKING:
     from kernels.linear import linear as linear
     from kernels.link import paced_copy as paced_copy
     from kernels.link import sleep_until as sleep_until
-    from kernels.mover import DataMover as DataMover
-    from kernels.mover import Staging as Staging
-    from kernels.mover_ticket import CopyError as CopyError
-    from kernels.mover_ticket import CopyTicket as CopyTicket
-    from kernels.threads import ThreadPool as ThreadPool
 
 
 def __getattr__(name: str) -> Any:

@@ -68,26 +68,40 @@ def contiguous(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
 
 
-def span_bytes(tensor: torch.Tensor) -> tuple[int, int]:
-    """[start, end) addresses of a tensor that `rows` accepted."""
-    start = tensor.data_ptr()
+Span = tuple[int, int]  # [start, end) addresses
+
+
+def spans(**tensors: torch.Tensor) -> dict[str, Span]:
+    """Where tensors lie that `rows` accepted. A storage may have been freed or shrunk under its tensor: that is refused
+    here, so that every tensor whose address goes to C++ must come by."""
+    return {name: _span(name, tensor) for name, tensor in tensors.items()}
+
+
+def _span(name: str, tensor: torch.Tensor) -> Span:
     if tensor.is_contiguous():
-        return start, start + tensor.nbytes
-    num_rows = tensor.shape[0]  # not contiguous, hence not empty
-    last_row = (num_rows - 1) * tensor.stride(0) + tensor.numel() // num_rows
-    return start, start + last_row * tensor.element_size()
+        num_bytes = tensor.nbytes
+    else:
+        num_rows = tensor.shape[0]  # not contiguous, hence not empty
+        num_bytes = ((num_rows - 1) * tensor.stride(0) + tensor.numel() // num_rows) * tensor.itemsize
+    held_bytes = tensor.untyped_storage().nbytes()
+    if num_bytes > held_bytes - tensor.storage_offset() * tensor.itemsize and num_bytes:
+        raise ValueError(f"{name}: reaches beyond its storage, which was freed or resized to {held_bytes} bytes")
+    start = tensor.data_ptr()
+    return start, start + num_bytes
 
 
-def disjoint(name: str, span: tuple[int, int], **others: tuple[int, int]) -> None:
-    start, end = span
-    for other_name, (other_start, other_end) in others.items():
-        if start < other_end and other_start < end:
+def disjoint(name: str, spans: dict[str, Span], *others: str) -> None:
+    """No other tensor lies where `name` does; without `others`, none of `spans`."""
+    start, end = spans[name]
+    for other_name in others or spans:
+        other_start, other_end = spans[other_name]
+        if start < other_end and other_start < end and other_name != name:
             raise ValueError(f"{name}: overlaps {other_name} in memory")
 
 
 def disjoint_rows(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
     """For two tensors of one shape and dtype that `rows` accepted, whose rows may alternate at a common stride."""
-    (start, end), (other_start, other_end) = span_bytes(tensor), span_bytes(other)
+    (start, end), (other_start, other_end) = _span(name, tensor), _span(other_name, other)
     if start >= other_end or other_start >= end:
         return
     stride, other_stride = rows(name, tensor), rows(other_name, other)

@@ -9,7 +9,6 @@ import torch
 from kernels import _options
 from kernels import _tensors as check
 from kernels._extension import native
-from kernels.threads import ThreadPool
 
 _MODES = {"float32": False, "bf16_round": True}
 
@@ -26,7 +25,6 @@ def decode_attention(
     sliding_window: int = 0,
     sinks: torch.Tensor | None = None,
     num_threads: int = 1,
-    pool: ThreadPool | None = None,
     mode: str = "float32",
 ) -> None:
     """One query token per sequence against its cached keys and values, written to `out`.
@@ -39,9 +37,9 @@ def decode_attention(
 
     Query head h uses KV head h // (heads // kv_heads). A `sliding_window` above 0 attends to that many last tokens.
     Dot products and softmax accumulate in float32. `mode="bf16_round"` also rounds every dot product (scores before
-    scaling, and outputs) to bfloat16, as MoE-Gen's Appendix B does to match a GPU. `num_threads` above 1 uses a pool of
-    the process, `pool` a given one; only one of them may be given. Raises ValueError or TypeError naming the argument,
-    also for a context length or a used block id out of range.
+    scaling, and outputs) to bfloat16, as MoE-Gen's Appendix B does to match a GPU. `num_threads` above 1 uses a pool
+    of the process. Raises ValueError or TypeError naming the argument, also for a context length or a used block id out
+    of range.
     """
     check.cpu("q", q, 3)
     check.cpu("k_cache", k_cache, 4)
@@ -55,9 +53,8 @@ def decode_attention(
         raise ValueError(f"k_cache: q's {num_heads} heads are no multiple of {num_kv_heads} KV heads")
     check.shape("v_cache", v_cache, (num_blocks, num_kv_heads, block_size, head_dim))
     check.dtype("v_cache", v_cache, k_cache.dtype)
-    values = _Rows(v_cache.data_ptr(), check.rows("v_cache", v_cache), head_dim)
-    check.disjoint("out", check.span_bytes(out), v_cache=check.span_bytes(v_cache))
-    options = _Options(scale, sliding_window, sinks, mode, pool, num_threads)
+    values = _Rows("v_cache", v_cache, check.rows("v_cache", v_cache), head_dim)
+    options = _Options(scale, sliding_window, sinks, mode, num_threads)
     _decode(q, "k_cache", k_cache, values, block_tables, context_lens, out, options)
 
 
@@ -70,7 +67,6 @@ def latent_attention(
     *,
     scale: float,
     num_threads: int = 1,
-    pool: ThreadPool | None = None,
     mode: str = "float32",
 ) -> None:
     """Multi-head latent attention (DeepSeek-V2 and V3, Moonlight) in the compressed space.
@@ -90,17 +86,20 @@ def latent_attention(
         raise ValueError(f"cache: expected rows of {q.shape[2]} elements as q has, got {cache.shape[2]}")
     if not 0 < out.shape[2] <= q.shape[2]:
         raise ValueError(f"out: expected latent_dim from 1 to {q.shape[2]} (q's dimension), got {out.shape[2]}")
+    block_stride = check.rows("cache", cache)
+    check.spans(cache=cache)  # torch makes no view of a freed one
     keys = cache.unsqueeze(1)
-    values = _Rows(keys.data_ptr(), check.rows("cache", cache), out.shape[2])
-    options = _Options(scale, 0, None, mode, pool, num_threads)
+    values = _Rows("cache", keys, block_stride, out.shape[2])
+    options = _Options(scale, 0, None, mode, num_threads)
     _decode(q, "cache", keys, values, block_tables, context_lens, out, options)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Values by address, because the latent ones lie inside the keys."""
+    """Values: a cache of their own, or the first elements of the keys' rows (latent attention)."""
 
-    address: int
+    name: str
+    tensor: torch.Tensor
     block_stride: int
     dim: int
 
@@ -111,7 +110,6 @@ class _Options:
     sliding_window: int
     sinks: torch.Tensor | None
     mode: str
-    pool: ThreadPool | None
     num_threads: int
 
     def check(self, num_heads: int) -> None:
@@ -157,17 +155,18 @@ def _decode(
 
     q_stride, out_stride = check.rows("q", q), check.rows("out", out)
     k_stride, table_stride = check.rows(cache_name, k_cache), check.rows("block_tables", block_tables)
-    spans = {"q": q, cache_name: k_cache, "block_tables": block_tables, "context_lens": context_lens}
+    tensors = {"out": out, "q": q, cache_name: k_cache, values.name: values.tensor, "block_tables": block_tables}
+    tensors["context_lens"] = context_lens
     if options.sinks is not None:
-        spans["sinks"] = options.sinks
-    check.disjoint("out", check.span_bytes(out), **{name: check.span_bytes(tensor) for name, tensor in spans.items()})
-    pool = _options.native_pool(options.pool, options.num_threads)
+        tensors["sinks"] = options.sinks
+    check.disjoint("out", check.spans(**tensors))
+    num_threads = _options.num_threads(options.num_threads)
     if not out.numel():
         return
     native().decode_attention(
-        q.data_ptr(), out.data_ptr(), k_cache.data_ptr(), values.address, block_tables.data_ptr(),
+        q.data_ptr(), out.data_ptr(), k_cache.data_ptr(), values.tensor.data_ptr(), block_tables.data_ptr(),
         context_lens.data_ptr(), 0 if options.sinks is None else options.sinks.data_ptr(), q_code, out_code, kv_code,
         num_seqs, num_heads, num_kv_heads, head_dim, values.dim, num_blocks, block_size, max_blocks, q_stride,
         out_stride, k_stride, values.block_stride, table_stride, options.scale, options.sliding_window,
-        _MODES[options.mode], pool, options.num_threads,
+        _MODES[options.mode], num_threads,
     )  # fmt: skip

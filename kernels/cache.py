@@ -40,9 +40,9 @@ def kv_append(
 
     k_stride, v_stride = check.rows("k", k), check.rows("v", v)
     k_block_stride, v_block_stride = check.rows("k_cache", k_cache), check.rows("v_cache", v_cache)
-    sources = {"k": check.span_bytes(k), "v": check.span_bytes(v), "slots": check.span_bytes(slots)}
-    check.disjoint("k_cache", check.span_bytes(k_cache), **sources)
-    check.disjoint("v_cache", check.span_bytes(v_cache), **sources)
+    spans = check.spans(k=k, v=v, slots=slots, k_cache=k_cache, v_cache=v_cache)
+    check.disjoint("k_cache", spans, "k", "v", "slots")
+    check.disjoint("v_cache", spans, "k", "v", "slots")
     check.disjoint_rows("v_cache", v_cache, "k_cache", k_cache)
     native().kv_append(
         k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slots.data_ptr(),
@@ -70,7 +70,7 @@ def latent_append(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
         return
     src_code, cache_code = check.float_code("latent", latent), check.float_code("cache", cache)
     stride, block_stride = check.rows("latent", latent), check.rows("cache", cache)
-    check.disjoint("cache", check.span_bytes(cache), latent=check.span_bytes(latent), slots=check.span_bytes(slots))
+    check.disjoint("cache", check.spans(cache=cache, latent=latent, slots=slots))
     native().kv_append(
         latent.data_ptr(), 0, cache.data_ptr(), 0, slots.data_ptr(), slots.dtype is torch.int64, src_code, cache_code,
         num_tokens, num_blocks, 1, dim, block_size, stride, stride, block_stride, block_stride,

@@ -10,7 +10,6 @@ from kernels import _options
 from kernels import _tensors as check
 from kernels._extension import native
 from kernels.gemm import gemm_ffn, gemm_is_faster
-from kernels.threads import ThreadPool
 
 # The numbers are those of `Activation` in csrc/ffn/ffn.h.
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
@@ -37,8 +36,8 @@ class Gating:
 
     def float_biases(self, hidden: int, expert_dim: int) -> tuple[torch.Tensor | None, ...]:
         _options.one_of("activation", self.activation, _ACTIVATIONS)
-        if not self.limit >= 0:
-            raise ValueError(f"limit: expected 0 or more, got {self.limit}")
+        _options.finite("alpha", self.alpha)
+        _options.at_least_zero("limit", self.limit)
         sizes = {"gate_bias": expert_dim, "up_bias": expert_dim, "down_bias": hidden}
         return tuple(_float_vector(name, getattr(self, name), size) for name, size in sizes.items())
 
@@ -57,7 +56,6 @@ def expert_ffn(
     gating: Gating = SILU,
     accumulate: bool = False,
     num_threads: int = 1,
-    pool: ThreadPool | None = None,
     method: str = "auto",
 ) -> None:
     """out = row_weights * down(gating(gate(x), up(x))), or += with `accumulate`, for the tokens of one expert.
@@ -71,7 +69,7 @@ def expert_ffn(
     `method="kernel"` reads every weight once for up to 66 tokens, sums in float32 and rounds only the output (denormal
     numbers may count as zeros); "gemm" is torch's product, on torch's threads, which rounds x and intermediate results
     to bfloat16; "auto" takes the kernel unless x is bfloat16 and a measurement at first use found torch faster for so
-    many tokens. `num_threads` and `pool` are those of `decode_attention`. Raises ValueError naming the argument.
+    many tokens. `num_threads` is that of `decode_attention`. Raises ValueError naming the argument.
     """
     codes = _check_types(x, gate, up, down, out)
     num_tokens, hidden = x.shape
@@ -80,6 +78,8 @@ def expert_ffn(
     check.shape("up", up, (expert_dim, hidden))
     check.shape("down", down, (hidden, expert_dim))
     check.shape("out", out, (num_tokens, hidden))
+    _options.instance("gating", gating, Gating)
+    _options.instance("accumulate", accumulate, bool)
     biases = gating.float_biases(hidden, expert_dim)
     if row_weights is not None:
         check.cpu("row_weights", row_weights, 1)
@@ -87,21 +87,19 @@ def expert_ffn(
         check.shape("row_weights", row_weights, (num_tokens,))
         check.contiguous("row_weights", row_weights)
     _options.one_of("method", method, _METHODS)
-    threads = _options.native_pool(pool, num_threads)
+    num_threads = _options.num_threads(num_threads)
     tensors = {"x": x, "gate": gate, "up": up, "down": down, "out": out}
     strides = [check.rows(name, tensor) for name, tensor in tensors.items()]
     optional = {"row_weights": row_weights, "gate_bias": biases[0], "up_bias": biases[1], "down_bias": biases[2]}
-    _check_overlap(out, {**tensors, **optional})
+    _check_overlap({**tensors, **optional})
     if not out.numel():
         return
-    if method == "gemm" or (
-        method == "auto" and x.dtype is torch.bfloat16 and gemm_is_faster(num_tokens, num_threads, pool)
-    ):
+    if method == "gemm" or (method == "auto" and x.dtype is torch.bfloat16 and gemm_is_faster(num_tokens, num_threads)):
         return gemm_ffn(x, gate, up, down, out, row_weights, gating, biases, accumulate)
     native().expert_ffn(
         *(tensor.data_ptr() for tensor in tensors.values()), *map(_address, (*biases, row_weights)), *codes,
         num_tokens, hidden, expert_dim, *strides, _ACTIVATIONS[gating.activation], gating.alpha, gating.limit,
-        accumulate, threads, num_threads,
+        accumulate, num_threads,
     )  # fmt: skip
 
 
@@ -115,9 +113,8 @@ def _check_types(
     return check.sum_code("x", x), check.sum_code("out", out)
 
 
-def _check_overlap(out: torch.Tensor, tensors: dict[str, torch.Tensor | None]) -> None:
-    others = {name: tensor for name, tensor in tensors.items() if tensor is not None and name != "out"}
-    check.disjoint("out", check.span_bytes(out), **{name: check.span_bytes(t) for name, t in others.items()})
+def _check_overlap(tensors: dict[str, torch.Tensor | None]) -> None:
+    check.disjoint("out", check.spans(**{name: tensor for name, tensor in tensors.items() if tensor is not None}))
 
 
 def _float_vector(name: str, tensor: torch.Tensor | None, size: int) -> torch.Tensor | None:
@@ -126,6 +123,7 @@ def _float_vector(name: str, tensor: torch.Tensor | None, size: int) -> torch.Te
     check.cpu(name, tensor, 1)
     check.sum_code(name, tensor)
     check.shape(name, tensor, (size,))
+    check.spans(**{name: tensor})
     return tensor.float().contiguous()
 
 

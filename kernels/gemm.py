@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 if TYPE_CHECKING:
     from kernels.ffn import Gating
-    from kernels.threads import ThreadPool
 
 THRESHOLD_VARIABLE = "KERNELS_GEMM_TOKENS"  # tokens from which torch is taken, or "never": overrides the measurement
 _MEASURED_TOKENS = (16, 64, 256)
@@ -21,7 +20,7 @@ _NEVER = 1 << 62
 _thresholds: dict[tuple[int, int], int] = {}  # by the kernel's and torch's number of threads
 
 
-def gemm_is_faster(num_tokens: int, num_threads: int, pool: ThreadPool | None) -> bool:
+def gemm_is_faster(num_tokens: int, num_threads: int) -> bool:
     """By the environment's KERNELS_GEMM_TOKENS, or a measurement of some 0.1 s at the first call that needs it."""
     asked = os.environ.get(THRESHOLD_VARIABLE)
     if asked:
@@ -30,13 +29,13 @@ def gemm_is_faster(num_tokens: int, num_threads: int, pool: ThreadPool | None) -
         return asked != "never" and num_tokens >= int(asked)
     if num_tokens < _MEASURED_TOKENS[0]:
         return False
-    case = (num_threads if pool is None else pool.num_threads, torch.get_num_threads())
+    case = (num_threads, torch.get_num_threads())
     if case not in _thresholds:
-        _thresholds[case] = measured_threshold(num_threads, pool)
+        _thresholds[case] = measured_threshold(num_threads)
     return num_tokens >= _thresholds[case]
 
 
-def measured_threshold(num_threads: int, pool: ThreadPool | None) -> int:
+def measured_threshold(num_threads: int) -> int:
     """The least of 16, 64 and 256 tokens from which on torch beats the kernel on these very threads."""
     from kernels.ffn import expert_ffn
 
@@ -49,7 +48,7 @@ def measured_threshold(num_threads: int, pool: ThreadPool | None) -> int:
         for method in ("kernel", "gemm"):
             out = torch.empty_like(x)
             times_s[method] = _best_s(
-                partial(expert_ffn, x, gate, up, down, out, num_threads=num_threads, pool=pool, method=method)
+                partial(expert_ffn, x, gate, up, down, out, num_threads=num_threads, method=method)
             )
         if times_s["kernel"] <= times_s["gemm"]:
             break

@@ -7,7 +7,6 @@ import torch
 from kernels import _options
 from kernels import _tensors as check
 from kernels._extension import native
-from kernels.threads import ThreadPool
 
 
 def linear(
@@ -16,7 +15,6 @@ def linear(
     out: torch.Tensor | None = None,
     *,
     num_threads: int = 1,
-    pool: ThreadPool | None = None,
 ) -> torch.Tensor:
     """x @ weight.T with float32 sums.
 
@@ -25,7 +23,7 @@ def linear(
     out:    [rows, outputs] bfloat16 or float32, made in x's dtype where it is not given; may be strided in dim 0
 
     Nothing is widened in memory: for few rows the time is that of reading `weight` once. Denormal numbers may count as
-    zeros. `num_threads` and `pool` are those of `decode_attention`. Raises ValueError naming the argument.
+    zeros. `num_threads` is that of `decode_attention`. Raises ValueError naming the argument.
     """
     check.cpu("x", x, 2)
     check.cpu("weight", weight, 2)
@@ -36,14 +34,14 @@ def linear(
     check.shape("weight", weight, (weight.shape[0], x.shape[1]))
     check.shape("out", out, (x.shape[0], weight.shape[0]))
     codes = check.sum_code("x", x), check.sum_code("out", out)
-    threads = _options.native_pool(pool, num_threads)
+    num_threads = _options.num_threads(num_threads)
     x_stride, w_stride, out_stride = check.rows("x", x), check.rows("weight", weight), check.rows("out", out)
-    check.disjoint("out", check.span_bytes(out), x=check.span_bytes(x), weight=check.span_bytes(weight))
+    check.disjoint("out", check.spans(out=out, x=x, weight=weight))
     if x.shape[1] == 0:
         return out.zero_()
     if out.numel():
         native().linear(
             x.data_ptr(), weight.data_ptr(), out.data_ptr(), *codes, *out.shape, x.shape[1], x_stride, w_stride,
-            out_stride, threads, num_threads,
+            out_stride, num_threads,
         )  # fmt: skip
     return out

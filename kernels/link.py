@@ -23,7 +23,7 @@ def paced_copy(dst: torch.Tensor, src: torch.Tensor, rate_bytes_s: float, deadli
         check.dtype(name, tensor, torch.uint8)
         check.contiguous(name, tensor)
     check.shape("dst", dst, tuple(src.shape))
-    check.disjoint("dst", check.span_bytes(dst), src=check.span_bytes(src))
+    check.disjoint("dst", check.spans(dst=dst, src=src))
     if not 0 <= rate_bytes_s < math.inf:
         raise ValueError(f"rate_bytes_s: expected 0 (unpaced) or more, got {rate_bytes_s}")
     if not math.isfinite(deadline_s):

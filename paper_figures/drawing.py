@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paper_figures.support import FIGURES, read_json, save, write_json
+from paper_figures.support import read_json, save, write_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -13,9 +14,8 @@ if TYPE_CHECKING:
 Draw = Callable[[dict[str, Any]], "Figure"]
 
 
-def make(paper: str, name: str, data: dict[str, Any], draw: Mapping[str, Draw], *, note: str) -> None:
-    """Write `data` (with its `label`) to <paper>/<name>.json, and each picture of it beside."""
-    folder = FIGURES / paper
+def make(folder: Path, name: str, data: dict[str, Any], draw: Mapping[str, Draw], *, note: str) -> None:
+    """Write `data` (with its `label`) to <folder>/<name>.json, and each picture of it beside."""
     write_json(folder / f"{name}.json", data)
     written = read_json(folder / f"{name}.json")
     for picture, function in draw.items():

@@ -6,13 +6,16 @@ python -m paper_figures.PAPER NAME ... --out FOLDER # compute these reports agai
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from harness.commands import CommandParser
+from harness.config import ConfigError
 from harness.record.provenance import code_version, environment, shown_command
 from paper_figures.drawing import Draw
 from paper_figures.support import FIGURES, read_json, save, write_json
@@ -53,19 +56,26 @@ def draw(report: Report, data: dict[str, Any], out: Path) -> None:
         print(out / f"{picture}.png")
 
 
-def main(paper: str, reports: Mapping[str, Report], arguments: Sequence[str] | None = None) -> list[str]:
-    """The names that were asked for; where there are none, whatever numbers are committed is drawn again."""
-    program = f"paper_figures.{paper}"
-    parser = argparse.ArgumentParser(prog=f"python -m {program}", description=(__doc__ or "").split("\n")[0])
+def main(
+    paper: str, reports: Mapping[str, Report], others: Callable[[Path], None], arguments: Sequence[str] | None = None
+) -> int:
+    """Compute the reports that are named; without a name, draw what is committed again, and `others` into a folder."""
+    parser = CommandParser(f"paper_figures.{paper}", __doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"what to compute: {', '.join(reports)}")
     parser.add_argument("--out", type=Path, default=None, metavar="FOLDER", help="default: where the report belongs")
-    given = parser.parse_args(arguments)
+    return parser.run(partial(_make, paper, reports, others), arguments)
+
+
+def _make(paper: str, reports: Mapping[str, Report], others: Callable[[Path], None], given: Namespace) -> int:
     if unknown := [name for name in given.names if name not in reports]:
-        parser.error(f"NAME: must be one of {', '.join(reports)}, got {', '.join(unknown)}")
+        raise ConfigError("NAME", f"must be one of {', '.join(reports)}, got {', '.join(unknown)}")
     for name in given.names:
-        run(name, reports[name], given.out or reports[name].folder, shown_command(f"-m {program}", [name]))
+        command = shown_command(f"-m paper_figures.{paper}", [name])
+        run(name, reports[name], given.out or reports[name].folder, command)
     if not given.names:
+        folder = given.out or FIGURES / paper
         for name, report in reports.items():
             if (numbers := report.folder / f"{name}.json").exists():
-                draw(report, read_json(numbers), given.out or FIGURES / paper)
-    return list(given.names)
+                draw(report, read_json(numbers), folder)
+        others(folder)
+    return 0

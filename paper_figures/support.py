@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from harness.config import parse
+from harness.config import ConfigError, parse
 from harness.hardware.profile import HardwareConfig
 from harness.model.config import ModelConfig
 from harness.model.planned import planned_model
@@ -47,8 +47,12 @@ def model_spec(name: str) -> ModelSpec:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Off screen; matplotlib is an optional dependency: pip install -e ".[figures]"."""
-    import matplotlib
+    """An empty figure, off screen. Raises ConfigError where matplotlib, an optional dependency, is missing."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        told = 'not installed; pip install -c constraints.txt -e ".[figures]" brings it'
+        raise ConfigError("matplotlib", told) from error
 
     matplotlib.use("Agg")
     from matplotlib import pyplot

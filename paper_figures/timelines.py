@@ -6,13 +6,15 @@ it was recorded. `--layers` says how many, `--out` where the picture goes. Numbe
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.commands import CommandParser, whole_number
+from harness.config import ConfigError
 from harness.interrupts import exit_code
 from harness.machine.base import Span
 from harness.record.spans import lane_order
@@ -43,7 +45,7 @@ def window(folder: Path, num_layers: int) -> dict[str, Any]:
     """
     trace = folder / "trace.json"
     if not trace.is_file():
-        raise ValueError(f"{folder}: not the folder of a run that ended (it has no trace.json)")
+        raise ConfigError(str(folder), "not the folder of a run that ended (it has no trace.json)")
     spans = read_trace(trace)
     first_s, last_s, layers = _middle(_decode_pass(folder), spans, num_layers)
     rows: dict[str, list[list[Any]]] = {}
@@ -67,7 +69,7 @@ def _decode_pass(folder: Path) -> Mapping[str, Any]:
     passes = [json.loads(line) for line in (folder / "passes.jsonl").read_text(encoding="utf-8").splitlines()]
     decoding = [p for p in passes if p["num_decode_tokens"] and not p["num_prefill_tokens"]] or passes[1:]
     if not decoding:
-        raise ValueError(f"{folder}: a run of one pass has no pass that decodes")
+        raise ConfigError(str(folder), "a run of one pass has no pass that decodes")
     return dict(decoding[len(decoding) // 2])
 
 
@@ -81,7 +83,7 @@ def _middle(record: Mapping[str, Any], spans: Sequence[Span], num_layers: int) -
     layers = sorted(first_start_s)
     num_layers = min(num_layers, len(layers) - 1)
     if num_layers < 1:
-        raise ValueError("a timeline needs a model of two layers or more")
+        raise ConfigError("model", "must have two layers or more, for a timeline")
     begin = (len(layers) - num_layers) // 2
     chosen = layers[begin : begin + num_layers + 1]
     return first_start_s[chosen[0]], first_start_s[chosen[-1]], chosen[:-1]
@@ -101,7 +103,7 @@ def draw(windows: Sequence[Mapping[str, Any]], *, letters: Mapping[str, str] | N
         for row, entries in enumerate(data["lanes"].values()):
             for kind, _, batch, start_ms, end_ms in entries:
                 axes.broken_barh(
-                    [(start_ms, end_ms - start_ms)], (row - 0.42, 0.84), color=_COLOURS.get(kind, _OTHER),
+                    [(start_ms, end_ms - start_ms)], (row - 0.42, 0.84), facecolor=_COLOURS.get(kind, _OTHER),
                     edgecolor="white", linewidth=0.3, hatch="///" if not letters and (batch or 0) % 2 else None,
                 )  # fmt: skip
                 kinds[kind] = None
@@ -135,16 +137,15 @@ def _write(axes: Any, x: float, y: float, text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m paper_figures.timelines", description=__doc__.split("\n")[0])
+    parser = CommandParser("paper_figures.timelines", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_FOLDER")
-    parser.add_argument("--layers", type=int, default=2, help="how many layers of a pass are shown (default 2)")
+    parser.add_argument("--layers", type=whole_number(1), default=2, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--out", type=Path, default=FIGURES / "timelines.png", metavar="FILE.png")
-    given = parser.parse_args(arguments)
-    try:
-        windows = [window(folder, given.layers) for folder in given.runs]
-    except (ValueError, OSError, TraceError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return parser.run(_draw, arguments, TraceError, OSError)
+
+
+def _draw(given: Namespace) -> int:
+    windows = [window(folder, given.layers) for folder in given.runs]
     path = given.out.with_suffix(".json")
     write_json(path, {"windows": windows})
     labels = sorted({w["label"] for w in windows})

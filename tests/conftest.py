@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -23,10 +26,25 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("needs"):
+        package, extra = mark.args[0], mark.kwargs["extra"]
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed (extra `{extra}`)")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Several pytest processes and lanes share two cores."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_turns() -> Iterator[None]:
+    """Runs of these tests wait for no run of another program on this computer, nor are they waited for."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOE_HARNESS_LOCKS", folder)
+        yield
 
 
 @pytest.fixture
@@ -61,10 +79,15 @@ def tiny():
 
 def tiny_checkpoint():
     """The float32 checkpoint of conf/model/mixtral-tiny.yaml."""
-    from harness.config import parse
     from harness.model.checkpoint import Checkpoint
-    from harness.model.config import ModelConfig
     from harness.model.zoo import ensure
 
-    config = parse(ModelConfig, yaml.safe_load((ROOT / "conf/model/mixtral-tiny.yaml").read_text()))
+    config = tiny_config()
     return Checkpoint(ensure(config), config.dtype)
+
+
+def tiny_config():
+    from harness.config import parse
+    from harness.model.config import ModelConfig
+
+    return parse(ModelConfig, yaml.safe_load((ROOT / "conf/model/mixtral-tiny.yaml").read_text()))

@@ -33,6 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "harness": set(),
     "harness.config": set(),
+    "harness.interrupts": set(),
+    "harness.commands": {"harness", "harness.config"},
     "harness.hardware.constants": {"harness.config"},
     "harness.hardware.profile": {"harness.config", "harness.hardware.constants", "harness.memory.tiers"},
     "harness.memory.tiers": {"harness.config"},
@@ -46,13 +48,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("harness.config", "harness.hardware.constants", "harness.hardware.profile", "harness.machine"),
         "harness.model",
     },
-    "harness.record": {"harness", "harness.config", "harness.machine"},
+    "harness.record": {"harness", "harness.commands", "harness.config", "harness.interrupts", "harness.machine"},
     "harness.engine": {
         *("harness.config", "harness.machine", "harness.memory", "harness.memory.tiers", "harness.model"),
         *("harness.record", "harness.workload", "kernels"),
     },
     "harness.verify": {"harness.model", "harness.engine"},
-    "harness.routing": {"harness.config", "harness.record"},
+    "harness.routing": {"harness.commands", "harness.config", "harness.interrupts", "harness.record"},
     "harness.settings": {
         *("harness.config", "harness.hardware.profile", "harness.model", "harness.record", "harness.routing"),
         "harness.workload",
@@ -69,7 +71,6 @@ for _row in (
     "calibration",
     "simulating",
     "report",
-    "interrupts",
     "experiment",
     "planning",
     "plan_tables",
@@ -79,8 +80,14 @@ for _row in (
 ):
     MAY_IMPORT[f"harness.{_row}"] = {row for row in MAY_IMPORT if row.startswith("harness")}
 MAY_IMPORT["harness.calibration"].add("kernels")  # whose times it takes
+MAY_IMPORT["harness.record.compare"] = {"harness.command_line", "harness.record", *MAY_IMPORT["harness.record"]}
 MAY_IMPORT["harness.hardware.calibrate"] = MAY_IMPORT["harness.experiment"]
-MAY_IMPORT["run"] = {"harness.config", "harness.experiment", *MAY_IMPORT["harness.experiment"]}
+MAY_IMPORT["run"] = {
+    "harness.config",
+    "harness.experiment",
+    "harness.record.compare",
+    *MAY_IMPORT["harness.experiment"],
+}
 
 # Planning and bookkeeping: importing these never imports torch.
 TORCH_FREE = (

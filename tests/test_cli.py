@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from harness.record.store import list_runs
+from harness.record.terminal import number
 from tests.conftest import ROOT
 
 MISTAKES = [
@@ -26,11 +29,12 @@ MISTAKES = [
 ]
 
 
-def run(tmp_path: Path, *arguments: str, sweep: bool = False) -> subprocess.CompletedProcess[str]:
-    """In another working directory, where the configuration and the packages must be found all the same."""
+def run(tmp_path: Path, *arguments: str, sweep: bool = False, **more: str) -> subprocess.CompletedProcess[str]:
+    """In another working directory, where the configuration and the packages must be found all the same; `more` are
+    variables of the environment."""
     command = [sys.executable, str(ROOT / "run.py"), *(["-m"] if sweep else [])]
     command += [f"results_dir={tmp_path}/results", "wandb.mode=disabled"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **more}
     return subprocess.run(
         [*command, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
     )
@@ -68,9 +72,68 @@ def test_a_table_that_cannot_be_printed_costs_no_run(tmp_path):
     assert line.endswith(str(folder))
 
 
+def test_repeats_are_single_runs_with_seeds_of_their_own_and_end_in_their_median(tmp_path):
+    done = run(tmp_path, "experiment=smoke", "progress=false", "verify=off", "repeats=3", "seed=5")
+    assert done.returncode == 0, done.stderr
+    runs = list_runs(tmp_path / "results")
+    assert [each.config["seed"] for each in runs] == [5, 6, 7] and {each.config["repeats"] for each in runs} == {1}
+    assert len({each.run_id for each in runs}) == 3
+    tok_s = sorted(each.summary["throughput_tok_s"] for each in runs)
+    least, middle, most = map(number, tok_s)
+    assert f" {middle} ({least}-{most}) " in done.stdout
+    assert done.stdout.count("[emulated]") == 3
+
+
 def test_a_sweep_goes_on_after_a_failed_job_and_tells(tmp_path):
     done = run(tmp_path, "experiment=smoke", "progress=false", "dataset.num_requests=0,2", sweep=True)
     assert done.returncode == 2
     assert done.stderr.startswith("error: dataset.num_requests: must be 1 or more")
     assert "Traceback" not in done.stderr
     assert "2 of 2 finished" in done.stdout
+
+
+def test_help_is_the_projects_own(tmp_path):
+    done = run(tmp_path, "strategy=flexgen", "--help")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: python run.py ")
+    for told in (
+        "Exit codes: 0 ",
+        "python run.py experiment=smoke",
+        "\nstrategy: deepspeed_zero, ",
+        "package: strategies.fl",
+    ):
+        assert told in done.stdout
+    assert "powered by" not in done.stdout.lower() and "$" not in done.stdout.replace("${", "")
+
+
+def test_the_version_is_the_projects_own(tmp_path):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert run(tmp_path, "--version").stdout == f"{project['name']} {project['version']}\n"
+
+
+LAUNCHER = """
+from hydra.core.config_store import ConfigStore
+from hydra.plugins.launcher import Launcher
+
+class Absent(Launcher):
+    def setup(self, **context):
+        pass
+
+    def launch(self, job_overrides, initial_job_idx):
+        raise RuntimeError("there is no cluster here")
+
+ConfigStore.instance().store(
+    group="hydra/launcher", name="absent", node={"_target_": f"{__name__}.Absent"}, provider="absent_launcher"
+)
+"""
+
+
+def test_a_launcher_whose_system_is_not_there_is_one_line(tmp_path):
+    """As submitit's is on a computer without Slurm."""
+    plugin = tmp_path / "path" / "hydra_plugins" / "absent_launcher"
+    plugin.mkdir(parents=True)
+    (plugin / "__init__.py").write_text(LAUNCHER)
+    path = os.pathsep.join((str(tmp_path / "path"), str(ROOT)))
+    done = run(tmp_path, "hydra/launcher=absent", "seed=0,1", sweep=True, PYTHONPATH=path)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, line) == (1, "error: absent_launcher: there is no cluster here")

@@ -2,33 +2,77 @@
 
 from __future__ import annotations
 
-import pytest
+from importlib import import_module
+from shutil import copytree
 
+import pytest
+from hydra._internal.utils import get_args_parser
+
+import harness
+import run
 from harness import plan, validate
 from harness.command_line import composed_values
 from harness.engine.strategy import weights_tier
 from harness.hardware import calibrate
 from harness.settings import load_strategy, parse_settings
 from tests.composing import names_in
+from tests.test_architecture import module_name, sources
 
 SMALL = ("model=mixtral-8x7b", "hardware=a40", "dataset.num_requests=4", "dataset.max_new_tokens=2")
 
 
-@pytest.mark.parametrize("command", [plan.main, calibrate.main])
-def test_help_is_the_modules_text(command, capsys):
-    assert command(["--help"]) == 0
-    assert "python -m harness" in capsys.readouterr().out
+CHILDREN = ("harness.record.wandb_child",)  # started by other modules only
+COMMANDS = sorted(
+    module_name(path)
+    for path in sources("harness", "paper_figures")
+    if '__name__ == "__main__"' in path.read_text(encoding="utf-8") and module_name(path) not in CHILDREN
+)
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_every_command_speaks_one_dialect(module, capsys):
+    """Its help names it and its options; an option that it does not have is one line that names those that it has."""
+    command = import_module(module).main
+    with pytest.raises(SystemExit) as done:
+        command(["--help"])
+    text = capsys.readouterr().out
+    assert done.value.code == 0
+    assert text.startswith(f"usage: python -m {module.removesuffix('.__main__')} ") and "Exit codes: " in text
+    assert command(["--nonsense", "x"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --nonsense: unknown; ") and "--help" in line
+    with pytest.raises(SystemExit) as done:
+        command(["--version"])
+    assert done.value.code == 0 and capsys.readouterr().out == f"moe-offload-harness {harness.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [("--bogus", ""), ("--vers", "did you mean --version? "), ("--multi", "did you mean --multirun? ")],
+)
+def test_run_tells_of_an_unknown_option_in_one_line(word, hint, tmp_path, monkeypatch, capsys):
+    """Hydra would print its usage, or take the word for what it abbreviates."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["run.py", "experiment=smoke", word])
+    assert run.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {word}: unknown; {hint}valid are --cfg, ")
+
+
+def test_run_knows_every_option_of_hydra():
+    names = {name for action in get_args_parser()._actions for name in action.option_strings if name.startswith("--")}
+    assert names == set(run.OPTIONS)
 
 
 @pytest.mark.parametrize(
     ("command", "mistake", "field"),
     [
         (plan.main, "kv_cache_bg=1", "kv_cache_bg"),
-        (plan.main, "simulate=flase", "simulate"),
+        (plan.main, "--max-simulated-ops=none", "--max-simulated-ops"),
         (plan.main, "hardware=a41", "hardware"),
         (plan.main, "strategy.packet_mb=1e-9", "strategy.packet_mb"),
         (plan.main, "hardware.calibrated=true", "hardware.calibrated"),
-        (plan.main, "max_simulated_ops=0", "max_simulated_ops"),
+        (plan.main, "--max-simulated-ops=0", "--max-simulated-ops"),
         (plan.main, "kv_cache_gb=0.000001", "kv_cache_gb"),
         (plan.main, "model.path=no/folder", "model.path"),
         (plan.main, "hardware=t4x2", "hardware.num_gpus"),
@@ -39,7 +83,11 @@ def test_help_is_the_modules_text(command, capsys):
         (plan.main, "nonsense", "'nonsense'"),
         (plan.main, "=3", "'=3'"),
         (calibrate.main, "hardware.h2d_gb_s=-1", "hardware.h2d_gb_s"),
-        (calibrate.main, "out=/dev/null/table.json", "out"),
+        (calibrate.main, "--out=/dev/null/table.json", "--out"),
+        (validate.main, "--repeats=0", "--repeats"),
+        (validate.main, "--limit=0", "--limit"),
+        (validate.main, "--limt=1", "--limt"),
+        (validate.main, "--resume=1", "--resume"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(command, mistake, field, capsys):
@@ -54,8 +102,57 @@ def test_a_plan_shows_memory_policy_and_both_throughputs(capsys):
     text = capsys.readouterr().out
     for expected in ("weight buffer 0", "kv cache", "n_real", "predicted", "simulated", "bottleneck"):
         assert expected in text
-    assert plan.main([*SMALL, "kv_cache_gb=2", "simulate=false"]) == 0
+    assert plan.main([*SMALL, "kv_cache_gb=2", "--no-simulation"]) == 0
     assert "bottleneck" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_requests"),
+    [
+        (["hardware=a40"], 25_000),  # MoE-Lens, section 7
+        (["hardware=a5000", "dataset=gsm8k"], 8_500),  # MoE-Gen, Table 4
+        (["hardware=a40", "dataset.num_requests=80"], 80),  # asked for, if the default
+        (["hardware=a40", "dataset.num_requests=7"], 7),
+        (["hardware=a40", "++dataset.num_requests=80"], 80),
+        (["hardware=a40", "dataset={num_requests: 80}"], 80),
+        (["hardware=a40", "dataset.max_new_tokens=128"], 80),  # the paper: 20,000, not the number for 32
+        (["hardware=a40", "dataset.max_new_tokens=32"], 25_000),
+        (["hardware=a40", "dataset.lengths.mean=200"], 80),
+        (["experiment=table5_moelightning"], 504),  # an experiment says so
+        (["experiment=host_memory_plus30"], 25_000),
+        (["hardware=t4", "dataset=mtbench_lightning"], 80),  # the paper does not tell
+        (["hardware=laptop"], 80),
+    ],
+)
+def test_a_plan_for_a_real_machine_takes_the_papers_number_of_requests(overrides, num_requests):
+    assert plan.planned_values(overrides)["dataset"]["num_requests"] == num_requests
+
+
+def test_an_experiment_may_ask_for_the_datasets_default_number(tmp_path, monkeypatch):
+    monkeypatch.setattr("harness.plan.CONF", copytree(plan.CONF, tmp_path / "conf"))
+    monkeypatch.setattr("harness.command_line.CONF", tmp_path / "conf")
+    text = "# @package _global_\nexperiment: {name: small, description: x}\ndataset: {num_requests: 80}\n"
+    (tmp_path / "conf" / "experiment" / "small.yaml").write_text(text)
+    assert plan.planned_values(["hardware=a40", "experiment=small"])["dataset"]["num_requests"] == 80
+    assert plan.planned_values(["hardware=a40", "experiment=[small,none]"])["dataset"]["num_requests"] == 80
+    assert plan.planned_values(["hardware=a40", "experiment=none"])["dataset"]["num_requests"] == 25_000
+
+
+def test_a_plan_says_when_a_laptops_defaults_make_its_answer_meaningless(capsys):
+    base = ["model=mixtral-8x7b", "hardware=a40", "--no-simulation"]
+
+    def told(*overrides):
+        assert plan.main([*base, *overrides]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    assert "WARNING: kv_cache_gb=0.04 is little beside 656 GB that are free" in told("dataset.num_requests=80")
+    few = told("dataset.num_requests=80", "kv_cache_gb=70")
+    assert "WARNING: only 80 requests, of which the KV cache holds 3," in few and "(the paper's number)" not in few
+    papers = told("kv_cache_gb=70")
+    assert "25,000 requests (the paper's number)" in papers and "WARNING" not in papers
+    assert "WARNING" not in told("kv_cache_gb=70", "dataset.num_requests=2000")
+    longer = told("kv_cache_gb=70", "dataset.num_requests=25000", "dataset.max_new_tokens=64")
+    assert "25,000 requests" in longer and "(the paper's number)" not in longer
 
 
 def test_a_plan_in_which_nothing_runs_says_why(capsys):
@@ -87,7 +184,7 @@ def test_a_plan_that_does_not_fit_shows_every_tier_by_name(strategy, tier, size_
 
 def test_a_long_simulation_stops_and_says_so(capsys):
     arguments = [*SMALL[:2], "dataset.num_requests=20", "dataset.max_new_tokens=8", "kv_cache_gb=0.3"]
-    assert plan.main([*arguments, "max_simulated_ops=3000"]) == 0
+    assert plan.main(["--max-simulated-ops", "3000", *arguments]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "INCOMPLETE stopped after" in out and "of 20 requests finished" in out
     assert "accuracy" not in out, "a part of the run proves no prediction"
@@ -111,7 +208,7 @@ def test_the_tables_come_before_the_simulation(monkeypatch, capsys):
 def test_strategies_that_use_one_gpu_say_so_and_others_use_all(capsys):
     two = ["model=mixtral-8x7b", "hardware=t4x2", "hardware.ram_gb=200", "kv_cache_gb=2", *SMALL[2:]]
     assert plan.main(two) == 2
-    told = "hardware.num_gpus: must be 1 for strategy moelens, which uses one GPU; profile 't4x2' has 2"
+    told = "hardware.num_gpus: must be 1 for strategy moelens, which uses one GPU, got 2"
     assert told in capsys.readouterr().err
     assert plan.main([*two, "hardware.num_gpus=1"]) == 0
     assert "device1" not in capsys.readouterr().out
@@ -130,10 +227,3 @@ def test_strategies_that_use_one_gpu_say_so_and_others_use_all(capsys):
 def test_what_several_gpus_need_is_told(overrides, told, capsys):
     assert plan.main(["model=mixtral-8x7b", "strategy=ondemand", *overrides, *SMALL[2:]]) == 2
     assert told in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("arguments", [["--repeats", "0"], ["--limit", "0"]])
-def test_validation_refuses_what_would_measure_nothing(arguments, tmp_path):
-    with pytest.raises(SystemExit) as error:
-        validate.main(["--out", str(tmp_path), *arguments])
-    assert error.value.code == 2

@@ -24,7 +24,10 @@ from tests.composing import CONF, GROUPS, composed, names_in
 CHOICES = [(group, name) for group in GROUPS for name in names_in(group)]
 SPEC = planned_model(parse_settings(composed("model=mixtral-8x7b")).model).spec
 # What a choice cannot do without on the command line.
-NEEDED = {("model", "mixtral"): ["model.path=some/folder"]}
+NEEDED = {
+    ("model", "mixtral"): ["model.path=some/folder"],
+    ("dataset", "file"): ["dataset.path=prompts.jsonl"],
+}
 
 
 def check(values: dict[str, Any]) -> Settings:
@@ -101,7 +104,7 @@ def test_the_default_machine_is_that_of_this_computer():
 def test_every_group_offers_a_choice():
     assert {group for group in GROUPS if names_in(group)} == set(GROUPS)
     folders = {path.name for path in CONF.iterdir() if path.is_dir()}
-    assert folders == set(GROUPS)
+    assert folders == {*GROUPS, "hydra"}  # what Hydra itself prints
 
 
 @pytest.mark.parametrize("name", names_in("strategy"))
@@ -180,11 +183,12 @@ MISTAKES = [
     ("experiment.name", 3, "valid string"),
     ("wandb.mode", "sometimes", "offline"),
     ("verify", "some", "sample"),
-    ("kv_cache_gb", 0, "> 0"),
+    ("kv_cache_gb", 0, "lie between 1e-9"),
     ("results_dir", " ", "must name a folder"),
     ("kv_block_tokens", 1.5, "valid integer"),
     ("verify_requests", 0, ">= 1"),
     ("sede", 0, "did you mean 'seed'"),
+    ("repeats", 0, "must be 1 to 1000"),
 ]
 
 

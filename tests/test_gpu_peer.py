@@ -74,9 +74,10 @@ def test_the_outside_peer_needs_host_memory_that_is_free(tmp_path, monkeypatch):
     assert re.search(needs, found["reason"])
 
 
+@pytest.mark.needs("accelerate", extra="dev")
 def test_accelerate_offloads_this_model_and_says_the_same():
     """Its hooks bring each module's weights for each call; here from the host's memory to the host's."""
-    accelerate = pytest.importorskip("accelerate")
+    import accelerate
     import torch
 
     from benchmarks.gpu_stages import accelerate_peer as peer

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from transformers import PreTrainedTokenizerFast
 
 from harness import report
 from harness.config import ConfigError
 from harness.engine.ops import compute, host
 from harness.experiment import RunFailed, run_experiment
+from harness.machine.arenas import Arenas
 from harness.model.zoo import ensure
 from harness.record.files import RecordError
 from harness.record.store import read_run
@@ -78,6 +83,14 @@ def test_summary_names_label_and_every_promised_field(tmp_path):
         assert (folder / name).is_file(), name
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert any(event.get("ph") == "X" and "experts" in event["name"] for event in events)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(ensure(parse_settings(settings(tmp_path)).model))
+    rows = read_run(folder).requests
+    assert summary["prompt_tokens"] == sum(len(row["prompt_ids"]) for row in rows)
+    assert 0 < summary["setup_s"] < summary["setup_s"] + summary["generation_s"] < summary["wall_s"]
+    for row in rows:
+        assert row["generated_text"] == tokenizer.decode(row["generated_ids"], skip_special_tokens=True)
+        assert row["prompt_text"] == tokenizer.decode(row["prompt_ids"], skip_special_tokens=True)
+        assert 0 < row["first_token_s"] < row["finished_s"] <= summary["generation_s"]
 
 
 def test_meta_says_where_data_and_weights_come_from(tmp_path):
@@ -158,23 +171,29 @@ def test_wrong_tokens_fail_the_run(tmp_path, monkeypatch):
     assert left.summary["verify"]["mismatched"] > 0
 
 
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGKILL, "interrupted"), (signal.SIGTERM, "interrupted")])
-def test_a_kill_leaves_readable_files(tmp_path, sent, status):
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+def test_a_kill_leaves_readable_files_and_sigterm_a_summary(tmp_path, sent):
     command = [sys.executable, "run.py", "experiment=smoke", f"results_dir={tmp_path}", "wandb.mode=disabled"]
     command += ["dataset.num_requests=2000", "dataset.max_new_tokens=256", "kv_cache_gb=0.02", "verify=off"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     try:
         eventually(lambda: any(p.read_text().count("\n") >= 3 for p in tmp_path.glob("runs/*/passes.jsonl")))
         assert process.poll() is None, "it has ended by itself"
         os.kill(process.pid, sent)
-        process.wait()
+        _, told = process.communicate()
     finally:
         process.kill()
     left = only_run(tmp_path)
-    assert left.status == status
+    assert left.status == "interrupted"
     assert len(left.passes) >= 3
     assert {row["label"] for row in left.passes} == {"emulated"}
     assert left.config["dataset"]["num_requests"] == 2000
+    assert process.returncode == (143 if sent == signal.SIGTERM else -signal.SIGKILL)
+    if sent == signal.SIGTERM:
+        assert told.splitlines()[-1] == f"terminated; what was recorded: {left.folder}"
+        assert left.status_record["status"] == left.summary["status"] == "interrupted"
+        assert left.error == "terminated" and left.summary["num_finished"] < len(left.requests) == 2000
+        assert (left.folder / "trace.json").exists()
 
 
 def test_a_disk_with_room_for_the_summary_but_not_for_the_trace_keeps_the_summary(tmp_path, monkeypatch):
@@ -216,3 +235,29 @@ def test_the_shuffled_machine_reports_no_times(tmp_path):
     summary, _ = run_experiment(settings(tmp_path, "machine=shuffled", "strategy=ondemand", "dataset.num_requests=2"))
     assert summary["status"] == "ok" and summary["verify"]["checked"] == 2
     assert summary["throughput_tok_s"] is None and summary["generation_s"] is None
+    assert {row["first_token_s"] for row in only_run(tmp_path).requests} == {None}
+
+
+def test_a_run_gives_its_memory_back_though_cycles_hold_its_machine(tmp_path, monkeypatch):
+    """Jobs of a sweep follow in one process; without the collector, whatever a job leaves in cycles stays for good."""
+    allocate, arenas = Arenas._allocate, []
+
+    def recorded(self, buffer):
+        memory = allocate(self, buffer)
+        arenas.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr(Arenas, "_allocate", recorded)
+    gc.collect()
+    gc.disable()
+    try:
+        resident_bytes = []
+        for strategy in ("ondemand", "moelens", "moelightning"):  # poison writes to every page of 100 MB of cache
+            big = [f"strategy={strategy}", "machine.poison=true", "kv_cache_gb=0.1", "verify=off"]
+            run_experiment(settings(tmp_path, "dataset.num_requests=1", "dataset.max_new_tokens=2", *big))
+            assert len(arenas) > 5 and not [memory for memory in arenas if memory() is not None]
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            resident_bytes.append(pages * resource.getpagesize())
+    finally:
+        gc.enable()
+    assert max(resident_bytes) < min(resident_bytes) + 0.8e8, "less than a second job's cache"

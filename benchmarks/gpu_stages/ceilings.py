@@ -12,8 +12,6 @@ import torch
 
 from benchmarks.gpu_stages.plan import Scale
 
-_PACKETS_MB = (1, 4, 16, 64)
-
 
 def measure(scale: Scale) -> dict[str, Any]:
     """Rates in GB/s and TFLOP/s; the links only where there is a device."""
@@ -69,7 +67,7 @@ def _seconds(run: Callable[[], Any], device: str) -> float:
 
 
 def links(nbytes: int) -> dict[str, Any]:
-    """Pinned copies alone and both at once; then through the data mover, by packet size: what packets cost."""
+    """Pinned copies alone and both at once."""
     from harness.machine.device.links import link_rates_gb_s
     from harness.machine.device.pinned import HostMemory
     from harness.machine.device.runtime import TorchCudaRuntime
@@ -82,20 +80,7 @@ def links(nbytes: int) -> dict[str, Any]:
             found[f"{name}_gb_s"] = round(link_rates_gb_s(runtime, {name: memory})[name], 2)
         both = link_rates_gb_s(runtime, pinned)
         found["together_gb_s"] = {name: round(rate, 2) for name, rate in both.items()}
-        found["mover_h2d_gb_s"] = {f"{size} MB": _mover_gb_s(pinned["h2d"], size) for size in _PACKETS_MB}
         return found
     finally:
         for memory in pinned.values():
             host.give_back(memory, runtime)
-
-
-def _mover_gb_s(pinned: torch.Tensor, packet_mb: int) -> float:
-    import kernels
-
-    target = torch.empty_like(pinned, device="cuda")
-    torch.cuda.synchronize()
-    with kernels.DataMover(device="cuda:0", packet_bytes=packet_mb << 20) as mover:
-        mover.submit([target], [pinned]).wait()
-        begun_s = time.perf_counter()
-        mover.submit([target], [pinned]).wait()
-        return round(pinned.nbytes / (time.perf_counter() - begun_s) * 1e-9, 2)

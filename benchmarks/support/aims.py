@@ -17,7 +17,7 @@ def _times(value: float) -> str:
 
 class Found(NamedTuple):
     value: float
-    other: str | None  # the contestant it is a quotient with
+    other: str  # the contestant it is a quotient with
 
 
 Value = Callable[[Row], Found | None]  # None: the row is none of this aim's
@@ -25,7 +25,7 @@ Value = Callable[[Row], Found | None]  # None: the row is none of this aim's
 
 @dataclass(frozen=True)
 class Aim:
-    """At least `least` is aimed at (at most, where `at_most`).
+    """At least `least` is aimed at.
 
     A speed-up has a roof: what reading K and V at the machine's ceiling, with no arithmetic at all, would give. `limit`
     says what a missed aim that has none ran into.
@@ -35,12 +35,11 @@ class Aim:
     value: Value
     least: float
     show: Callable[[float], str] = percent
-    at_most: bool = False
     has_roof: bool = False
     limit: Callable[[Row], str] = lambda row: "-"
 
     def met(self, value: float) -> bool:
-        return value <= self.least if self.at_most else value >= self.least
+        return value >= self.least
 
 
 def _share(kernel: str, num_threads: int | None = None, most_rows: int | None = None) -> Value:
@@ -66,10 +65,6 @@ def _fastest(part: str) -> Value:
     return value
 
 
-def _field(kernel: str, key: str) -> Value:
-    return lambda row: Found(abs(row[key]), None) if row["kernel"] == kernel else None
-
-
 def _in_cache(row: Row) -> str:
     """KV that a core's L2 cache holds, in the same rounds: what is left when no memory is waited for."""
     return f"from L2 {row['in_cache_gb_s']:.1f} GB/s, {percent(row['in_cache_gb_s'] / row['read_ceiling_gb_s'])}"
@@ -88,15 +83,6 @@ AIMS = (
     Aim("decode attention: no slower than vLLM", _fastest("vllm"), 1.0, _times, has_roof=True),
     Aim("decode attention: no slower than llama.cpp", _fastest("llama"), 1.0, _times, has_roof=True),
     Aim("expert FFN, 1 to 16 tokens: 70 % of the read ceiling", _share("expert_ffn", most_rows=16), 0.70, limit=_gemm),
-    Aim(
-        "mover: within 1 % of the asked rate", _field("mover_rate", "relative_error"), 0.01,
-        lambda v: f"{100 * v:.2f} %", at_most=True,
-    ),
-    Aim("mover, unpaced: 90 % of the copy ceiling", _share("mover_unpaced"), 0.90),
-    Aim(
-        "mover: an urgent 1 MB copy waits for 2 packets", _field("mover_urgent", "most_packets_waited"), 2, str,
-        at_most=True,
-    ),
 )  # fmt: skip
 
 
@@ -109,7 +95,7 @@ def summary(results: dict[str, dict[str, Any]]) -> str:
         cases = [(found, row) for row in rows if (found := aim.value(row)) is not None]
         if not cases:
             continue
-        cases.sort(key=lambda case: case[0].value, reverse=aim.at_most)
+        cases.sort(key=lambda case: case[0].value)
         (worst, row), (best, _) = cases[0], cases[-1]
         missed = [case for case in cases if not aim.met(case[0].value)]
         num_met = f"{len(cases) - len(missed)} of {len(cases)}"
@@ -123,9 +109,7 @@ def _place(row: Row) -> str:
 
 
 def _miss(aim: Aim, found: Found, row: Row) -> list[str]:
-    text, all_rounds = aim.show(found.value), "-"
-    if found.other is not None:
-        text = marked(row, found.other, text)
-        all_rounds = aim.show(of_all_rounds(row, found.other, found.value))
+    text = marked(row, found.other, aim.show(found.value))
+    all_rounds = aim.show(of_all_rounds(row, found.other, found.value))
     roof = aim.show(found.value / row["share_of_ceiling"]) if aim.has_roof else "-"
     return [aim.text, _place(row), text, all_rounds, roof, aim.limit(row)]

@@ -20,7 +20,7 @@ READ_STREAMS = (1, 4, 16)
 
 def read_loop(buffer: np.ndarray, num_streams: int, num_threads: int) -> Stopwatch:
     address, num_bytes = buffer.ctypes.data, buffer.nbytes
-    return stopwatch(lambda: native().stream_read(address, num_bytes, num_streams, None, num_threads))
+    return stopwatch(lambda: native().stream_read(address, num_bytes, num_streams, num_threads))
 
 
 class Ceilings:
@@ -39,7 +39,7 @@ class Ceilings:
 
     def copy(self, num_threads: int) -> Stopwatch:
         """One buffer to the other, `num_bytes` copied: the faster one of libc's memcpy, each thread with its part, and
-        of the mover's own loop of non-temporal stores."""
+        of the kernels' own loop of non-temporal stores."""
         dst, src = self._dst.ctypes.data, self._src.ctypes.data
         part = self.num_bytes // num_threads
         threads = ThreadPoolExecutor(num_threads)
@@ -48,7 +48,7 @@ class Ceilings:
             ctypes.memmove(dst + index * part, src + index * part, part)
 
         by_libc = stopwatch(lambda: list(threads.map(memcpy, range(num_threads))))
-        streaming = stopwatch(lambda: native().stream_copy(dst, src, self.num_bytes, None, num_threads))
+        streaming = stopwatch(lambda: native().stream_copy(dst, src, self.num_bytes, num_threads))
         return lambda: min(by_libc(), streaming())
 
     @staticmethod

@@ -65,22 +65,7 @@ COLUMNS: dict[str, dict[str, Callable[[Row], str]]] = {
     "kv_append": _TOKENS | _COPY,
     "linear": _GFLOPS | _READ,
     "expert_ffn": {"ms/expert": _value("expert_s", lambda value: f"{1e3 * value:.2f}")} | _GFLOPS | _READ | _GEMM,
-    "mover_rate": {
-        "asked GB/s": _value("asked_gb_s"),
-        "off by": _value("relative_error", lambda value: f"{100 * value:+.2f} %"),
-        "worst round": _value("worst_relative_error", lambda value: f"{100 * value:.2f} %"),
-    },
-    "mover_unpaced": _COPY,
-    "mover_urgent": {
-        "urgent copies": _value("num_urgent", str),
-        "depth": _value("depth", str),
-        "most packets waited for": _value("most_packets_waited", str),
-        "median delay ms": _value("median_delay_s", lambda value: f"{1e3 * value:.2f}"),
-        "worst delay ms": _value("worst_delay_s", lambda value: f"{1e3 * value:.2f}"),
-        "a packet ms": _value("packet_s", lambda value: f"{1e3 * value:.2f}"),
-    },
 }
-_WITHOUT_SPEED = {"mover_urgent": ("GB/s", "spread")}
 
 
 def table(rows: list[list[str]]) -> str:
@@ -90,7 +75,7 @@ def table(rows: list[list[str]]) -> str:
 
 
 def speeds(kernel: str, rows: list[Row]) -> str:
-    columns = {k: v for k, v in {**_COMMON, **COLUMNS[kernel]}.items() if k not in _WITHOUT_SPEED.get(kernel, ())}
+    columns = {**_COMMON, **COLUMNS[kernel]}
     order = [name for name in columns if name not in ("spread", "rounds judged")] + ["spread", "rounds judged"]
     order = [name for name in order if name in columns]
     return table([order, *([columns[name](row) for name in order] for row in rows)])

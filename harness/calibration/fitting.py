@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
+from scipy.optimize import isotonic_regression, nnls
 
 Sample = tuple[tuple[float, ...], float]  # features, seconds
 _FAR_OUT = 20.0
@@ -51,19 +51,9 @@ def fit(samples: Sequence[Sample]) -> Interpolated | Plane:
     points = typical_by_features(samples)
     if len(next(iter(points))) == 1:
         ordered = sorted((features[0], seconds) for features, seconds in points.items())
-        return Interpolated(at=tuple(x for x, _ in ordered), seconds=tuple(_rising([y for _, y in ordered])))
+        rising = isotonic_regression([seconds for _, seconds in ordered]).x
+        return Interpolated(at=tuple(x for x, _ in ordered), seconds=tuple(rising.tolist()))
     return _plane(points)
-
-
-def _rising(values: Sequence[float]) -> list[float]:
-    """The nearest sequence (least squares) that never falls: neighbours that do are pooled into their mean."""
-    pools: list[tuple[float, int]] = []
-    for value in values:
-        pools.append((value, 1))
-        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-            (y1, n1), (y0, n0) = pools.pop(), pools.pop()
-            pools.append(((y0 * n0 + y1 * n1) / (n0 + n1), n0 + n1))
-    return [value for value, count in pools for _ in range(count)]
 
 
 def typical(values: Sequence[float]) -> float:
@@ -96,19 +86,6 @@ def _plane(points: dict[tuple[float, ...], float]) -> Plane:
     rows = np.array([(1.0, *features) for features in points])
     fitted = np.full(len(seconds), max(float(seconds.mean()), 1e-9))
     for _ in range(_ROUNDS):
-        found = _non_negative(rows / fitted[:, None], seconds / fitted)
+        found, _ = nnls(rows / fitted[:, None], seconds / fitted)
         fitted = np.maximum(rows @ found, max(float(seconds.mean()) * 1e-3, 1e-9))
     return Plane(fixed=float(found[0]), weights=tuple(float(w) for w in found[1:]))
-
-
-def _non_negative(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Least squares with non-negative weights, by trying every subset of the few columns."""
-    best, best_error = np.zeros(rows.shape[1]), np.inf
-    for size in range(1, rows.shape[1] + 1):
-        for chosen in combinations(range(rows.shape[1]), size):
-            found, *_ = np.linalg.lstsq(rows[:, chosen], values, rcond=None)
-            error = float(np.sum((rows[:, chosen] @ found - values) ** 2))
-            if (found >= 0).all() and error < best_error * (1 - 1e-9):
-                best, best_error = np.zeros(rows.shape[1]), error
-                best[list(chosen)] = found
-    return best

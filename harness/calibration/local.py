@@ -11,12 +11,14 @@ from typing import Any
 
 from harness.calibration.measure import measure_all
 from harness.calibration.table import CalibratedCosts, CalibrationTable
-from harness.config import require
+from harness.config import file_name, require
 from harness.hardware.constants import Constant
 from harness.hardware.profile import HardwareConfig
 from harness.machine.base import LaneKind
 from harness.machine.emulated import Config as EmulatedConfig
 from harness.machine.emulated import build as build_emulated
+from harness.machine.emulated import resource
+from harness.machine.turn import Turn
 from harness.memory.weights import stored_bytes
 from harness.model.cache import cache_folder, make_writable
 from harness.model.spec import ModelSpec
@@ -57,7 +59,8 @@ def identity(settings: Settings, spec: ModelSpec) -> dict[str, Any]:
 
 def table_path(settings: Settings, spec: ModelSpec) -> Path:
     text = json.dumps(identity(settings, spec), sort_keys=True, default=str)
-    return cache_folder() / "calibration" / f"{spec.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+    key = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return cache_folder() / "calibration" / f"{file_name(spec.name)}-{key}.json"
 
 
 def local_table(settings: Settings, spec: ModelSpec, log: Log = print) -> CalibrationTable:
@@ -80,7 +83,14 @@ def _is_readable(path: Path) -> bool:
 
 
 def measure(settings: Settings, log: Log = print) -> CalibrationTable:
-    """Measure the emulated machine of these settings. Needs a model that can run."""
+    """Measure the emulated machine of these settings. Needs a model that can run, and waits for its turn."""
+    with Turn(resource(), "calibration", exclusive=settings.exclusive) as turn:
+        table = _measured(settings, log)
+        beside = [f"everything: {other} ran beside it" for other in turn.beside()]
+        return replace(table, meta={**table.meta, "disturbed": [*table.meta["disturbed"], *beside]})
+
+
+def _measured(settings: Settings, log: Log) -> CalibrationTable:
     rate = Constant(LINK_GB_S)
     model = load_model(settings, has_tensors=True)
     left_gb = settings.hardware.pinned_memory_gb - stored_bytes(model.source) / 1e9

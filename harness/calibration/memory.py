@@ -44,10 +44,10 @@ def measure_memory(undisturbed: Undisturbed, ram_bytes: int, repeats: int) -> Ma
     ctypes.memset(address, 1, num_bytes)  # every page exists
 
     def read(num_threads: int) -> float:
-        return _gb_s(num_bytes, lambda: native().stream_read(address, num_bytes, _READ_STREAMS, None, num_threads))
+        return _gb_s(num_bytes, lambda: native().stream_read(address, num_bytes, _READ_STREAMS, num_threads))
 
     def copy(num_threads: int) -> float:
-        return _gb_s(half, lambda: native().stream_copy(address + half, address, half, None, num_threads))
+        return _gb_s(half, lambda: native().stream_copy(address + half, address, half, num_threads))
 
     found: dict[str, list[float]] = {"working_set_gb": [num_bytes / 1e9]}
     for num_threads in sorted({1, kernels.num_cores()}):

@@ -94,6 +94,10 @@ class Fill(Op):
         self.buffer, self.cache = buffer, cache
         self.writes = (buffer,)
 
+    def work(self) -> Work:
+        """Set-up, which no cost model times."""
+        return Work()
+
     def run(self, ctx: Context, packet: int) -> None:
         ctx.tensor(self.buffer, self.cache.shape, self.cache.dtype).normal_()
 
@@ -208,9 +212,9 @@ class Bench:
         part = load("attention_out")
         for it in its:
             emit.attention_out(it, layer, part)
-        names = [name for name in self.stream.part_names(layer) if name.startswith("expert.")]
-        for group in [[name] for name in names] if experts_apart else [names]:
-            experts = {int(name.split(".")[1]): load(name) for name in group}
+        stored = self.engine.store.experts(layer)
+        for group in [[number] for number in stored] if experts_apart else [list(stored)]:
+            experts = {number: load(stored[number].layout.name) for number in group}
             for it in its:
                 emit.experts(it, layer, experts)
         emit.combine(its[0], layer)
@@ -294,10 +298,9 @@ class Bench:
 
     def _stored_expert(self) -> PlacedPart:
         """One after another, so that their weights come from memory."""
-        parts = self.engine.store.layers[-1]
-        names = [name for name in parts if name.startswith("expert.")]
-        self._next_expert = (self._next_expert + 1) % len(names)
-        return parts[names[self._next_expert]]
+        experts = self.engine.store.experts(len(self.engine.store.layers) - 1)
+        self._next_expert = (self._next_expert + 1) % len(experts)
+        return experts[self._next_expert]
 
     @contextmanager
     def background(self, *, gpu: bool, link: bool) -> Iterator[Background]:

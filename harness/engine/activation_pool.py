@@ -69,15 +69,16 @@ class PooledActivations(Activations):
 
 class ActivationPool:
     """Reserved once, cut anew for each pass. What lives from layer to layer is a micro-batch's own; buffers around
-    attention are taken in turns, and those behind it are one for all, since the gpu lane runs one op at a time.
+    attention are taken in turns, as small as the pass needs them, and those behind it are one for all, since the gpu
+    lane runs one op at a time.
 
     Where experts run on the host, they are still at it while others compute, so their rows are each micro-batch's own.
-    Of two passes with the same number (modulo `PoolSizes.passes`) the last op of one has finished before the other is
-    laid out. Where passes overlap, buffers that they share are cut alike for all of them, so that ops of several passes
-    know each other's; else as small as a pass needs them, which gives it more turns. The device is that of GPU
-    `rank`, and `spec` what it computes of the model. GPUs that share a layer have the same hidden states, which wait in
-    pinned memory once: only one of their pools `keeps` them. A pass's block tables have an entry for each of the
-    `device_blocks` of the KV cache there.
+    Ops of earlier passes may still run when a pass is laid out, on other GPUs or because passes overlap; whatever its
+    buffers share with theirs is ordered byte by byte (`Hazards`). Passes with different numbers (modulo
+    `PoolSizes.passes`) share nothing that lives from layer to layer. The device is that of GPU `rank`, and `spec` what
+    it computes of the model. GPUs that share a layer have the same hidden states, which wait in pinned memory once:
+    only one of their pools `keeps` them. A pass's block tables have an entry for each of the `device_blocks` of the KV
+    cache there.
     """
 
     def __init__(
@@ -119,7 +120,6 @@ class ActivationPool:
         self._turn_names = (*attention_bytes(spec), *host_attention_bytes(spec))
         self._shared_names = tuple(expert_bytes(spec))
         self._host_expert_names = tuple(host_expert_bytes(spec))
-        self._alike = self._shared_buffers(sizes.largest, sizes.in_attention) if sizes.passes > 1 else None
 
     def layout(self, sizes: Seq[int], number: int = 0, *, blocks: Seq[int] | None = None) -> list[PooledActivations]:
         """Buffers for the micro-batches of the pass with this number: of so many tokens each, and with so many blocks
@@ -131,7 +131,7 @@ class ActivationPool:
         assert in_pass <= limits.in_pass, f"a pass of {in_pass} tokens exceeds {limits.in_pass}"
         is_kept = in_pass > limits.hidden
         assert not is_kept or in_pass <= limits.kept, f"hidden states of {in_pass} tokens fit neither device nor host"
-        around = self._alike or self._shared_buffers(largest, min(limits.in_attention, len(sizes) * largest))
+        around = self._shared_buffers(largest, min(limits.in_attention, len(sizes) * largest))
         turn = number % limits.passes
         first_hidden, first_kept = turn * limits.hidden, turn * limits.kept
         hidden = self._in_turns(("hidden",), largest, limits.hidden, first_hidden) if is_kept else None

@@ -168,12 +168,22 @@ class Emitter:
     def fetch_routing(self, it: InFlight, layer: int) -> Ticket:
         return self.submit(D2H, data.FetchRouting(self._spec, it.batch, it.acts, layer), urgent=True)
 
-    def experts(self, it: InFlight, layer: int, parts: dict[int, PlacedPart]) -> Ticket | None:
-        """The given experts (by number) over the tokens routed to them; nothing in a layer without experts."""
+    def route(self, it: InFlight, layer: int) -> Ticket:
+        """Bring the router's choices to the host: experts and their weights, each [tokens, experts_per_token]."""
+        return self.submit(D2H, data.FetchRoute(self._spec, it.batch, it.acts, layer), urgent=True)
+
+    def experts(
+        self, it: InFlight, layer: int, parts: dict[int, PlacedPart], *, routed: np.ndarray | None = None
+    ) -> Ticket | None:
+        """Run the given experts (by number) over the tokens routed to them; nothing in a layer without experts.
+
+        `routed` (int64 [num_experts]) is how many tokens choose each expert, from a strategy that has seen the routing:
+        the simulated machine then charges for exactly these tokens and these experts' bytes.
+        """
         if not parts:
             return None
-        world = self._engine.machine.world
-        routed = None if world is None else world.expert_counts(it.batch, layer)
+        if routed is None:
+            routed = self._expected_counts(it, layer)
         op = compute.Experts(
             self._family, self._spec, it.batch, it.acts, tuple(parts.values()), tuple(parts), layer, routed
         )
@@ -182,13 +192,11 @@ class Emitter:
     def experts_on_host(self, it: InFlight, layer: int) -> list[Ticket]:
         """All experts of the layer on the cpu lane, after their input has come down; none in a layer without experts.
         `load_expert_sums` brings back what they found."""
-        stored = self._engine.store.layers[layer]
-        parts = {int(name.split(".")[1]): part for name, part in stored.items() if name.startswith("expert.")}
+        parts = self._engine.store.experts(layer)
         if not parts:
             return []
         self.submit(D2H, host_experts.OffloadExpertInput(self._spec, it.batch, it.acts, layer))
-        world = self._engine.machine.world
-        routed = None if world is None else world.expert_counts(it.batch, layer)
+        routed = self._expected_counts(it, layer)
         ops = [
             host_experts.ExpertOnHost(
                 self._family, self._spec, it.batch, it.acts, part, number, layer, routed, first=number == min(parts)
@@ -196,6 +204,11 @@ class Emitter:
             for number, part in parts.items()
         ]
         return [self.submit(CPU, op) for op in ops]
+
+    def _expected_counts(self, it: InFlight, layer: int) -> np.ndarray | None:
+        """Return what the simulated machine charges experts for where no strategy looks at the routing."""
+        world = self._engine.machine.world
+        return None if world is None else world.expert_counts(it.batch, layer)
 
     def load_expert_sums(self, it: InFlight, layer: int) -> None:
         """What experts on the host add, to the device."""

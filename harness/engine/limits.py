@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from harness.config import ConfigError
 from harness.engine.activations import (
     TABLE_ENTRY_BYTES,
@@ -10,8 +12,8 @@ from harness.engine.activations import (
     host_expert_bytes,
 )
 from harness.engine.engine import Engine
-from harness.memory.tiers import PINNED, RAM
-from harness.memory.weights import PartSource, stored_bytes
+from harness.memory.tiers import PINNED, RAM, Tier, told_bytes
+from harness.memory.weights import PartSource, least_weight_bytes, stored_bytes
 
 SLACK_BYTES = 1 << 16  # alignment of many small buffers
 
@@ -21,17 +23,27 @@ def longest_sequence(engine: Engine) -> int:
     return max((s.max_tokens for s in engine.sequences), default=1)
 
 
+def two_layers(whole: bool) -> str:
+    """Return what messages call the weights that the device must hold at the least."""
+    return "two layers of weights" if whole else "two layers of weights without experts, and two experts"
+
+
 def least_bytes(
-    source: PartSource, *, kv_cache_bytes: int, longest_tokens: int, weights_tier: str = PINNED
+    source: PartSource,
+    *,
+    kv_cache_bytes: int,
+    longest_tokens: int,
+    weights_tier: str = PINNED,
+    whole_layers: bool = True,
 ) -> dict[str, dict[str, int]]:
-    """By tier and name, what every strategy needs at the least: the model in `weights_tier` and the KV cache in pinned
-    memory; on the device the ends of the model, two layers, and one micro-batch that holds the longest sequence."""
+    """Return, by tier and name, what a strategy needs at the least: the model in `weights_tier` and the KV cache in
+    pinned memory; on the device the ends of the model, two layers (see `least_weight_bytes`), and one micro-batch that
+    holds the longest sequence."""
     spec, family = source.spec, source.family
-    layers = [sum(part.nbytes for part in family.layer_parts(spec, layer)) for layer in range(spec.num_layers)]
     tokens = f"one micro-batch of {longest_tokens} tokens"
     needed: dict[str, dict[str, int]] = {
         "device": {
-            "two layers of weights": 2 * max(layers),
+            two_layers(whole_layers): least_weight_bytes(source, whole_layers=whole_layers),
             "embedding and head": family.embedding_part(spec).nbytes + family.head_part(spec).nbytes,
             tokens: longest_tokens * device_bytes_per_token(spec),
         },
@@ -47,6 +59,7 @@ def tokens_that_fit(
     *,
     num_layers_buffered: int,
     num_micro_batches: int,
+    at_least: int = 1,
     reserved_bytes: int = 0,
     pinned_reserved_bytes: int = 0,
     host_experts: bool = False,
@@ -55,30 +68,39 @@ def tokens_that_fit(
     pinned memory beside `pinned_reserved_bytes`, with rows for experts on the host where there are to be some; of
     several GPUs the first has the least room.
 
-    Raises ConfigError naming the memory where not even one token fits.
+    Raises ConfigError naming the memory where fewer than `at_least` fit.
     """
-    device = engine.machine.tiers["device"]
-    tables_bytes = num_micro_batches * engine.kv.num_device_blocks * TABLE_ENTRY_BYTES
-    weights_bytes = num_layers_buffered * engine.store.layer_bytes + reserved_bytes + tables_bytes + SLACK_BYTES
-    per_token_bytes = device_bytes_per_token(engine.spec) * num_micro_batches
-    pinned = engine.machine.tiers["pinned"]
-    fitting = (device.free_bytes - weights_bytes) // per_token_bytes
-    if fitting < 1:
-        needed_gb = (device.used_bytes + weights_bytes + per_token_bytes * longest_sequence(engine)) / 1e9
-        raise ConfigError(
-            "hardware.device_memory_gb",
-            f"{device.capacity_bytes / 1e9:.4g} GB is too small: embedding and head, {num_layers_buffered} layer "
-            f"buffers and the longest sequence need {needed_gb:.4g} GB",
-        )
-    per_host_token_bytes = host_bytes_per_token(engine.spec)
-    per_host_token_bytes += sum(host_expert_bytes(engine.spec).values()) if host_experts else 0
-    free_bytes = pinned.free_bytes - pinned_reserved_bytes
-    host_fitting = free_bytes // (per_host_token_bytes * num_micro_batches * len(engine.ranks))
-    if host_fitting < 1:
-        staged = f", {pinned_reserved_bytes / 1e9:.4g} GB of buffers" if pinned_reserved_bytes else ""
-        limit = pinned.limit
-        raise ConfigError(
-            f"hardware.{limit.name}_gb" if limit.name == RAM else f"hardware.{limit.name}_memory_gb",
-            f"{limit.capacity_bytes / 1e9:.4g} GB hold weights, KV cache{staged}, and not one token beside them",
-        )
+    device, pinned = engine.machine.tiers["device"], engine.machine.tiers["pinned"]
+    beside = {
+        f"{num_layers_buffered} layer buffers": num_layers_buffered * engine.store.layer_bytes,
+        "buffers of the strategy": reserved_bytes,
+        "block tables": num_micro_batches * engine.kv.num_device_blocks * TABLE_ENTRY_BYTES,
+        "alignment": SLACK_BYTES,
+    }
+    token_bytes = device_bytes_per_token(engine.spec) * num_micro_batches
+    fitting = (device.free_bytes - sum(beside.values())) // token_bytes
+    needed = max(at_least, longest_sequence(engine))
+    if fitting < at_least:
+        raise _too_small(device, beside, token_bytes, fitting=fitting, at_least=at_least, needed=needed)
+    host_token_bytes = host_bytes_per_token(engine.spec)
+    host_token_bytes += sum(host_expert_bytes(engine.spec).values()) if host_experts else 0
+    host_token_bytes *= num_micro_batches * len(engine.ranks)
+    host_fitting = (pinned.free_bytes - pinned_reserved_bytes) // host_token_bytes
+    if host_fitting < at_least:
+        staging = {"staging buffers": pinned_reserved_bytes}
+        raise _too_small(pinned, staging, host_token_bytes, fitting=host_fitting, at_least=at_least, needed=needed)
     return min(fitting, host_fitting)
+
+
+def _too_small(
+    tier: Tier, beside: Mapping[str, int], token_bytes: int, *, fitting: int, at_least: int, needed: int
+) -> ConfigError:
+    """Names all that hold the memory, or are going to, and what would be enough for the longest sequence."""
+    limit = tier.limit
+    held = {**limit.holders(), **beside}
+    enough_gb = (sum(held.values()) + needed * token_bytes) / 1e9
+    return ConfigError(
+        f"hardware.{limit.name}_gb" if limit.name == RAM else f"hardware.{limit.name}_memory_gb",
+        f"{limit.capacity_bytes / 1e9:.4g} GB is too small: {told_bytes(held)} leave room for {max(fitting, 0)} tokens "
+        f"of a micro-batch, {at_least} are needed; {enough_gb:.4g} GB hold the longest sequence ({needed} tokens) too",
+    )

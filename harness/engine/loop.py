@@ -80,7 +80,9 @@ def _retire(engine: Engine, result: PassResult, index: int) -> list[Sequence]:
         for ticket in batch.kv_tickets:
             engine.machine.wait(ticket)
         _collect_routing(engine, batch)
+        now_s = engine.machine.now()
         for sequence, token in zip(batch.sequences, sampled.tolist(), strict=True):
+            sequence.token_times_s.append(now_s)
             if sequence.accept(token, engine.eos_token_id):
                 sequence.state = State.FINISHED
                 sequence.finished_pass = index

@@ -92,8 +92,11 @@ class EachGpuEmitter:
     def fetch_routing(self, it: InFlight, layer: int) -> Ticket:
         return self._step(Emitter.fetch_routing, it, layer)
 
-    def experts(self, it: InFlight, layer: int, parts: Any) -> Ticket | None:
-        return self._step(Emitter.experts, it, layer, parts)
+    def route(self, it: InFlight, layer: int) -> Ticket:
+        return self._step(Emitter.route, it, layer)
+
+    def experts(self, it: InFlight, layer: int, parts: Any, *, routed: Any = None) -> Ticket | None:
+        return self._step(partial(Emitter.experts, routed=routed), it, layer, parts)
 
     def experts_on_host(self, it: InFlight, layer: int) -> list[Ticket]:
         found: list[Ticket] = self._step(Emitter.experts_on_host, it, layer)
@@ -171,6 +174,9 @@ class ParallelEmitter(EachGpuEmitter):
 
     def fetch_routing(self, it: InFlight, layer: int) -> Ticket:
         return self._first(lambda emit: emit.fetch_routing(self._on(it, 0), layer))
+
+    def route(self, it: InFlight, layer: int) -> Ticket:
+        return self._first(lambda emit: emit.route(self._on(it, 0), layer))
 
     def combine(self, it: InFlight, layer: int, extra: Any = ()) -> Ticket:
         assert not extra, "only the GPUs' own sums are added"

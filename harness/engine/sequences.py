@@ -48,6 +48,7 @@ class Sequence:
     records_routing: bool = False
     lives: list[Life] = field(default_factory=list)
     finished_pass: int | None = None
+    token_times_s: list[float] = field(default_factory=list)  # on the machine's clock, when each token was there
 
     @property
     def prompt_len(self) -> int:

@@ -21,6 +21,13 @@ def weights_tier(config: Any) -> str:
     return tier
 
 
+def whole_layers(config: Any) -> bool:
+    """Return whether a strategy needs room for two whole layers on the device, which is what its Config has as
+    `whole_layers`, or True; one that moves single experts needs less."""
+    whole: bool = getattr(config, "whole_layers", True)
+    return whole
+
+
 # How several GPUs share the model: the layers' dimensions ("tensor"); the requests, while each brings a share of every
 # layer to all ("data"); or the layers ("pipeline").
 Parallelism = Literal["tensor", "data", "pipeline"]

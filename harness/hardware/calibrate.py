@@ -1,12 +1,13 @@
 """`python -m harness.hardware.calibrate [overrides of run.py]`: measure this computer for `hardware=local`.
 
-The table goes to the cache folder, or to FILE with `out=FILE`. It takes a minute or two, in which nothing else should
-run; measurements during which others had the cores are repeated, and named where that did not help.
+It takes a minute or two, in which nothing else should run; measurements during which others had the cores are repeated,
+and named where that did not help.
 """
 
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -19,7 +20,8 @@ from rich.text import Text
 from harness.calibration.fitting import typical_by_features
 from harness.calibration.local import measure, table_path
 from harness.calibration.table import ALONE, BESIDE_GPU, BESIDE_GPU_AND_LINK, BESIDE_LINK, CalibrationTable, Company
-from harness.command_line import composed_values, explained
+from harness.command_line import composed_values
+from harness.commands import CommandParser
 from harness.interrupts import exit_code
 from harness.machine.base import LaneKind
 from harness.model.cache import CACHE_VARIABLE, make_writable
@@ -94,23 +96,18 @@ def _disturbed(table: CalibrationTable) -> Text:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    out = next((Path(a.removeprefix("out=")) for a in given if a.startswith("out=")), None)
-    if any(argument in ("-h", "--help") for argument in given):
-        print(__doc__)
-        return 0
+    parser = CommandParser("harness.hardware.calibrate", __doc__)
+    parser.add_overrides()
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where the table goes (default: the cache folder)")
+    return parser.run(_calibrate, arguments)
+
+
+def _calibrate(given: Namespace) -> int:
     console = Console(stderr=True)
-    try:
-        values = composed_values([a for a in given if not a.startswith("out=")])
-        settings = parse_settings(values)
-        path = out or table_path(settings, load_model(settings, has_tensors=False).spec)
-        make_writable(path.parent, "out" if out else CACHE_VARIABLE)  # before a minute of work
-        table = measure(settings, log=lambda text: console.print(text, highlight=False, style="dim"))
-    except Exception as error:
-        if (text := explained(error)) is None:
-            raise
-        print(f"error: {text}", file=sys.stderr)
-        return 2
+    settings = parse_settings(composed_values(given.overrides))
+    path = given.out or table_path(settings, load_model(settings, has_tensors=False).spec)
+    make_writable(path.parent, "--out" if given.out else CACHE_VARIABLE)  # before a minute of work
+    table = measure(settings, log=lambda text: console.print(text, highlight=False, style="dim"))
     table.write(path)
     Console().print(report(table))
     print(f"table  {path}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import field, fields, replace
 
-from harness.config import ConfigError, config, require
+from harness.config import ConfigError, config, require, require_name
 from harness.hardware.constants import Constant, Kind, Number, NumberByDtype, OptionalNumber
 from harness.memory.tiers import RAM, device_tier
 
@@ -12,6 +12,8 @@ _SIZES = (
     *("device_memory_gb", "pinned_memory_gb", "host_memory_gb", "ram_gb", "ram_times", "ram_plus_gb"),
     "cpu_cores",
 )
+MOST_GB = 1e9  # an exabyte
+LEAST_RATE, MOST_RATE = 1e-6, 1e9  # in 10^9 or 10^12 a second: a link of a kilobyte a second ends no run
 
 
 @config
@@ -60,12 +62,19 @@ class HardwareConfig:
     cpu_peak_gflop_s: OptionalNumber = None  # float32
 
     def __post_init__(self) -> None:
+        require_name(self.name)
         require(self.num_gpus >= 1, "num_gpus", f"must be >= 1, got {self.num_gpus}")
         require(not self.calibrated or self.gpu is None, "calibrated", "must be false for a real machine's profile")
         for name, constant in self.constants().items():
             expected = _kind_of(name)
             valid = constant.kind in (expected, "chosen")
             require(valid, f"{name}.kind", f"must be {expected} or chosen, got {constant.kind}")
+            within = LEAST_RATE <= constant <= MOST_RATE
+            is_rate = name.partition(".")[0].endswith(("_gb_s", "flop_s"))
+            require(within or not is_rate, name, f"must lie in {LEAST_RATE:g} to {MOST_RATE:g}, got {constant:g}")
+        for name in _SIZES:
+            if name.endswith("_gb") and (size := getattr(self, name)) is not None:
+                require(size <= MOST_GB, name, f"must be at most {MOST_GB:g}, got {size:g}")
         for name in ("pinned_memory_gb", "host_memory_gb"):
             size, ram_gb = getattr(self, name), self.ram_gb
             require(ram_gb is None or size <= ram_gb, name, f"must be at most ram_gb {ram_gb}, got {size:g}")
@@ -112,6 +121,11 @@ class HardwareConfig:
     def link_ceilings_gb_s(self) -> dict[str, float]:
         rates = {"h2d": self.h2d_gb_s, "d2h": self.d2h_gb_s, "pin": self.pin_gb_s}
         return {lane: rate for lane, rate in rates.items() if rate is not None}
+
+
+def require_size_gb(name: str, size_gb: float) -> None:
+    """At least a byte, in 10^9 bytes."""
+    require(1e-9 <= size_gb <= MOST_GB, name, f"must lie between 1e-9 and {MOST_GB:g}, got {size_gb:g}")
 
 
 def _kind_of(name: str) -> Kind:

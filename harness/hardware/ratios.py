@@ -21,12 +21,15 @@ def ratios(hardware: HardwareConfig, spans: Sequence[Span], h2d_gb_s: float | No
     """The run's own ratios (GPU rate as achieved over all gpu spans) beside the references; None without link rate.
     Where the link is not the profile's, only its real host memory counts, not what is chosen for the cpu lane.
     """
-    gpu = [s for s in spans if s.lane.kind is LaneKind.GPU and s.work.flops]
-    busy_s = sum(s.end_s - s.start_s for s in gpu)
+    busy_s = flops = 0.0
+    for span in spans:
+        if span.lane.kind is LaneKind.GPU and span.work.flops:
+            busy_s += span.end_s - span.start_s
+            flops += span.work.flops
     if not h2d_gb_s or busy_s <= 0:
         return None
     link_bytes_s = h2d_gb_s * 1e9
-    gpu_flop_s = sum(s.work.flops for s in gpu) / busy_s
+    gpu_flop_s = flops / busy_s
     chosen = hardware.cpu_gb_s if h2d_gb_s == hardware.h2d_gb_s else None
     host = hardware.host_gb_s or chosen
     return {

@@ -50,6 +50,11 @@ class Arenas:
             return
         del self._roots[buffer], self._memos[buffer]
 
+    def close(self) -> None:
+        """Give all memory back, whoever still holds the machine or buffers; a view that an op still has keeps its."""
+        for buffer in list(self._roots):
+            self.unback(buffer)
+
     def memo(self, buffer: Buffer) -> dict[Hashable, Any]:
         return self._memos[buffer.root]
 

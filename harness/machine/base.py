@@ -83,12 +83,12 @@ class Context(Protocol):
         """Host threads that kernels of this lane may use."""
 
 
-class Op:
+class Op(ABC):
     """One typed unit of work. Subclasses are data: what they touch is declared, never captured in a closure.
 
     `reads` and `writes` are hashable keys (buffers, KV partitions); the machine derives all ordering from them.
     `packets` > 1 lets an urgent op run between two packets; `run` is called once a packet and the last call's result is
-    the op's value. Only ops on a d2h lane may return a value.
+    the op's value. Only ops on a d2h lane may return a value, and those also `imagine` it.
     """
 
     kind: ClassVar[str] = "op"
@@ -98,9 +98,9 @@ class Op:
     writes: tuple[Hashable, ...] = ()
     packets: int = 1
 
+    @abstractmethod
     def work(self) -> Work:
-        """Cost of the whole op (all packets)."""
-        return Work()
+        """Return the cost of the whole op (all packets). An op without one would be free on the simulated machine."""
 
     @property
     def cost_key(self) -> str:
@@ -116,8 +116,15 @@ class Op:
         raise TypeError(f"op {self.kind} has no real execution")
 
     def imagine(self, world: Any) -> Any:
-        """The value this op would return, where no tensors exist (the simulated machine)."""
+        """Return the value that `run` would bring to the host, where no tensors exist (the simulated machine)."""
         return None
+
+    def run_packet(self, ctx: Context, packet: int) -> Any:
+        """Run a packet, for machines. Raises TypeError for a value that the op's class cannot `imagine`."""
+        value = self.run(ctx, packet)
+        if value is not None and type(self).imagine is Op.imagine:
+            raise TypeError(f"op {self.kind} brings a value, so it must define imagine() for the simulated machine")
+        return value
 
     def __str__(self) -> str:
         where = "" if self.layer is None else f" layer {self.layer}"

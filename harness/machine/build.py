@@ -1,12 +1,14 @@
 """A machine by the name in its YAML: each is a module here with `Config` and `build(config, hardware, spec)`.
 
-`Config.has_tensors` says whether models really run on the machine. A module with `choose(config)` in the place of
-`build` stands for another one, whose configuration it gives.
+`Config.has_tensors` says whether models really run on the machine. A module whose runs would disturb each other names
+with `resource()` what of this computer each wants for itself. A module with `choose(config)` in the place of `build`
+stands for another one, whose configuration it gives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -18,6 +20,7 @@ from typing import Any
 from harness.config import ConfigError, parse
 from harness.hardware.profile import HardwareConfig
 from harness.machine.base import Machine
+from harness.machine.turn import Turn
 from harness.model.spec import ModelSpec
 
 
@@ -28,12 +31,17 @@ class LoadedMachine:
 
     has_tensors: bool
     build: Callable[[HardwareConfig, ModelSpec], Machine]
+    resource: Callable[[], str] | None
+
+    def turn(self, name: str, *, exclusive: bool) -> AbstractContextManager[Turn | None]:
+        """That of a run which others know as `name`; None where runs cannot disturb each other."""
+        return nullcontext() if self.resource is None else Turn(self.resource(), name, exclusive=exclusive)
 
 
 def load_machine(values: Mapping[str, Any]) -> LoadedMachine:
     """From the `machine` group of the configuration, which is checked at once."""
     module, config = _parsed(chosen_machine(values))
-    return LoadedMachine(module.Config.has_tensors, partial(module.build, config))
+    return LoadedMachine(module.Config.has_tensors, partial(module.build, config), getattr(module, "resource", None))
 
 
 def chosen_machine(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -303,6 +303,8 @@ class CudaMachine(ThreadedMachine):
         if self._closing:
             return
         super().close()
+
+    def _give_memory_back(self) -> None:
         if any(worker.is_alive() for worker in self._workers):
             _never_freed.append(self._memory)
         else:
@@ -314,7 +316,7 @@ class CudaMachine(ThreadedMachine):
 
 
 def _run_packet(op: Op, context: DeviceContext, packet: int, result: list[Any]) -> None:
-    result.append(op.run(context, packet))
+    result.append(op.run_packet(context, packet))
 
 
 def _tell(text: str) -> None:
@@ -337,6 +339,11 @@ def device_lost() -> str | None:
     except RuntimeError as error:
         return str(error).partition("\n")[0]
     return None
+
+
+def resource() -> str:
+    """The first GPU, by the number that it has for every process."""
+    return f"cuda-{torch.cuda.get_device_properties(0).uuid}" if device_found() else "cuda"
 
 
 def build(config: Config, hardware: HardwareConfig, spec: ModelSpec) -> CudaMachine:

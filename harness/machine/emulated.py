@@ -52,6 +52,11 @@ class Config:
         require(self.watchdog_s > 0, "watchdog_s", f"must be > 0, got {self.watchdog_s}")
 
 
+def resource() -> str:
+    """Of which each run wants all there is: the cores, whatever links and GPU are played on them."""
+    return "emulated"
+
+
 def build(config: Config, hardware: HardwareConfig, spec: ModelSpec) -> EmulatedMachine:
     """The emulated machine with the profile's capacities and rates; profiles of real GPUs are for planning."""
     real = f"'{hardware.name}' is a real machine, which cannot be emulated; use hardware=laptop or a profile like it"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator
 
 from harness.machine.base import Ticket, TicketState
+from harness.machine.overlaps import Overlaps, buffer_of
+from harness.memory.tiers import Buffer
 
 _SIFT_READERS_FROM = 16
 _SWEEP_KEYS_FROM = 1024
@@ -14,16 +16,22 @@ _DONE, _CANCELLED = TicketState.DONE, TicketState.CANCELLED
 class _Touched:
     """Who touched a key: its last writer, if that may still matter, and the readers since."""
 
-    __slots__ = ("readers", "sift_at", "writer")
+    __slots__ = ("overlapping", "readers", "sift_at", "writer")
 
-    def __init__(self, writer: Ticket | None, readers: list[Ticket]) -> None:
-        self.writer = writer
-        self.readers = readers
+    def __init__(self) -> None:
+        self.writer: Ticket | None = None
+        self.readers: list[Ticket] = []
+        self.overlapping: list[_Touched] = []  # of other buffers' keys that share bytes with this one
         self.sift_at = _SIFT_READERS_FROM  # length at which the readers are searched for settled ones next
 
 
 class Hazards:
     """Last writer and readers since, by key. Program order is submission order.
+
+    Keys of one buffer are different memory where they are not equal. Keys of two buffers are the same memory as far as
+    their bytes are: whoever cuts a root anew, for another pass or as pages, need not wait until nobody uses the old
+    cut, on no GPU. So memory that is handed on cannot be written by whoever had it before, unless an op does not
+    declare what it touches; and nothing waits that would not have to.
 
     A ticket carries the number of the submission that looked at it last (`stamp`): how one that is met under several
     keys counts once, without a set for every op.
@@ -31,6 +39,8 @@ class Hazards:
 
     def __init__(self) -> None:
         self._keys: dict[Hashable, _Touched] = {}
+        self._by_buffer: dict[Buffer, dict[Hashable, None]] = {}  # its keys, in order
+        self._overlaps = Overlaps()
         self._sweep_at = _SWEEP_KEYS_FROM
 
     def register(self, ticket: Ticket, after: Iterable[Ticket] = ()) -> None:
@@ -43,10 +53,7 @@ class Hazards:
                 dependency.stamp = number
                 found.append(dependency)
         for key in op.reads:
-            touched = keys.get(key)
-            if touched is None:
-                self._add_key(key, _Touched(None, [ticket]))
-                continue
+            touched = keys.get(key) or self._add_key(key)
             writer = touched.writer
             if writer is not None and writer.stamp != number:
                 writer.stamp = number
@@ -54,25 +61,30 @@ class Hazards:
                     touched.writer = None
                 else:
                     found.append(writer)
+            if touched.overlapping:
+                self._follow((other.writer for other in touched.overlapping), number, found)
             if len(touched.readers) >= touched.sift_at:
                 self._sift(touched)
             touched.readers.append(ticket)
         for key in op.writes:
-            touched = keys.get(key)
-            if touched is None:
-                self._add_key(key, _Touched(ticket, []))
-                continue
+            touched = keys.get(key) or self._add_key(key)
             # Who read the key since its last write ran after that write.
-            for earlier in touched.readers or (touched.writer,):
-                if earlier is not None and earlier.stamp != number:
-                    earlier.stamp = number
-                    if earlier.state is not _DONE:
-                        found.append(earlier)
+            self._follow(touched.readers or (touched.writer,), number, found)
+            for other in touched.overlapping:  # whose last writer may have written more than what was read since
+                self._follow((*other.readers, other.writer), number, found)
             touched.writer = ticket
             touched.readers.clear()
             touched.sift_at = _SIFT_READERS_FROM
         if found:
             self._link(ticket, found)
+
+    @staticmethod
+    def _follow(earlier: Iterable[Ticket | None], number: int, found: list[Ticket]) -> None:
+        for one in earlier:
+            if one is not None and one.stamp != number:
+                one.stamp = number
+                if one.state is not _DONE:
+                    found.append(one)
 
     def _link(self, ticket: Ticket, found: list[Ticket]) -> None:
         for dependency in found:
@@ -92,13 +104,40 @@ class Hazards:
         touched.readers = [r for r in self._effective(touched.readers) if r.state is not _DONE]
         touched.sift_at = max(_SIFT_READERS_FROM, 2 * len(touched.readers))
 
-    def _add_key(self, key: Hashable, touched: _Touched) -> None:
+    def _add_key(self, key: Hashable) -> _Touched:
         """Keys that nobody will name again must not stay for ever."""
         if len(self._keys) >= self._sweep_at:
             for old in [k for k, t in self._keys.items() if not self._matters(t)]:
-                del self._keys[old]
+                self._drop(old)
             self._sweep_at = max(_SWEEP_KEYS_FROM, 2 * len(self._keys))
-        self._keys[key] = touched
+        touched = self._keys[key] = _Touched()
+        if (buffer := buffer_of(key)) is not None:
+            self._add_memory(key, buffer, touched)
+        return touched
+
+    def _add_memory(self, key: Hashable, buffer: Buffer, touched: _Touched) -> None:
+        """Tie the key to those of other buffers that share bytes with it, where these still matter."""
+        if buffer in self._by_buffer:
+            self._by_buffer[buffer][key] = None
+        else:
+            self._by_buffer[buffer] = {key: None}
+            self._overlaps.add(buffer)
+        for old in [k for other in self._overlaps.of(buffer) for k in self._by_buffer[other]]:
+            if self._matters(self._keys[old]):
+                touched.overlapping.append(self._keys[old])
+                self._keys[old].overlapping.append(touched)
+            else:
+                self._drop(old)
+
+    def _drop(self, key: Hashable) -> None:
+        touched = self._keys.pop(key)
+        for other in touched.overlapping:
+            other.overlapping.remove(touched)
+        if (buffer := buffer_of(key)) is not None:
+            del self._by_buffer[buffer][key]
+            if not self._by_buffer[buffer]:
+                del self._by_buffer[buffer]
+                self._overlaps.remove(buffer)
 
     def _matters(self, touched: _Touched) -> bool:
         writers = () if touched.writer is None else (touched.writer,)

@@ -37,8 +37,14 @@ class World:
         return np.zeros(len(batch.sequences), dtype=np.int64)
 
     def routing(self, batch: MicroBatch, layer: int) -> np.ndarray:
-        """int64 [tokens, experts_per_token]."""
+        """Return the experts that the router chooses for each token: int64 [tokens, experts_per_token]."""
         return self._routing.experts(batch.request_ids, batch.positions, layer)
+
+    def routing_weights(self, batch: MicroBatch, layer: int) -> np.ndarray:
+        """Return the weights of these experts, float32 [tokens, experts_per_token]: equal ones, since no cost depends
+        on them."""
+        chosen = self.routing(batch, layer)
+        return np.full(chosen.shape, 1 / chosen.shape[1], dtype=np.float32)
 
     def expert_counts(self, batch: MicroBatch, layer: int) -> np.ndarray | None:
         """int64 [num_experts], the tokens that choose each expert; None where routing is even, so that the expected

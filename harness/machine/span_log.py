@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableSequence
+from collections.abc import Iterator
 from struct import Struct
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from harness.machine.base import Lane, Span, Work
+from harness.machine.packed_spans import NONE, SpanSequence
 from kernels.simulation import span_log
 
-_NONE = -1  # of a layer or micro-batch that an op does not have
 _COLUMNS = (
     ("ticket", "i8"), ("start_s", "f8"), ("end_s", "f8"), ("flops", "f8"), ("device_bytes", "f8"),
     ("host_bytes", "f8"), ("link_bytes", "f8"), ("layer", "i4"), ("micro_batch", "i4"), ("packet", "i4"),
@@ -37,11 +37,9 @@ class Totals(NamedTuple):
 TotalsByKind = dict[tuple[Lane, str], Totals]
 
 
-class SpanLog(MutableSequence[Span]):
-    """All spans, as a sequence of `Span` made when asked for. Cannot be edited, only cleared.
-
-    `native` is where the event loop writes. With `keeps_rows` off there are only sums, and as a sequence of spans it is
-    empty, however long the run.
+class SpanLog(SpanSequence):
+    """All spans of a simulation. `native` is where the event loop writes. With `keeps_rows` off there are only sums,
+    and as a sequence of spans it is empty, however long the run.
     """
 
     def __init__(self, *, keeps_rows: bool) -> None:
@@ -67,8 +65,8 @@ class SpanLog(MutableSequence[Span]):
             part = count / num_packets
             work = Work(*(number * part for number in numbers))
         return Span(
-            self._lanes[lane], self._kinds[kind], None if layer == _NONE else layer,
-            None if micro_batch == _NONE else micro_batch, ticket, packet, num_packets, urgent, start_s, end_s,
+            self._lanes[lane], self._kinds[kind], None if layer == NONE else layer,
+            None if micro_batch == NONE else micro_batch, ticket, packet, num_packets, urgent, start_s, end_s,
             end_s - start_s, work,
         )  # fmt: skip
 
@@ -80,32 +78,5 @@ class SpanLog(MutableSequence[Span]):
     def __len__(self) -> int:
         return len(self.native)
 
-    def __iter__(self) -> Iterator[Span]:
-        return self._spans(0, len(self))
-
-    @overload
-    def __getitem__(self, index: int) -> Span: ...
-    @overload
-    def __getitem__(self, index: slice) -> MutableSequence[Span]: ...
-    def __getitem__(self, index: int | slice) -> Span | MutableSequence[Span]:
-        numbers = range(len(self))[index]
-        if isinstance(numbers, int):
-            return next(self._spans(numbers, numbers + 1))
-        if numbers.step == 1:
-            return list(self._spans(numbers.start, numbers.stop))
-        return [next(self._spans(number, number + 1)) for number in numbers]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Iterable) and list(self) == list(other)
-
     def clear(self) -> None:
         self.native.clear()
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        raise TypeError("spans are recorded by the machine and cannot be edited")
-
-    def __delitem__(self, index: Any) -> None:
-        raise TypeError("spans can only be cleared, all of them")
-
-    def insert(self, index: int, value: Span) -> None:
-        raise TypeError("spans are recorded by the machine and cannot be edited")

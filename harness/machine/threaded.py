@@ -14,6 +14,7 @@ import torch
 from harness.machine.arenas import Arenas
 from harness.machine.base import Lane, LaneKind, Machine, MachineError, Op, Span, Ticket, TicketState, Work
 from harness.machine.host_context import HostContext
+from harness.machine.packed_spans import PackedSpans
 from harness.machine.queues import Board
 from harness.machine.signal import Signal
 from harness.memory.tiers import Buffer
@@ -43,7 +44,7 @@ class ThreadedMachine(Machine):
         self.poisons = arenas.poisons
         self._arenas = arenas
         self.tiers = arenas.tiers(capacities_bytes)
-        self.spans: list[Span] = []
+        self.spans = PackedSpans()
         self._watchdog_s = watchdog_s
         self._board = board
         self._lock = lock or threading.Lock()
@@ -101,13 +102,19 @@ class ThreadedMachine(Machine):
         self._wait_until(lambda: self._board.num_settled == self._board.num_submitted)
 
     def close(self) -> None:
-        """Running ops stop at their next packet boundary; a packet that does not end is given up after 10 s."""
+        """Running ops stop at their next packet boundary; a packet that does not end is given up after 10 s. Memory is
+        given back."""
         with self._lock:
             self._closing = True
             self._wake_all()
         deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
         for worker in self._workers:
             worker.join(timeout=max(0.0, deadline_s - time.monotonic()))
+        self._give_memory_back()
+
+    def _give_memory_back(self) -> None:
+        """Not only when this object goes: cycles of machine, engine and strategy live until Python looks for them."""
+        self._arenas.close()
 
     def back(self, buffer: Buffer) -> None:
         self._arenas.back(buffer)
@@ -165,8 +172,12 @@ class ThreadedMachine(Machine):
                     self._fail(name, error)
 
         worker = threading.Thread(target=work, name=name, daemon=True)
+        try:
+            worker.start()
+        except RuntimeError as error:  # the system gives no more threads; one that never started cannot be joined
+            self._fail(name, error)
+            self._raise_failure()
         self._workers.append(worker)
-        worker.start()
 
     def _enter_thread(self) -> None:
         """What every thread of the machine does first."""
@@ -219,7 +230,7 @@ class ThreadedMachine(Machine):
         self._lock.release()
         try:
             share = share_of(op.work(), op.packets)
-            value = op.run(context, packet)
+            value = op.run_packet(context, packet)
             if ticket.lane.kind in _COMPUTE_LANES:
                 context.pace_compute(share, start_s)
         except BaseException as caught:

@@ -118,8 +118,8 @@ class PagedWeights:
 
     def experts(self, index: int) -> dict[int, PlacedPart]:
         """All experts of a layer, by number; none for a dense layer."""
-        names = [name for name in self._store.part_names(self._layer(index)) if name.startswith("expert.")]
-        return {int(name.split(".")[1]): self.part(index, name) for name in names}
+        stored = self._store.experts(self._layer(index))
+        return {number: self.part(index, part.layout.name) for number, part in stored.items()}
 
     def release(self, index: int) -> None:
         """The last reader of this layer has been submitted; its place may be written again."""
@@ -203,8 +203,8 @@ class PagedWeights:
 
 
 def part_names(store: WeightStore, layer: int, *, experts: bool = True) -> list[str]:
-    """Of a layer, in transfer order; without `experts` all others, which come first."""
-    return [name for name in store.part_names(layer) if experts or not name.startswith("expert.")]
+    """Return the names of a layer's parts in transfer order; without `experts` the others, which come first."""
+    return list(store.part_names(layer) if experts else store.dense(layer))
 
 
 def streamed_parts(store: WeightStore, layer: int, resident_share: float, *, experts: bool = True) -> tuple[str, ...]:

@@ -12,8 +12,8 @@ class MemoryCapacityError(RuntimeError):
 class Buffer:
     """A named range of a tier's memory. Identity is the key by which ops declare reads and writes.
 
-    Sub-buffers share their root's memory; ops must name disjoint leaves, never a parent and its child. One that is not
-    `backed` is accounted for and has no memory of its own: room for what is allocated elsewhere.
+    Sub-buffers share their root's memory, and keys that name overlapping ones conflict. One that is not `backed` is
+    accounted for and has no memory of its own: room for what is allocated elsewhere.
     """
 
     __slots__ = ("__weakref__", "backed", "name", "nbytes", "offset_bytes", "root", "tier")
@@ -128,7 +128,7 @@ class Tier:
             if tier is not None and nbytes > tier._own_free_bytes:
                 raise MemoryCapacityError(
                     f"{tier.name} memory: '{name}' needs {_human(nbytes)}, {_human(tier._own_free_bytes)} of "
-                    f"{_human(tier.capacity_bytes)} are free. Held: {tier._holders()}"
+                    f"{_human(tier.capacity_bytes)} are free. Held: {told_bytes(tier.holders()) or 'nothing'}"
                 )
 
     def _hold(self, buffer: Buffer, nbytes: int) -> None:
@@ -158,8 +158,11 @@ class Tier:
         assert self.used_bytes == sum(self._held.values()), f"{self.name}: accounting is off"
         assert 0 <= self.used_bytes <= self.capacity_bytes, f"{self.name}: over capacity"
 
-    def _holders(self) -> str:
-        return ", ".join(f"{name} {_human(nbytes)}" for name, nbytes in self.holders().items()) or "nothing"
+
+def told_bytes(sizes: Mapping[str, float]) -> str:
+    """All that take anything, by name, the largest first."""
+    ranked = sorted(sizes.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {_human(nbytes)}" for name, nbytes in ranked if nbytes)
 
 
 def _human(nbytes: float) -> str:

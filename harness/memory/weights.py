@@ -6,7 +6,7 @@ of first use, so that the parts behind attention of layer i and those in front o
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -64,10 +64,14 @@ def slot_sizes(layers: Iterable[Iterable[PartLayout]]) -> dict[str, int]:
     return sizes
 
 
-def slot_bytes(source: PartSource) -> int:
-    """Device memory of one layer's slot."""
+def least_weight_bytes(source: PartSource, *, whole_layers: bool = True) -> int:
+    """Return the device memory of two layers, so that one comes while the other computes; without `whole_layers` that
+    of two layers' parts outside the experts, and of two experts."""
     spec, family = source.spec, source.family
-    return sum(slot_sizes(family.layer_parts(spec, layer) for layer in range(spec.num_layers)).values())
+    layers = [family.layer_parts(spec, layer) for layer in range(spec.num_layers)]
+    dense = slot_sizes([part for part in parts if whole_layers or part.expert is None] for parts in layers)
+    experts = [part.nbytes for parts in layers for part in parts if part.expert is not None and not whole_layers]
+    return 2 * (sum(dense.values()) + max(experts, default=0))
 
 
 class WeightStore:
@@ -97,7 +101,10 @@ class WeightStore:
             return PlacedPart(layout, buffer, (buffer,))
 
         self.layers = [{p.name: place(layer, p) for p in parts} for layer, parts in enumerate(layouts)]
-        self._part_names = [tuple(parts) for parts in self.layers]  # asked for with every transfer
+        self._experts = [
+            {part.layout.expert: part for part in parts.values() if part.layout.expert is not None}
+            for parts in self.layers
+        ]
         if first is None:
             self.embedding, self.head = (place(None, end) for end in ends)
         else:
@@ -106,7 +113,15 @@ class WeightStore:
 
     def part_names(self, layer: int) -> tuple[str, ...]:
         """Parts of a layer in transfer order; a layer without experts has fewer."""
-        return self._part_names[layer]
+        return tuple(self.layers[layer])
+
+    def dense(self, layer: int) -> dict[str, PlacedPart]:
+        """Return a layer's parts that every token uses, where the host keeps them, in transfer order."""
+        return {name: part for name, part in self.layers[layer].items() if part.layout.expert is None}
+
+    def experts(self, layer: int) -> Mapping[int, PlacedPart]:
+        """Return a layer's routed experts where the host keeps them, by number; none of a dense layer."""
+        return self._experts[layer]
 
     @cached_property
     def slot_bytes(self) -> dict[str, int]:
@@ -154,7 +169,8 @@ class WeightStream:
     `depth` device slots; index i lives in slot i % depth. A part may be requested when the part of index i - depth in
     its place has been released. `release` says, in program order, that the last op reading a part was submitted.
 
-    As one of `num_shares` the stream of GPU `rank` brings its share of each part only: see `AllGather`.
+    Without `experts` the stream has every layer's other parts only, for strategies that move single experts. As one of
+    `num_shares` the stream of GPU `rank` brings its share of each part only: see `AllGather`.
     """
 
     def __init__(
@@ -167,6 +183,7 @@ class WeightStream:
         name: str = "weight buffer",
         rank: int = 0,
         num_shares: int = 1,
+        experts: bool = True,
     ) -> None:
         assert depth >= 1, "a stream needs a slot"
         self._rank, self._num_shares = rank, num_shares
@@ -174,13 +191,16 @@ class WeightStream:
         self._h2d, self._gpu = Lane(LaneKind.H2D, rank), Lane(LaneKind.GPU, rank)
         self._machine = machine
         self._store = store
+        self._has_experts = experts
+        self._layers = store.layers if experts else [store.dense(layer) for layer in range(len(store.layers))]
+        self._part_names = [tuple(parts) for parts in self._layers]  # asked for with every transfer
         self.depth = depth
         self.packet_bytes = packet_bytes
         self._occupant: dict[tuple[int, str], tuple[int, Ticket]] = {}  # (slot, part) -> (index, its transfer)
         self._slots = [self._reserve_slot(f"{name} {slot}") for slot in range(depth)]
 
     def _reserve_slot(self, name: str) -> dict[str, Buffer]:
-        sizes = self._store.slot_bytes
+        sizes = slot_sizes([part.layout for part in parts.values()] for parts in self._layers)
         root = self._tier.reserve(name, sum(sizes.values()))
         slot, offset_bytes = {}, 0
         for part_name, nbytes in sizes.items():
@@ -189,11 +209,11 @@ class WeightStream:
         return slot
 
     def layer(self, index: int) -> int:
-        return index % len(self._store.layers)
+        return index % len(self._layers)
 
     def part_names(self, index: int) -> tuple[str, ...]:
         """Parts of the layer at `index`, in transfer order."""
-        return self._store.part_names(self.layer(index))
+        return self._part_names[self.layer(index)]
 
     def request_layer(self, index: int) -> list[Ticket]:
         """All its parts, in transfer order."""
@@ -209,7 +229,7 @@ class WeightStream:
         return ticket
 
     def _copy(self, target: Buffer, part_name: str, layer: int) -> CopyWeights:
-        source, packet_bytes = self._store.layers[layer][part_name], self.packet_bytes
+        source, packet_bytes = self._layers[layer][part_name], self.packet_bytes
         if self._num_shares == 1:
             return CopyWeights(source, target, layer=layer, packet_bytes=packet_bytes)
         share = share_of(source.layout.nbytes, self._rank, self._num_shares)
@@ -217,13 +237,14 @@ class WeightStream:
 
     def experts(self, index: int) -> dict[int, PlacedPart]:
         """All experts of a requested layer, by number; none for a dense layer."""
-        names = [name for name in self.part_names(index) if name.startswith("expert.")]
-        return {int(name.split(".")[1]): self.part(index, name) for name in names}
+        layer = self.layer(index)
+        stored = self._store.experts(layer) if self._has_experts else {}
+        return {number: self.part(index, part.layout.name) for number, part in stored.items()}
 
     def part(self, index: int, part_name: str) -> PlacedPart:
         """The requested part in its device slot; ops that read its keys run after its transfer."""
         target = self._slots[self._place(index, part_name)[0]][part_name]
-        return PlacedPart(self._store.layers[self.layer(index)][part_name].layout, target, (target,))
+        return PlacedPart(self._layers[self.layer(index)][part_name].layout, target, (target,))
 
     def release(self, index: int, part_name: str) -> None:
         """The last reader of this part has been submitted; its place may be requested again."""
@@ -245,7 +266,7 @@ class WeightStream:
         successor has besides (a dense layer is followed by one with experts)."""
         self.release(index, part_name)
         successor = index + self.depth
-        here, there = self._store.layers[self.layer(index)], self._store.layers[self.layer(successor)]
+        here, there = self._layers[self.layer(index)], self._layers[self.layer(successor)]
         wanted = [part_name] if part_name in there else []
         if part_name == self.part_names(index)[-1]:
             wanted += [name for name in there if name not in here]

@@ -13,6 +13,7 @@ import torch
 
 from harness.config import ConfigError
 from harness.model import families
+from harness.model.families.reading import EntriesRead, bad_entry
 from harness.model.hub import resolve_model
 from harness.model.layout import PartLayout, TensorLayout
 from harness.model.quiet import quiet_transformers
@@ -28,7 +29,8 @@ FINGERPRINT_SAMPLES = 16  # leading values of each tensor: tells apart checkpoin
 
 
 class Checkpoint:
-    """config.json, weights and tokenizer of one folder. Attributes: `folder`, `family`, `spec`, `config`.
+    """config.json, weights and tokenizer of one folder. Attributes: `folder`, `family`, `spec`, `config`, and of its
+    entries those that `spec` comes from, `entries_read`.
 
     `dtype` is what `read_part` delivers; None means the checkpoint's own. Opening reads headers, no weights.
     """
@@ -43,7 +45,11 @@ class Checkpoint:
             raise checkpoint_error(str(self.folder / "config.json"), "model_type: missing")
         self.family = families.family(str(self.config["model_type"]))
         self._shards = Shards(self.folder)
-        self.spec = self.family.spec_from_config(self.config, self.folder.name, dtype or self._own_dtype())
+        if self.config.get("quantization_config"):
+            raise bad_entry("quantization_config", "must be absent; only weights that are not quantised can be run")
+        entries = EntriesRead(self.config)
+        self.spec = self.family.spec_from_config(entries, self.folder.name, dtype or self._own_dtype())
+        self.entries_read = entries.read
         self.validate()
 
     def _own_dtype(self) -> str:
@@ -57,8 +63,15 @@ class Checkpoint:
         return own
 
     def stored_dtypes(self) -> set[str]:
-        """Dtypes of all tensors as they lie in the files."""
-        return {FLOAT_DTYPES[self._shards.header(name).dtype] for name in self._shards.names()}
+        """Dtypes of the model's tensors as they lie in the files."""
+        return {FLOAT_DTYPES[self._shards.header(name).dtype] for name in self._tensor_names()}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The model's tensors as they lie in the files that are open, by their names there: views, no copies."""
+        return {name: self._shards.tensor(name) for name in self._tensor_names()}
+
+    def _tensor_names(self) -> list[str]:
+        return sorted({name for _, part in self.parts() for t in part.tensors for name in t.checkpoint_names})
 
     def parts(self) -> list[tuple[int | None, PartLayout]]:
         """Every part of the model with its layer, None for embedding and head."""
@@ -134,11 +147,11 @@ class Checkpoint:
     @cached_property
     def _fingerprint(self) -> str:
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
-        for name in sorted({name for _, part in self.parts() for t in part.tensors for name in t.checkpoint_names}):
+        for name in self._tensor_names():
             sample = self._shards.tensor(name).flatten()[:FINGERPRINT_SAMPLES].double()
             digest.update(repr((name, self._shards.header(name), sample.tolist())).encode())
-        for path in self._shards.files():
-            digest.update(f"{path.name} {path.stat().st_size}".encode())
+        for path, opened in self._shards.files().items():
+            digest.update(f"{path.name} {opened.st_size}".encode())
         return digest.hexdigest()[:16]
 
     def fingerprint(self) -> str:
@@ -147,8 +160,9 @@ class Checkpoint:
         return self._fingerprint
 
     def version(self) -> str:
-        """16 hex digits over the fingerprint and the files' times of change: the key for what is derived from them."""
-        times = [path.stat().st_mtime_ns for path in self._shards.files()]
+        """16 hex digits over the fingerprint and the files' times of change when they were opened: the key for what is
+        derived from them."""
+        times = [opened.st_mtime_ns for opened in self._shards.files().values()]
         return hashlib.sha256(repr((self._fingerprint, times)).encode()).hexdigest()[:16]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from harness.config import ConfigError, config, require
+from harness.config import ConfigError, config, require, require_name
 from harness.model import families
-from harness.model.dimensions import SpecConfig
+from harness.model.dimensions import SpecConfig, require_countable
 from harness.model.spec import Dtype, ModelSpec
+
+NORM_STD = 0.2  # of norm weights about 1: enough that a norm left out changes tokens
 
 
 @config
@@ -29,6 +31,8 @@ class RandomRecipe:
     tie_embeddings: bool = False
     init_std: float | None = None
     embed_std: float = 1.0
+    norm_std: float = NORM_STD
+    norm_eps: float = 1e-5
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -36,6 +40,8 @@ class RandomRecipe:
         require(self.family in known, "family", f"must be one of {', '.join(known)}, got {self.family!r}")
         for name in ("num_layers", "hidden_dim", "num_heads", "num_kv_heads", "num_experts", "expert_dim"):
             require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
+        require_countable("num_layers", self.num_layers, self.num_experts)
+        require(self.seed >= 0, "seed", f"must be at least 0, got {self.seed}")
         require(self.num_heads % self.num_kv_heads == 0, "num_kv_heads", f"must divide num_heads {self.num_heads}")
         require(self.head_dim >= 2 and self.head_dim % 2 == 0, "head_dim", f"must be even, got {self.head_dim}")
         require(
@@ -46,8 +52,9 @@ class RandomRecipe:
         # 256 bytes and the special tokens make up the smallest byte-level vocabulary.
         require(self.vocab_size >= 260, "vocab_size", f"must be at least 260, got {self.vocab_size}")
         require(self.max_positions >= 2, "max_positions", f"must be at least 2, got {self.max_positions}")
-        for name in ("rope_theta", "embed_std"):
+        for name in ("rope_theta", "embed_std", "norm_eps"):
             require(getattr(self, name) > 0, name, f"must be positive, got {getattr(self, name)}")
+        require(0 <= self.norm_std <= 0.5, "norm_std", f"must lie between 0 and 0.5, got {self.norm_std}")
         std, window = self.init_std, self.sliding_window
         require(std is None or std > 0, "init_std", f"must be positive or null, got {std}")
         require(window is None or window >= 1, "sliding_window", f"must be at least 1 or null, got {window}")
@@ -74,6 +81,7 @@ class ModelConfig:
     spec: SpecConfig | None = None
 
     def __post_init__(self) -> None:
+        require_name(self.name)
         require(
             self.has_weights or self.spec is not None,
             "path",

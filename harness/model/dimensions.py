@@ -7,6 +7,14 @@ from typing import Any, Literal
 
 from harness.config import config, require
 
+MOST_EXPERTS = 1_000_000  # of all layers together: each has an entry in every layout
+
+
+def require_countable(field: str, num_layers: int, num_experts: int) -> None:
+    """Raise ConfigError naming `field` for a model that no memory holds: listing its parts alone would take minutes."""
+    message = f"must be at most {MOST_EXPERTS} with the experts of each layer counted"
+    require(num_layers * num_experts <= MOST_EXPERTS, field, f"{message}, got {num_layers} with {num_experts} each")
+
 
 @config
 class LatentAttention:
@@ -85,6 +93,7 @@ class SpecConfig(Dimensions):
         )
         for name in at_least_one.split():
             require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
+        require_countable("num_layers", self.num_layers, self.num_experts)
         require(self.num_heads % self.num_kv_heads == 0, "num_kv_heads", f"must divide num_heads {self.num_heads}")
         require(
             1 <= self.experts_per_token <= self.num_experts,

@@ -15,7 +15,7 @@ def warm_up(spec: ModelSpec, device: torch.device, kv_block_size: int | None = N
     if not gpu.serves(torch.empty(0, device=device)) or spec.latent is not None or spec.attention_sinks:
         return
     family = families.family(spec.family)
-    part = next(part for part in family.layer_parts(spec, spec.num_layers - 1) if part.name.startswith("expert."))
+    part = next(part for part in family.layer_parts(spec, spec.num_layers - 1) if part.expert is not None)
     kind = getattr(torch, part.dtype)
     views = {t.name: torch.empty(t.shape, dtype=kind, device="meta") for t in part.tensors}
     gpu.warm_up(

@@ -41,15 +41,19 @@ class TensorLayout:
 
 @dataclass(frozen=True, slots=True)
 class PartLayout:
-    """Tensors at fixed offsets in one contiguous, aligned region of `nbytes`; all of one `dtype`."""
+    """Tensors at fixed offsets in one contiguous, aligned region of `nbytes`; all of one `dtype`.
+
+    `expert` is the number of the routed expert whose weights these are; None for parts that every token uses.
+    """
 
     name: str
     dtype: str
     tensors: tuple[TensorLayout, ...]
     nbytes: int
+    expert: int | None = None
 
 
-def lay_out(name: str, dtype: str, sources: Iterable[TensorSource]) -> PartLayout:
+def lay_out(name: str, dtype: str, sources: Iterable[TensorSource], *, expert: int | None = None) -> PartLayout:
     """Place the sources one after another, each aligned."""
     tensors, offset_bytes = [], 0
     for source in sources:
@@ -58,4 +62,4 @@ def lay_out(name: str, dtype: str, sources: Iterable[TensorSource]) -> PartLayou
             TensorLayout(source.name, source.shape, source.checkpoint_names, offset_bytes, nbytes, source.rows)
         )
         offset_bytes += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return PartLayout(name, dtype, tuple(tensors), offset_bytes)
+    return PartLayout(name, dtype, tuple(tensors), offset_bytes, expert)

@@ -36,7 +36,7 @@ class PlannedLayout:
         return (
             PartLayout("attention_in", spec.dtype, (), front_bytes),
             PartLayout("attention_out", spec.dtype, (), behind_bytes),
-            *(PartLayout(f"expert.{e}", spec.dtype, (), parts[model_parts.EXPERT].nbytes) for e in experts),
+            *(PartLayout(f"expert.{e}", spec.dtype, (), parts[model_parts.EXPERT].nbytes, e) for e in experts),
         )
 
     @staticmethod

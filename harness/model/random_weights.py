@@ -1,7 +1,8 @@
 """Random weights of any size made straight in the host store, without a checkpoint: for measuring, not for tokens.
 
 A block of uniform numbers is laid end to end over a part's matrices, from another place for each part, so that 94 GB
-take seconds. Scales are those of the random checkpoints (`zoo.py`): 1 / sqrt(hidden), embeddings and norms 1.
+take seconds. Scales are those of the random checkpoints (`zoo.py`): 1 / sqrt(hidden), embeddings 1,
+norms spread about 1.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from harness.model import families
 from harness.model.checkpoint import part_views
-from harness.model.config import ModelConfig
+from harness.model.config import NORM_STD, ModelConfig
 from harness.model.layout import PartLayout
 from harness.model.planned import planned_model
 from harness.model.sharding import shard_spec
@@ -56,7 +57,8 @@ class RandomWeights:
             view = part_views(part, out)[tensor.name].view(-1)
             start = zlib.crc32(f"{layer} {part.name} {tensor.name}".encode())
             if len(tensor.shape) == 1:
-                view.fill_(1.0)  # norms
+                self._fill(view, start)
+                view.mul_(NORM_STD / self._std).add_(1.0)  # norms
             elif not self._is_there(view, start, scale):
                 self._tile(view, start)
                 if scale != 1.0:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from harness.config import ConfigError
+from harness.config import ConfigError, load_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,11 +25,13 @@ def checkpoint_error(item: str, message: str) -> ConfigError:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise checkpoint_error(str(path), "missing")
+    if not path.is_file():
+        raise checkpoint_error(str(path), "no regular file")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise checkpoint_error(str(path), "missing") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        content = load_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise checkpoint_error(str(path), f"not readable as JSON ({error})") from None
     if not isinstance(content, dict):
         raise checkpoint_error(str(path), "must hold a JSON object")
@@ -41,6 +43,31 @@ class TensorHeader(NamedTuple):
     dtype: str  # safetensors' name, e.g. "BF16"
 
 
+class _OpenFile:
+    """A mapped safetensors file, readable after it is deleted or replaced. What is written into it shows in the
+    mapping, and where it is cut short a read ends the process (SIGBUS): `require_unchanged` goes before each read, and
+    leaves the time that one copy takes."""
+
+    def __init__(self, path: Path) -> None:
+        """Checks the header against the file's size. Raises `ConfigError` naming the file."""
+        self.path = path
+        try:
+            self.stat = path.stat()
+            self.tensors: Any = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise checkpoint_error(str(path), f"corrupt or truncated safetensors file ({error})") from None
+
+    def require_unchanged(self) -> None:
+        """Raises `ConfigError` where the file is not as it was when it was opened."""
+        try:
+            now = self.path.stat()
+        except OSError:
+            return  # its name is gone, the mapping is not
+        same_file = (now.st_dev, now.st_ino) == (self.stat.st_dev, self.stat.st_ino)
+        if same_file and (now.st_size, now.st_mtime_ns) != (self.stat.st_size, self.stat.st_mtime_ns):
+            raise checkpoint_error(str(self.path), "was changed while it was in use; start again when it is whole")
+
+
 class Shards:
     """Tensors by name. Data stay in the page cache: `tensor` is a view of the mapped file, not a copy."""
 
@@ -48,18 +75,19 @@ class Shards:
         """Opens every file and checks its header against its size. Raises `ConfigError` naming the file at fault."""
         self._file_of = _files_by_tensor(folder)
         self._folder = folder
-        self._open = {name: _open(folder / name) for name in sorted(set(self._file_of.values()))}
-        self._names = {name: set(handle.keys()) for name, handle in self._open.items()}
+        self._open = {name: _OpenFile(folder / name) for name in sorted(set(self._file_of.values()))}
+        self._names = {name: set(file.tensors.keys()) for name, file in self._open.items()}
         if not self._file_of:  # a single file lists its own tensors
-            self._open = {SINGLE_FILE: _open(folder / SINGLE_FILE)}
-            self._names = {SINGLE_FILE: set(self._open[SINGLE_FILE].keys())}
+            self._open = {SINGLE_FILE: _OpenFile(folder / SINGLE_FILE)}
+            self._names = {SINGLE_FILE: set(self._open[SINGLE_FILE].tensors.keys())}
             self._file_of = dict.fromkeys(sorted(self._names[SINGLE_FILE]), SINGLE_FILE)
 
     def names(self) -> list[str]:
         return sorted(self._file_of)
 
-    def files(self) -> list[Path]:
-        return [self._folder / name for name in self._open]
+    def files(self) -> dict[Path, os.stat_result]:
+        """Every file, as it was when it was opened."""
+        return {file.path: file.stat for file in self._open.values()}
 
     def header(self, name: str) -> TensorHeader:
         """Shape and dtype without touching the data. Raises `ConfigError` if the tensor is absent or not of floats."""
@@ -68,14 +96,17 @@ class Shards:
             raise checkpoint_error(name, f"tensor missing from {self._folder}")
         if name not in self._names[file]:
             raise checkpoint_error(name, f"tensor missing from {self._folder / file}, where {INDEX_FILE} places it")
-        piece = self._open[file].get_slice(name)
+        piece = self._open[file].tensors.get_slice(name)
         if piece.get_dtype() not in FLOAT_DTYPES:
             raise checkpoint_error(name, f"dtype must be one of {', '.join(FLOAT_DTYPES)}, got {piece.get_dtype()}")
         return TensorHeader(tuple(piece.get_shape()), piece.get_dtype())
 
     def tensor(self, name: str) -> Tensor:
+        file = self._open[self._file_of[name]]
+        file.require_unchanged()
         try:
-            return self._open[self._file_of[name]].get_tensor(name)
+            tensor: Tensor = file.tensors.get_tensor(name)
+            return tensor
         except (SafetensorError, OSError) as error:
             raise checkpoint_error(name, f"not readable ({error})") from None
 
@@ -104,10 +135,3 @@ def _why_no_weights(folder: Path) -> str:
     if pickles:
         return f"holds pickle weights only ({pickles[0]}); only safetensors are read, so convert the checkpoint"
     return f"has neither {SINGLE_FILE} nor {INDEX_FILE}"
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise checkpoint_error(str(path), f"corrupt or truncated safetensors file ({error})") from None

@@ -1,7 +1,8 @@
 """Checkpoints with random weights, made on first use as real Hugging Face folders.
 
-Weights are uniform with mean zero and the recipe's standard deviation: PCG64 integers scaled to floats, which every
-platform reproduces bit for bit, at five times the speed of a normal distribution. Norms are one.
+Matrices are uniform with mean zero and the recipe's standard deviation, about 1 / sqrt(hidden) by default: PCG64
+integers scaled to floats, which every platform reproduces bit for bit, at five times the speed of a normal
+distribution. Norm weights are spread about one, so that a norm that is left out shows in the tokens.
 """
 
 from __future__ import annotations
@@ -11,22 +12,23 @@ import json
 import zlib
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from harness.config import ConfigError
+from harness.config import ConfigError, file_name
 from harness.model import families
 from harness.model.cache import cache_folder, make_once
 from harness.model.config import ModelConfig, RandomRecipe
 from harness.model.hub import resolve_model
 from harness.model.quiet import quiet_transformers
+from harness.model.shards import read_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from torch import nn
 
-GENERATOR_VERSION = 1  # part of the cache key: raise it with any change to weights, tokenizer or corpus
+GENERATOR_VERSION = 2  # part of the cache key: raise it with any change to weights, tokenizer or corpus
 MAX_SHARD_SIZE = "100MB"  # several shards even for the mini model, as real checkpoints have
-BOS, EOS = "<s>", "</s>"
+BOS, EOS = "<s>", "</s>"  # tokens 0 and 1
 CORPUS = Path(__file__).parent / "data" / "corpus.txt"
 
 
@@ -36,8 +38,9 @@ def ensure(model: ModelConfig) -> Path:
         return resolve_model(model.path)
     assert model.recipe is not None, "ModelConfig has a path or a recipe"
     recipe = model.recipe
-    folder = cache_folder() / "models" / f"{model.name}-{recipe_key(recipe)}"
-    return make_once(folder, lambda target: _make(recipe, target))
+    folder = cache_folder() / "models" / f"{file_name(model.name)}-{recipe_key(recipe)}"
+    _require_entries(make_once(folder, lambda target: _make(recipe, target)), _entries(recipe))
+    return folder
 
 
 def recipe_key(recipe: RandomRecipe) -> str:
@@ -45,22 +48,45 @@ def recipe_key(recipe: RandomRecipe) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
+def _entries(recipe: RandomRecipe) -> dict[str, Any]:
+    """What config.json says of a recipe."""
+    entries = families.layout(recipe.family).config_from_recipe(recipe)
+    return {**entries, "dtype": recipe.dtype, "bos_token_id": 0, "eos_token_id": 1}
+
+
+def _require_entries(folder: Path, entries: dict[str, Any]) -> None:
+    """A checkpoint that was edited in the cache is another model than its recipe's."""
+    path = folder / "config.json"
+    try:
+        stored = read_json(path)
+        for key, value in entries.items():
+            if stored.get(key) != value:
+                raise ConfigError("model.recipe", f"{path}: {key} is {stored.get(key)!r}, {value!r} in the recipe")
+    except ConfigError as error:
+        raise ConfigError(error.field, f"{error.message}; remove {folder}, and it is made again") from error
+
+
 def _make(recipe: RandomRecipe, folder: Path) -> None:
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     tokenizer = train_tokenizer(recipe.vocab_size)
-    entries = families.layout(recipe.family).config_from_recipe(recipe)
-    entries |= {"bos_token_id": tokenizer.token_to_id(BOS), "eos_token_id": tokenizer.token_to_id(EOS)}
     with quiet_transformers():
-        hf_config = AutoConfig.for_model(**entries)
+        hf_config = AutoConfig.for_model(**_entries(recipe))
         with torch.device("meta"):  # skips Hugging Face's own initialisation
             model = AutoModelForCausalLM.from_config(hf_config, dtype=getattr(torch, recipe.dtype))
         model.to_empty(device="cpu")
         model.tie_weights()  # to_empty gives tied tensors a memory of their own
         _fill(model, recipe)
-        model.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS).save_pretrained(folder)
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS)
+        try:
+            model.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
+            fast.save_pretrained(folder)
+        except Exception as error:
+            if isinstance(error, SafetensorError) or type(error) is Exception:  # as Rust tells that the disk is full
+                raise OSError(str(error)) from error
+            raise
 
 
 def _fill(model: nn.Module, recipe: RandomRecipe) -> None:
@@ -69,14 +95,12 @@ def _fill(model: nn.Module, recipe: RandomRecipe) -> None:
     import torch
 
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
-            parameter.data.fill_(1.0)  # norms
-            continue
-        std = recipe.embed_std if "embed_tokens" in name else recipe.weight_std
+        is_norm = parameter.dim() == 1
+        std = recipe.norm_std if is_norm else recipe.embed_std if "embed_tokens" in name else recipe.weight_std
         stream = np.random.Generator(np.random.PCG64([recipe.seed, zlib.crc32(name.encode())]))
         values = torch.from_numpy(stream.random(parameter.numel(), dtype=np.float32))
         values.sub_(0.5).mul_(std * 12**0.5)  # a uniform variable of width 1 has variance 1/12
-        parameter.data.copy_(values.view(parameter.shape))
+        parameter.data.copy_(values.view(parameter.shape) + float(is_norm))
 
 
 def train_tokenizer(vocab_size: int) -> Tokenizer:

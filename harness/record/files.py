@@ -7,11 +7,19 @@ import errno
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path, PurePath
 from typing import IO, Any
+
+import yaml
+
+_MAX_BYTES = 16_000_000  # of a file that is read whole; a summary has some ten thousand
+_MAX_YAML_BYTES = 100_000  # libyaml takes a second or two for them; a configuration has three thousand
+_MAX_YAML_DEPTH = 50
+_YAML: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class RecordError(RuntimeError):
@@ -63,14 +71,61 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 
 def write_json(path: Path, value: Any) -> None:
     with atomic_file(path) as file:
-        file.write((json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+        file.write(_as_bytes(json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)))
 
 
 def read_json(path: Path) -> Any:
+    """The value that `write_json` wrote. Raises RecordError with the cause, for a file that nobody here wrote too."""
+    return _parsed(path, _MAX_BYTES, lambda text: json.loads(text, parse_constant=_refuse_constant))
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises RecordError with the cause, also where the file holds anything else."""
+    return _object(path, read_json(path))
+
+
+def read_yaml_object(path: Path) -> dict[str, Any]:
+    """The YAML mapping in a file, which may have neither aliases nor deep nesting: a few lines of those fill memory.
+
+    Raises RecordError with the cause.
+    """
+    return _object(path, _parsed(path, _MAX_YAML_BYTES, _flat_yaml))
+
+
+def _parsed(path: Path, max_bytes: int, parse: Callable[[str], Any]) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RecordError(f"{path}: cannot be read: {error}") from error
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device may never end
+            raise ValueError("it is no regular file")
+        if status.st_size > max_bytes:
+            raise ValueError(f"it has {status.st_size:,} bytes, and no such file has more than {max_bytes:,}")
+        return parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise RecordError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+
+
+def _object(path: Path, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RecordError(f"{path}: must hold named values, got {'nothing' if value is None else type(value).__name__}")
+    return value
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _flat_yaml(text: str) -> Any:
+    """Events are read one by one, so that they show in constant memory what building the document would cost."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_YAML):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError(f"it has the alias *{event.anchor}, and no record has one")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_YAML_DEPTH:
+            raise ValueError(f"it nests more than {_MAX_YAML_DEPTH} levels")
+    return yaml.load(text, Loader=_YAML)
 
 
 class JsonLines:
@@ -87,7 +142,7 @@ class JsonLines:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Raises RecordError with the cause (a full disk, say); what was written of the line is taken back."""
-        line = (json.dumps(plain(record), ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n").encode()
+        line = _as_bytes(json.dumps(plain(record), ensure_ascii=False, allow_nan=False, separators=(",", ":")))
         before_bytes = os.fstat(self._fd).st_size
         try:
             _write_all(self._fd, line)
@@ -118,6 +173,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             raise RecordError(f"{path}: line {number} is corrupt: {error}") from error
     assert isinstance(tail, bytes)  # empty after a whole last line, else the torn piece
     return records
+
+
+def _as_bytes(text: str) -> bytes:
+    """JSON as a line of UTF-8. A lone surrogate, for which that has no bytes, is escaped as JSON escapes it."""
+    return f"{text}\n".encode(errors="backslashreplace")
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -4,40 +4,38 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+SILENT_AFTER_S = 3600.0  # a run on another host that has written nothing for so long has ended
+_SAME_START_S = 10.0  # two readings of a process's start differ where the clock was set between them
+
 
 def current_owner() -> dict[str, Any]:
     """Process, its start, host and boot: a process number alone is reused."""
-    pid = os.getpid()
-    return {"pid": pid, "process_started": _started(pid), "host": platform.node(), "boot_id": _boot_id()}
+    started = psutil.Process().create_time()
+    return {"pid": os.getpid(), "process_started": started, "host": platform.node(), "boot_id": _boot_id()}
 
 
-def is_alive(owner: Mapping[str, Any]) -> bool:
-    """Whether that very process still runs. One on another host cannot be seen from here and counts as alive."""
+def is_alive(owner: Mapping[str, Any], last_sign_s: float) -> bool:
+    """Whether that very process still runs. One on another host, or in a container that was one, cannot be seen from
+    here: it counts as alive until its last sign of life, in seconds since 1970, is an hour ago."""
     if owner.get("host") != platform.node():
-        return True
+        return time.time() - last_sign_s < SILENT_AFTER_S
     if owner.get("boot_id") != _boot_id():
         return False
-    started = _started(int(owner.get("pid", -1)))
-    return started is not None and started == owner.get("process_started")
+    try:
+        process = psutil.Process(int(owner.get("pid", -1)))
+        recorded = float(owner.get("process_started", 0.0))
+        return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - recorded) < _SAME_START_S
+    except (psutil.NoSuchProcess, ValueError, TypeError):
+        return False
 
 
 def _boot_id() -> str | None:
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else None
-
-
-def _started(pid: int) -> str | None:
-    """When the process started, in whatever form this system gives; None where there is none, or only its zombie."""
-    if Path("/proc/self/stat").exists():
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name may hold blanks
-        except (FileNotFoundError, ProcessLookupError):
-            return None
-        return None if fields[0] in "ZX" else fields[19]  # clock ticks since boot
-    asked = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
-    return asked.stdout.strip() or None

@@ -105,6 +105,7 @@ def _version(package: str) -> str | None:
 
 
 def _processor() -> str:
+    """By hand: psutil does not know the name, and py-cpuinfo would be a dependency for these lines."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

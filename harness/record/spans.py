@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.machine.base import Lane, LaneKind, Span, Work
+from harness.machine.packed_spans import PackedSpans
 from harness.machine.span_log import SpanLog
 
 Window = tuple[float, float]  # [start_s, end_s) on the machine's clock
@@ -95,6 +96,21 @@ def _of_log(log: SpanLog) -> _Columns:
     return rows, logged["lane"].astype(np.int64), logged["kind"].astype(np.int64), lanes, kinds
 
 
+def _of_packed(spans: PackedSpans) -> _Columns:
+    """The columns of spans that are packed already."""
+    packed, lanes, kinds = spans.columns()
+    rows = np.empty(len(packed), dtype=_ROW)
+    for name in _ROW.names or ():
+        rows[name] = packed[name]
+    return rows, packed["lane"].astype(np.int64), packed["kind"].astype(np.int64), lanes, kinds
+
+
+def _columns(spans: Iterable[Span]) -> _Columns:
+    if isinstance(spans, SpanLog):
+        return _of_log(spans)
+    return _of_packed(spans) if isinstance(spans, PackedSpans) else _of_list(list(spans))
+
+
 @dataclass(frozen=True, eq=False)
 class SpanTable:
     """All packets of a run, by lane. Build it once where several metrics are asked of the same spans."""
@@ -106,7 +122,7 @@ class SpanTable:
     def of(cls, spans: Spans) -> SpanTable:
         if isinstance(spans, SpanTable):
             return spans
-        rows, lane, kind, names, kinds = _of_log(spans) if isinstance(spans, SpanLog) else _of_list(list(spans))
+        rows, lane, kind, names, kinds = _columns(spans)
         order = np.lexsort((rows["end_s"], rows["start_s"]))
         rows, lane, kind = rows[order], lane[order], kind[order]
         lanes = {}

@@ -15,10 +15,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -28,9 +29,19 @@ from typing import Any
 
 import yaml
 
-from harness.config import ConfigError
-from harness.record.files import JsonLines, RecordError, plain, read_json, read_lines, write_json
-from harness.record.owner import current_owner, is_alive
+from harness.config import ConfigError, file_name
+from harness.interrupts import word
+from harness.record.files import (
+    JsonLines,
+    RecordError,
+    plain,
+    read_json,
+    read_json_object,
+    read_lines,
+    read_yaml_object,
+    write_json,
+)
+from harness.record.owner import SILENT_AFTER_S, current_owner, is_alive
 
 STATUSES = ("running", "ok", "oom", "failed", "interrupted")
 _NOT_IDENTITY = ("results_dir", "wandb")  # where records go does not change what is run
@@ -70,15 +81,15 @@ class RunFolder:
         runs = Path(results_dir) / "runs"
         try:
             runs.mkdir(parents=True, exist_ok=True)
+            _remove_left_overs(runs)
             prepared = Path(tempfile.mkdtemp(prefix=".new-", dir=runs))
             try:
                 prepared.chmod(0o755)
                 (prepared / "config.yaml").write_text(
                     yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True), encoding="utf-8"
                 )
-                write_json(prepared / "meta.json", {"run_id": run_id, **meta})
                 write_json(prepared / "status.json", {"status": "running", "started_at": _utc(), **current_owner()})
-                return cls(_move_to_free_name(prepared, runs, run_id))
+                return cls(_move_to_free_name(prepared, runs, run_id, meta))
             finally:
                 shutil.rmtree(prepared, ignore_errors=True)  # gone already unless something failed
         except (OSError, RecordError) as error:
@@ -124,7 +135,7 @@ class RunFolder:
             return
         try:
             if isinstance(error, KeyboardInterrupt):
-                self.finish("interrupted", "interrupted from the keyboard")
+                self.finish("interrupted", word(error))
             else:
                 self.finish("failed", f"{type(error).__name__}: {error}" if error else "ended without a result")
         except RecordError as unrecorded:
@@ -150,34 +161,53 @@ class Run:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        try:
-            return dict(yaml.safe_load((self.folder / "config.yaml").read_text(encoding="utf-8")) or {})
-        except (OSError, yaml.YAMLError, ValueError, TypeError) as error:
-            raise RecordError(f"{self.folder / 'config.yaml'}: cannot be read: {error}") from error
+        return read_yaml_object(self.folder / "config.yaml")
 
     @cached_property
     def meta(self) -> dict[str, Any]:
-        return dict(read_json(self.folder / "meta.json"))
+        return read_json_object(self.folder / "meta.json")
 
     @cached_property
     def status_record(self) -> dict[str, Any]:
-        return dict(read_json(self.folder / "status.json"))
+        path = self.folder / "status.json"
+        record = read_json_object(path)
+        if record.get("status") not in STATUSES:
+            raise RecordError(f"{path}: status must be one of {', '.join(STATUSES)}, got {record.get('status')!r}")
+        if not isinstance(record.get("pid", -1), int):
+            raise RecordError(f"{path}: pid must be a whole number, got {record['pid']!r}")
+        return record
 
     @property
     def status(self) -> str:
         """As recorded, except that `running` whose owner is dead reads `interrupted`."""
-        recorded = str(self.status_record["status"])
-        return "interrupted" if recorded == "running" and not is_alive(self.status_record) else recorded
+        return "interrupted" if self._died else str(self.status_record["status"])
 
     @property
     def error(self) -> str | None:
-        return self.status_record.get("error")
+        """Why the run is not ok, in a line; of one that died without a word, when it last wrote anything."""
+        if not self._died:
+            return self.status_record.get("error")
+        last = datetime.fromtimestamp(self._last_sign_s, UTC).isoformat(timespec="seconds")
+        return f"interrupted: its process on {self.status_record.get('host')} has ended; last sign of life {last}"
+
+    @cached_property
+    def _died(self) -> bool:
+        return self.status_record["status"] == "running" and not is_alive(self.status_record, self._last_sign_s)
+
+    @property
+    def _last_sign_s(self) -> float:
+        """When a file of the folder was last written to, as passes and requests do."""
+        times = [self.folder.stat().st_mtime]
+        for path in self.folder.iterdir():
+            with suppress(OSError):  # of a file that is being replaced
+                times.append(path.stat().st_mtime)
+        return max(times)
 
     @cached_property
     def summary(self) -> dict[str, Any] | None:
         """None until the run has written one."""
         path = self.folder / "summary.json"
-        return dict(read_json(path)) if path.exists() else None
+        return read_json_object(path) if path.exists() else None
 
     @cached_property
     def passes(self) -> list[dict[str, Any]]:
@@ -204,11 +234,30 @@ def list_runs(results_dir: str | os.PathLike[str]) -> list[Run]:
     return sorted(runs, key=lambda run: (str(run.status_record.get("started_at")), run.run_id))
 
 
-def _move_to_free_name(prepared: Path, runs: Path, name: str) -> Path:
+def _remove_left_overs(runs: Path) -> None:
+    """Files under way of runs that were killed: folders not yet named, and small files not yet renamed."""
+    found: list[Path] = []
+    with suppress(OSError):  # others make and name their folders at the same time
+        found += [*runs.glob(".new-*"), *runs.glob("*/.*.tmp")]
+    for path in found:
+        folder = path if path.name.startswith(".new-") else path.parent
+        try:
+            owner = read_json_object(folder / "status.json") if (folder / "status.json").exists() else {}
+            last_sign_s = path.stat().st_mtime
+            lives = is_alive(owner, last_sign_s) if owner else time.time() - last_sign_s < SILENT_AFTER_S
+            if not lives:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        except (OSError, RecordError):
+            continue  # its owner has just finished, or it is another user's
+
+
+def _move_to_free_name(prepared: Path, runs: Path, name: str, meta: Mapping[str, Any]) -> Path:
+    """Each name that is tried goes into meta.json first: a run is to know its own."""
     number = 1
     while True:
         target = runs / (name if number == 1 else f"{name}-{number}")
         if not target.exists():
+            write_json(prepared / "meta.json", {"run_id": target.name, **meta})
             try:
                 return prepared.rename(target)
             except OSError:
@@ -220,7 +269,7 @@ def _move_to_free_name(prepared: Path, runs: Path, name: str) -> Path:
 def _name(group: Any) -> str:
     """A file name's worth of a config group: its `name`, or itself."""
     text = str(group.get("name", "") if isinstance(group, Mapping) else group or "")
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", text).strip("._-")[:40]
+    return file_name(text)
 
 
 def _utc() -> str:

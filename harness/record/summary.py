@@ -8,6 +8,7 @@ from typing import Any
 
 from harness.machine.base import H2D, LaneKind
 from harness.record.files import plain
+from harness.record.latency import latency
 from harness.record.metrics import (
     bottleneck,
     idle_share,
@@ -27,10 +28,11 @@ class RunFacts:
     """What passes and spans do not know. Times are host seconds; None means that nobody knows. `clock` is whose seconds
     those of passes and spans are: "host" or "virtual"; "none" where they are not seconds and no rate follows from them.
 
-    `setup_s` is everything before the first pass, `wall_s` the whole run. `num_requests` were asked for; each ends
-    finished or rejected. `gpu_tok_s` (the papers' T_GPU) is what the gpu lane would process if it never waited.
-    `ceilings_gb_s` holds link ceilings by kind of lane. `verify` has mode, checked, mismatched, excused and
-    tokens_checked.
+    `setup_s` is everything before the first pass but the wait for W&B, `wall_s` the whole run. `num_requests` were
+    asked for; each ends finished or rejected. `gpu_tok_s` (the papers' T_GPU) is what the gpu lane would process if
+    it never waited. `ceilings_gb_s` holds link ceilings by kind of lane. `verify` has mode, checked, mismatched,
+    excused and tokens_checked. `token_times_s` has one row a finished request: when, on `clock`, each of its tokens
+    was there.
     """
 
     status: str
@@ -58,6 +60,7 @@ class RunFacts:
     data_source: str = "unknown"
     weights_source: str = "unknown"
     plan: Mapping[str, Any] = field(default_factory=dict)
+    token_times_s: Sequence[Sequence[float]] = ()
     error: str | None = None
 
 
@@ -76,6 +79,7 @@ def build_summary(
         **_identity(facts),
         **_requests(facts, passes),
         **_throughput(facts, passes),
+        "latency": _latency(facts, passes),
         **_steady(facts, passes, table, window),
         "peak_bytes": {tier: facts.peak_bytes.get(tier) for tier in ("device", "pinned", "host")}
         | dict(facts.peak_bytes),
@@ -134,6 +138,11 @@ def _throughput(facts: RunFacts, passes: Sequence[PassRecord]) -> dict[str, Any]
         "predicted_throughput_tok_s": predicted,
         "prediction_accuracy": accuracy(predicted, observed),
     }
+
+
+def _latency(facts: RunFacts, passes: Sequence[PassRecord]) -> dict[str, Any] | None:
+    timeless = facts.clock == "none" or not passes
+    return None if timeless else latency(facts.token_times_s, min(p.start_s for p in passes))
 
 
 def _steady(facts: RunFacts, passes: Sequence[PassRecord], table: SpanTable, window: Window) -> dict[str, Any]:

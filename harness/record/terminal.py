@@ -16,8 +16,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from harness.record.summary import accuracy
+
 _REDRAW_S = 0.25  # drawing takes the interpreter from the lanes: not more often than an eye needs
 _BAR_WIDTH = 20
+_SPREAD = ("mean", "p50", "p90", "p99")
+_LATENCIES = {"first token": "ttft_s", "per token": "tpot_s", "token gaps": "itl_s", "request": "e2e_s"}
 _PLAIN_STEPS = 4  # progress lines a stage where there is no terminal
 
 
@@ -98,7 +102,7 @@ def print_summary(summary: Mapping[str, Any], run_folder: Path, console: Console
     """The one table of a finished run. `summary` is what `build_summary` gave, whatever became of the run."""
     target = console or Console()
     target.print(summary_table(summary, ascii_only=target.options.ascii_only))
-    target.print(_paths(run_folder), soft_wrap=True)  # a path is for copying: never cut or folded
+    target.print(_paths(run_folder, summary), soft_wrap=True)  # a path is for copying: never cut or folded
 
 
 def summary_table(summary: Mapping[str, Any], *, ascii_only: bool = False) -> Group:
@@ -121,7 +125,10 @@ def _rows(summary: Mapping[str, Any], full: str, empty: str) -> list[tuple[str, 
         )
     timeless = summary.get("clock") == "none"
     rows += [] if timeless else [("throughput", _throughput(summary))]
+    if summary.get("disturbed"):
+        rows.append(("disturbed", Text(f"{summary['disturbed']}: no time or rate here counts", style="bold red")))
     rows += [("time", _times(summary)), ("requests", _requests(summary))]
+    rows += [("latency", _latency(summary))] if summary.get("latency") else []
     if summary.get("num_passes") and not timeless:
         shares = {lane: share for lane, share in summary["utilization"].items() if share or lane != "pin"}
         rows += [(f"{lane} busy", _bar(share, full, empty)) for lane, share in shares.items()]
@@ -193,6 +200,18 @@ def _requests(summary: Mapping[str, Any]) -> str:
     return "; ".join(parts)
 
 
+def _latency(summary: Mapping[str, Any]) -> str:
+    found = summary["latency"]
+    lines = [
+        f"{'virtual s' if summary.get('clock') == 'virtual' else 'seconds':<12}"
+        + "".join(f"{name:>7}" for name in _SPREAD)
+    ]
+    for name, field in _LATENCIES.items():
+        values = found[field] or {}
+        lines.append(f"{name:<12}" + "".join(f"{number(values.get(column)):>7}" for column in _SPREAD))
+    return "\n".join([*lines, found["arrival"]])
+
+
 def _bar(share: float, full: str, empty: str) -> Text:
     filled = min(_BAR_WIDTH, round(share * _BAR_WIDTH))
     style = "red" if share >= 0.85 else "yellow" if share >= 0.5 else "green"
@@ -213,9 +232,7 @@ def _window(summary: Mapping[str, Any]) -> str:
     text = f"{length}, {summary['window']['covers']}; lanes overlap {summary['overlap_ratio']:.2f}x"
     stolen = summary.get("stolen_core_share")
     text += "" if summary.get("tokens_per_t_gpu") is None else f"; tokens/T_GPU {summary['tokens_per_t_gpu']:.1%}"
-    text += "" if stolen is None else f"; gpu lane without a core {stolen:.1%}"
-    taken = None if summary.get("clock") == "virtual" else summary.get("host_steal_share")
-    return text if not taken or taken < 0.02 else f"{text}; DISTURBED: the hypervisor took {taken:.0%} of the cores"
+    return text if stolen is None else f"{text}; gpu lane without a core {stolen:.1%}"
 
 
 def _ratios(ratios: Mapping[str, Any]) -> str:
@@ -232,9 +249,18 @@ def _ratios(ratios: Mapping[str, Any]) -> str:
 def _prediction(summary: Mapping[str, Any]) -> str:
     if summary.get("predicted_throughput_tok_s") is None:
         return "none made for this strategy"
-    observed, accuracy = summary.get("throughput_tok_s"), summary.get("prediction_accuracy")
-    text = f"{number(summary['predicted_throughput_tok_s'])} tok/s predicted, {number(observed)} {summary.get('label')}"
-    return text if accuracy is None else f"{text}: accuracy {accuracy:.1%}"
+    predicted, observed = summary["predicted_throughput_tok_s"], summary.get("throughput_tok_s")
+    text = f"{number(predicted)} tok/s predicted, {number(observed)} {summary.get('label')}"
+    told = told_accuracy(predicted, observed, str(summary.get("label")))
+    return text if told is None else f"{text}: {told}"
+
+
+def told_accuracy(predicted: float | None, observed: float | None, label: str) -> str | None:
+    """A prediction's accuracy in words: below zero, where a percentage would read like a fault, as the ratio it is."""
+    share = accuracy(predicted, observed)
+    if share is None or predicted is None or not observed:
+        return None
+    return f"accuracy {share:.1%}" if share >= 0 else f"predicted {predicted / observed:.1f}x the {label}"
 
 
 def _memory(summary: Mapping[str, Any]) -> str:
@@ -265,9 +291,11 @@ def _source(source: Any) -> Text:
     return Text(loud, style="" if loud == text else "bold yellow")
 
 
-def _paths(run_folder: Path) -> Text:
+def _paths(run_folder: Path, summary: Mapping[str, Any]) -> Text:
     lines = [f"run    {run_folder}"]
     trace = next((run_folder / name for name in ("trace.json", "trace.json.gz") if (run_folder / name).exists()), None)
     if trace is not None:
         lines.append(f"trace  {trace}  (drag it into https://ui.perfetto.dev)")
+    if str(summary.get("wandb", "")).startswith(("online", "offline")):
+        lines.append(f"wandb  {summary['wandb']}")
     return Text("\n".join(lines))

@@ -40,9 +40,9 @@ def write_trace(
     with atomic_file(path) as raw:
         if path.suffix == ".gz":
             with gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=5, mtime=0) as packed:
-                _write(packed, header, _events(list(spans), passes, label))
+                _write(packed, header, _events(spans, passes, label))
         else:
-            _write(raw, header, _events(list(spans), passes, label))
+            _write(raw, header, _events(spans, passes, label))
 
 
 def read_trace(path: Path) -> list[Span]:

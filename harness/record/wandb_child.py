@@ -17,6 +17,7 @@ from typing import IO, Any
 def main() -> int:
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to all processes of a job: the run tells this one when it ends
     os.nice(10)  # a view of the run must not take a core from it
     run: Any = None
     try:
@@ -24,9 +25,9 @@ def main() -> int:
             message = json.loads(line)
             if message["what"] == "start":
                 run = _start(message)
-                _reply(replies, ok="started")
+                _reply(replies, ok=os.path.basename(os.path.dirname(run.dir)))
             elif message["what"] == "pass":
-                run.log(flat(message["row"]), step=message["row"]["index"])
+                run.log(flat(message["row"], "pass/"))
             else:
                 _reply(replies, ok=_finish(run, message))
                 return 0
@@ -56,11 +57,12 @@ def _start(message: Mapping[str, Any]) -> Any:
     except ModuleNotFoundError as error:
         raise RuntimeError("not installed (pip install wandb, or wandb.mode=disabled)") from error
     chosen = message["settings"]
-    return wandb.init(
+    run = wandb.init(
         mode=chosen["mode"],
         project=chosen["project"],
         entity=chosen["entity"],
         group=chosen["group"],
+        job_type=chosen["job_type"],
         tags=chosen["tags"],
         name=chosen["name"],
         dir=chosen["dir"],
@@ -72,21 +74,30 @@ def _start(message: Mapping[str, Any]) -> Any:
             disable_git=True,  # meta.json has it
             disable_code=True,
             x_disable_stats=True,  # sampling would disturb the lanes
+            x_disable_meta=True,  # folders of this computer; meta.json has what matters
         ),
     )
+    # The summary is summary.json's: the last pass must not leave its values there.
+    run.define_metric("pass/index", summary="none")
+    run.define_metric("pass/*", step_metric="pass/index", summary="none")
+    return run
 
 
 def _finish(run: Any, message: Mapping[str, Any]) -> str:
     import wandb
 
+    if message["requests"]:
+        columns = list(message["requests"][0])
+        rows = [[row[name] for name in columns] for row in message["requests"]]
+        run.log({"requests": wandb.Table(columns=columns, data=rows, allow_mixed_types=True)})
     run.summary.update(flat(message["summary"]))
     if message["trace"]:
         artifact = wandb.Artifact(f"trace-{run.id}", type="trace")
         artifact.add_file(message["trace"], policy="immutable")  # uploaded from where it lies, not copied first
         run.log_artifact(artifact)
-    url, folder = run.url, os.path.dirname(run.dir)
+    url = run.url
     run.finish(exit_code=0 if message["summary"].get("status") == "ok" else 1)
-    return f"online: {url}" if url else f"offline: wandb sync {folder}"
+    return url or ""
 
 
 def _reply(replies: IO[str], **reply: str) -> None:

@@ -10,15 +10,17 @@ need not be neighbours. Without `position` each k lines of a layer (of a request
 
 from __future__ import annotations
 
-import argparse
 import csv
 import sys
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from harness.commands import CommandParser, whole_number
 from harness.config import ConfigError
+from harness.interrupts import exit_code
 from harness.record.files import RecordError
 from harness.routing.trace_file import TraceFileError, TraceHeader, TraceRow, TraceWriter
 
@@ -116,24 +118,23 @@ def _numbers(path: Path, number: int, names: list[str], cells: list[str]) -> dic
     return {name: int(cell) for name, cell in zip(names, cells, strict=True)}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m harness.routing.import_csv", description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = CommandParser("harness.routing.import_csv", __doc__)
     parser.add_argument("csv", type=Path, help="the file to read")
     parser.add_argument("out", type=Path, help="the trace to write; must not exist")
-    parser.add_argument("--num-experts", type=int, required=True, help="experts of a layer")
-    parser.add_argument("--top-k", type=int, required=True, help="experts of a token")
-    parser.add_argument("--model", default="unknown", help="whose routing it is, for labels")
-    asked = parser.parse_args(arguments)
-    try:
-        header = import_csv(asked.csv, asked.out, num_experts=asked.num_experts, top_k=asked.top_k, model=asked.model)
-    except (TraceFileError, ConfigError, RecordError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    parser.add_argument("--num-experts", type=whole_number(1), required=True, metavar="N", help="experts of a layer")
+    parser.add_argument("--top-k", type=whole_number(1), required=True, metavar="N", help="experts of a token")
+    parser.add_argument("--model", default="unknown", metavar="NAME", help="whose routing it is, for labels")
+    return parser.run(_import, arguments, TraceFileError, RecordError)
+
+
+def _import(given: Namespace) -> int:
+    header = import_csv(given.csv, given.out, num_experts=given.num_experts, top_k=given.top_k, model=given.model)
     print(
-        f"{asked.out}: {header.layers} layers from layer {header.first_layer}, {header.k} of {header.experts} experts"
+        f"{given.out}: {header.layers} layers from layer {header.first_layer}, {header.k} of {header.experts} experts"
     )
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.config import ConfigError, config, parse, require
+from harness.config import ConfigError, config, load_json, parse, require
 from harness.record.files import JsonLines
 
 FORMAT, VERSION = "moe-routing", 1
@@ -118,6 +117,8 @@ def read_rows(path: Path) -> Iterator[tuple[int, TraceRow]]:
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Complete lines; half a line at the end was being written when the writer was killed."""
+    if path.exists() and not path.is_file():
+        raise TraceFileError(f"{path}: no regular file")
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -133,7 +134,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _object(line: bytes) -> dict[str, Any] | None:
     try:
-        content = json.loads(line)
+        content = load_json(line)
     except ValueError:
         return None
     return content if isinstance(content, dict) else None

@@ -51,8 +51,8 @@ class GeneratedSequence:
 class VerifyReport:
     """`mode` says what was compared. `checked`, `mismatched` and `excused` count sequences; an excused one diverges by
     choices within float32's rounding, made no later than where it diverges. Gaps: how far a chosen token lay below the
-    reference's best, in standard deviations of the logits, and a chosen expert below the reference's k-th best, in
-    router probability."""
+    reference's best, in standard deviations of the logits, and a chosen expert below the reference's k-th best, as a
+    share of that one's router probability. NaN: the reference was not finite."""
 
     mode: str
     checked: int

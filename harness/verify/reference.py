@@ -1,84 +1,90 @@
-"""The Hugging Face model behind verification, in float32: free-running generation, and replay of recorded routing."""
+"""The Hugging Face model behind verification, in float32: free-running generation, and replay of recorded routing.
+
+The reference is transformers' own code throughout: model, router and generation. It gets the tensors that the run has
+read, from the files that the run has open, and those entries of config.json that the run has read, nothing else of the
+checkpoint: what is changed or deleted under the run, and what would choose another implementation, does not reach it.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-from collections.abc import Sequence
-from contextlib import suppress
-from functools import lru_cache
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from harness.model.cache import cache_folder
 from harness.model.checkpoint import Checkpoint
 from harness.model.quiet import quiet_transformers
+from harness.model.shards import checkpoint_error
+from harness.verify.generations import Generations
 
 # Eager attention holds [heads, length, length] scores: beyond this many positions the fused kernel takes its place.
 EAGER_ATTENTION_POSITIONS = 2048
+
+
+class NotFiniteError(ArithmeticError):
+    """The reference computed logits by which nothing can be verified: NaN, infinity, or all the same."""
 
 
 class Replay(NamedTuple):
     """One teacher-forced pass over one sequence."""
 
     logits: Tensor  # float32 [asked positions, vocab]
-    router_probs: Tensor  # float32 [layers, positions, experts]
+    router_probs: Tensor  # float32 [layers, positions, experts], by whose order the router chooses
 
 
-@lru_cache(maxsize=2)
-def _loaded(folder: Path, version: str, dtype: str) -> Reference:
-    return Reference(Checkpoint(folder, dtype), version)
+_loaded: dict[tuple[Any, ...], Reference] = {}  # the last one
 
 
 def reference_for(checkpoint: Checkpoint) -> Reference:
-    """The reference of a checkpoint; the last two stay loaded."""
-    return _loaded(checkpoint.folder.resolve(), checkpoint.version(), checkpoint.spec.dtype)
+    """The reference of a checkpoint; the last one stays loaded."""
+    key = (checkpoint.folder.resolve(), checkpoint.version(), checkpoint.spec.dtype)
+    if key not in _loaded:
+        _loaded.clear()  # before the next one takes its memory
+        _loaded[key] = Reference(checkpoint)
+    return _loaded[key]
 
 
 class Reference:
-    def __init__(self, checkpoint: Checkpoint, version: str) -> None:
-        self.spec, self._family = checkpoint.spec, checkpoint.family
+    """A checkpoint in transformers. Raises `NotFiniteError` where its logits are not finite."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.spec = checkpoint.spec
         self._model = _load_float32(checkpoint)
-        self._probs: list[Tensor | None] = [None] * self.spec.num_layers
-        self._routing: Tensor | None = None  # [layers, positions, k] while a replay runs
-        routers = self._family.reference_routers(self._model)
+        self._model.register_forward_hook(_require_finite)
+        self._choices: dict[int, _RecordedChoice] = {}  # by layer, while a replay runs
+        routers = checkpoint.family.reference_routers(self._model)
         assert len(routers) == self.spec.num_layers, "one router a layer"
         for layer, router in enumerate(routers):
             router.register_forward_hook(self._router_hook(layer))
-        self._cache = _GenerationCache(version)
+        self._generations = Generations(checkpoint.version())
 
-    def _router_hook(self, layer: int) -> Any:
-        def hook(router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> Any:
-            logits, weights, _ = output
-            probs = self._family.router_probs(self.spec, logits)
-            self._probs[layer] = probs
-            if self._routing is None:
+    def _router_hook(self, layer: int) -> Callable[..., Any]:
+        def hook(router: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            if not self._choices:
                 return None
-            expert_ids = self._routing[layer]
-            return logits, self._family.route(self.spec, probs, expert_ids).to(weights.dtype), expert_ids
+            with self._choices[layer]:
+                return router.forward(*args)
 
         return hook
 
-    def generate(self, prompt_ids: Sequence[int], num_tokens: int, *, eos: bool) -> list[int]:
-        """Greedy `generate`: up to `num_tokens` tokens, ending early after the end token if `eos`."""
-        known = self._cache.get(prompt_ids, eos)
-        eos_id = self.spec.eos_token_id if eos else None
-        if known is None or (len(known) < num_tokens and not (eos_id is not None and known[-1:] == [eos_id])):
-            known = self._generate(prompt_ids, num_tokens, eos_id)
-            self._cache.put(prompt_ids, eos, known)
+    def generate(self, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
+        """Greedy `generate`: the first `num_tokens` tokens, an end token among them or not."""
+        known = self._generations.get(prompt_ids)
+        if known is None or len(known) < num_tokens:
+            known = self._generate(prompt_ids, num_tokens)
+            self._generations.put(prompt_ids, known)
         return known[:num_tokens]
 
     @torch.inference_mode()
-    def _generate(self, prompt_ids: Sequence[int], num_tokens: int, eos_id: int | None) -> list[int]:
+    def _generate(self, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
         from transformers import GenerationConfig
 
         self._choose_attention(len(prompt_ids) + num_tokens)
         input_ids = torch.tensor([list(prompt_ids)])
-        settings = GenerationConfig(do_sample=False, max_new_tokens=num_tokens, eos_token_id=eos_id, pad_token_id=0)
+        settings = GenerationConfig(do_sample=False, max_new_tokens=num_tokens, eos_token_id=None, pad_token_id=0)
         with quiet_transformers():
             output = self._model.generate(  # type: ignore[operator]
                 input_ids, attention_mask=torch.ones_like(input_ids), generation_config=settings
@@ -90,13 +96,13 @@ class Reference:
         """Teacher-forced over `token_ids`, with the expert ids `routing` int64 [positions, layers, k] in place of the
         model's own choice. Logits are those at positions `first_logit` and later."""
         self._choose_attention(len(token_ids))
-        self._routing = routing.transpose(0, 1).contiguous()
+        self._choices = {layer: _RecordedChoice(ids) for layer, ids in enumerate(routing.unbind(1))}
         try:
             kept = len(token_ids) - first_logit
             output = self._model(torch.tensor([list(token_ids)]), use_cache=False, logits_to_keep=kept)
+            return Replay(output.logits[0], torch.stack([choice.scores for choice in self._choices.values()]))
         finally:
-            self._routing = None
-        return Replay(output.logits[0].float(), torch.stack([probs for probs in self._probs if probs is not None]))
+            self._choices = {}
 
     def _choose_attention(self, num_positions: int) -> None:
         wanted = "eager" if num_positions <= EAGER_ATTENTION_POSITIONS else "sdpa"
@@ -104,53 +110,64 @@ class Reference:
             self._model.set_attn_implementation(wanted)  # type: ignore[operator]
 
 
-def _load_float32(checkpoint: Checkpoint) -> nn.Module:
-    from transformers import AutoModelForCausalLM, GenerationConfig
+class _RecordedChoice(TorchFunctionMode):
+    """Runs a router of transformers as it is, but for the one thing that a replay prescribes: which experts `topk`
+    chooses. The weights of these experts are then what the router itself makes of its scores."""
 
+    def __init__(self, expert_ids: Tensor) -> None:
+        super().__init__()
+        self._expert_ids = expert_ids  # int64 [positions, k]
+        self.scores = torch.empty(0)  # [positions, experts]
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func not in (torch.topk, Tensor.topk):
+            return func(*args, **(kwargs or {}))
+        assert not self.scores.numel(), "a router that chooses in several steps cannot be replayed"
+        self.scores = args[0].clone()
+        return torch.return_types.topk((args[0].gather(-1, self._expert_ids), self._expert_ids))
+
+
+def _require_finite(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    std = output.logits.std(dim=-1)  # NaN of NaN and of infinity; gaps are told in units of it
+    if not ((std > 0) & std.isfinite()).all():
+        raise NotFiniteError("reference logits are not finite, or all alike")
+
+
+def reference_config(checkpoint: Checkpoint) -> Any:
+    """transformers' configuration of the entries of config.json that the run goes by; its defaults are its own.
+
+    Raises `ConfigError` where transformers refuses one: told before a run, not at its end.
+    """
+    from transformers import AutoConfig
+
+    try:
+        with quiet_transformers():
+            return AutoConfig.for_model(**deepcopy(checkpoint.entries_read))  # it writes into what it is given
+    except Exception as error:  # each version has its own kinds
+        reason = " ".join(str(error).split())
+        message = f"transformers refuses it ({reason}); correct it, or choose verify=off"
+        raise checkpoint_error(str(checkpoint.folder / "config.json"), message) from error
+
+
+def _load_float32(checkpoint: Checkpoint) -> nn.Module:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
+
+    config = reference_config(checkpoint)
     with quiet_transformers():
-        model = AutoModelForCausalLM.from_pretrained(
-            checkpoint.folder,
+        model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(  # type: ignore[attr-defined]
+            None,
+            config=config,
+            state_dict=checkpoint.tensors(),
             dtype=torch.float32,
             attn_implementation="eager",
             experts_implementation="eager",
-            trust_remote_code=False,
-            local_files_only=True,
         )
-    model.generation_config = GenerationConfig()  # the checkpoint's own would fill in a temperature or an end token
-    if checkpoint.spec.dtype == "bfloat16" and checkpoint.stored_dtypes() != {"bfloat16"}:
-        for parameter in model.parameters():  # the run used rounded weights, so the reference does too
-            parameter.data = parameter.data.bfloat16().float()
-    return model.eval()
-
-
-class _GenerationCache:
-    """Reference generations on disk, one JSON file a prompt. A damaged file counts as absent, and one that cannot be
-    written is generated anew next time: a cache that is full or read-only costs no run."""
-
-    def __init__(self, version: str) -> None:
-        import transformers
-
-        versions = f"transformers-{transformers.__version__}-torch-{torch.__version__}".replace("+", "-")
-        self._folder = cache_folder() / "references" / version / versions
-
-    def _path(self, prompt_ids: Sequence[int], eos: bool) -> Path:
-        digest = hashlib.sha256(json.dumps(list(prompt_ids)).encode()).hexdigest()[:24]
-        return self._folder / f"{digest}{'-eos' if eos else ''}.json"
-
-    def get(self, prompt_ids: Sequence[int], eos: bool) -> list[int] | None:
-        try:
-            content = json.loads(self._path(prompt_ids, eos).read_text())
-            return content["generated_ids"] if content["prompt_ids"] == list(prompt_ids) else None
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-
-    def put(self, prompt_ids: Sequence[int], eos: bool, generated_ids: list[int]) -> None:
-        path = self._path(prompt_ids, eos)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps({"prompt_ids": list(prompt_ids), "generated_ids": generated_ids}))
-            temporary.replace(path)
-        except OSError:
-            with suppress(OSError):
-                temporary.unlink()
+    model.generation_config = GenerationConfig()  # transformers fills one in from the configuration
+    rounded = checkpoint.spec.dtype == "bfloat16"  # the run rounded its weights, so the reference does too
+    for parameter in model.parameters():
+        # A copy in any case: float32 weights are still views of the mapped files.
+        parameter.data = parameter.data.bfloat16().float() if rounded else parameter.data.clone()
+    loaded: nn.Module = model.eval()
+    return loaded

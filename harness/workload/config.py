@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Literal
 
-from harness.config import config, require
+from harness.config import config, require, require_name
 from harness.workload.recipe import placeholders
 
+MAX_REQUESTS = 1_000_000  # each is an object of its own, before the first pass
 FILE_TYPES = (".jsonl", ".json", ".csv", ".parquet")
 
 
@@ -42,7 +43,8 @@ class LengthStatistics:
 class DatasetConfig:
     """One workload. Prompts come from `path` if it is set, from the hub if `use_hub`, else they are made up.
 
-    Made-up prompts follow `lengths`, or a rule where `synthetic` names one; both are labelled synthetic everywhere.
+    Made-up prompts follow `lengths` (null: they never are made up), or a rule where `synthetic` names one; both are
+    labelled synthetic everywhere.
     `column` is a dotted path into a row (`turns.0`); `template` wraps its value as `{prompt}` and may name further
     columns the same way (`{choices.0}`); texts in `remove` are cut out of the value first. The first `num_shots` rows,
     each in `shot_template`, are put in front of every other row's prompt. `on_empty` says what becomes of rows without
@@ -52,9 +54,10 @@ class DatasetConfig:
     """
 
     name: str
-    lengths: LengthStatistics
+    lengths: LengthStatistics | None
     num_requests: int
     max_new_tokens: int
+    published_requests: int | None = None
     synthetic: Literal["lengths", "reasoning"] = "lengths"
     path: str | None = None
     use_hub: bool = False
@@ -75,8 +78,11 @@ class DatasetConfig:
     on_too_long: Literal["error", "truncate"] = "error"
 
     def __post_init__(self) -> None:
-        require(bool(self.name.strip()), "name", "must not be empty")
-        require(self.num_requests >= 1, "num_requests", f"must be 1 or more, got {self.num_requests}")
+        require_name(self.name)
+        for field in ("num_requests", "published_requests"):
+            value = getattr(self, field)
+            asked = f"must be 1 or more, and at most {MAX_REQUESTS}, got {value}"
+            require(value is None or 1 <= value <= MAX_REQUESTS, field, asked)
         require(self.max_new_tokens >= 1, "max_new_tokens", f"must be 1 or more, got {self.max_new_tokens}")
         self._check_source()
         self._check_recipe()
@@ -93,6 +99,12 @@ class DatasetConfig:
             known = PurePath(self.path).suffix.lower() in FILE_TYPES
             require(known, "path", f"must name a {', '.join(FILE_TYPES)} file, got '{self.path}'")
             require(not self.use_hub, "use_hub", "must be false where path is set: name one source")
+        made_up = self.path is None and not self.use_hub
+        require(
+            not made_up or self.lengths is not None,
+            "path",
+            f"must name a {', '.join(FILE_TYPES)} file: this dataset makes up no prompts",
+        )
         require(not self.use_hub or self.hub_id is not None, "hub_id", "missing; use_hub=true needs it")
 
     def _check_recipe(self) -> None:

@@ -1,4 +1,7 @@
-"""Rows of a local dataset file, read one after another. Only .parquet needs a package beyond the standard library."""
+"""Rows of a local dataset file, read one after another. Only .parquet needs a package beyond the standard library.
+
+The readers of `datasets` take seconds to import, and name neither file nor line of what they cannot read.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from harness.config import ConfigError
+from harness.config import ConfigError, load_json
 from harness.workload.recipe import Row
 
 
@@ -46,6 +49,8 @@ def _existing(path: str) -> Path:
         raise ConfigError("path", f"'{path}' is a folder; name a file in it")
     if not file.exists():
         raise ConfigError("path", f"no such file: '{path}'")
+    if not file.is_file():
+        raise ConfigError("path", f"'{path}' is no regular file but a device or a pipe")
     return file
 
 
@@ -55,27 +60,30 @@ def _object(value: Any, where: str) -> Row:
     return value
 
 
+def _decoded(text: str, where: str, *, num_lines: int = 1) -> Any:
+    try:
+        return load_json(text)
+    except json.JSONDecodeError as error:
+        place = f"{where} line {error.lineno}" if num_lines > 1 else where
+        raise ConfigError("path", f"{place} is not valid JSON: {error.msg} (column {error.colno})") from error
+    except ValueError as error:  # nested too deeply, or a number of thousands of digits
+        raise ConfigError("path", f"{where} is not readable JSON: {error}") from error
+
+
 def _jsonl(file: Path) -> Iterator[tuple[str, Row]]:
     with file.open(encoding="utf-8-sig") as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
                 continue
             where = f"{file.name} line {number}"
-            try:
-                value = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ConfigError("path", f"{where} is not valid JSON: {error.msg} (column {error.colno})") from error
-            yield where, _object(value, where)
+            yield where, _object(_decoded(line, where), where)
 
 
 def _json(file: Path) -> Iterator[tuple[str, Row]]:
     text = file.read_text(encoding="utf-8-sig")
     if not text.strip():
         return
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError("path", f"{file.name} line {error.lineno} is not valid JSON: {error.msg}") from error
+    values = _decoded(text, file.name, num_lines=text.count("\n") + 1)
     if not isinstance(values, list):
         raise ConfigError("path", f"{file.name} holds a JSON {type(values).__name__}, not a list of rows")
     for number, value in enumerate(values, start=1):

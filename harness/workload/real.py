@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from harness.config import ConfigError
+from harness.config import ConfigError, is_unicode
 from harness.workload.config import DatasetConfig
 from harness.workload.files import file_label, file_rows
 from harness.workload.fit import LengthLimits
@@ -33,6 +33,8 @@ def _texts(config: DatasetConfig, rows: Iterable[tuple[str, Row]], limits: Lengt
     for where, row in rows:
         is_shot = len(shots) < config.num_shots
         text = shot_text(config, row, where) if is_shot else prompt_text(config, row, where)
+        if text is not None and not is_unicode(text):
+            raise ConfigError("path", f"{where} holds half a surrogate pair, which is no character")
         if text is None:
             if config.on_empty == "error":
                 raise ConfigError("column", f"{where}: '{config.column}' is empty; on_empty=skip leaves such rows out")

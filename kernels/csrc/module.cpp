@@ -1,19 +1,16 @@
 // The extension module kernels._native; its functions are described where kernels/*.py calls them.
 #include "bindings/bindings.h"
 #include "core/isa.h"
-#include "mover/bindings.h"
 #include "simulation/bindings.h"
 
 PYBIND11_MODULE(_native, m) {
   using namespace kernels;
-  bind_pool(m);
   bind_attention(m);
   bind_append(m);
   bind_linear(m);
   bind_ffn(m);
   bind_memory(m);
   bind_link(m);
-  bind_mover(m);
   bind_simulation(m);
   m.def("isa", [] { return isa_name(current_isa()); });
   m.def("vector_isa", [] { return isa_name(current_vector_isa()); });

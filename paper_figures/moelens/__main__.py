@@ -3,9 +3,17 @@
 Without a name, what is committed and what takes no run is drawn to results/figures/moelens.
 """
 
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from harness.interrupts import exit_code
+from paper_figures import reports
 from paper_figures.drawing import make
 from paper_figures.moelens import fig1, simulated, table1, table2, utilization
-from paper_figures.reports import Report, main
+from paper_figures.reports import Report
 from paper_figures.support import REFERENCE
 
 FOLDER = REFERENCE / "moelightning-simulated"  # it is MoE-Lightning that Table 1 and Fig. 1 are about
@@ -16,13 +24,23 @@ REPORTS = {
     ),
 }
 
-if __name__ == "__main__" and not main("moelens", REPORTS):
-    table2.main()
+
+def others(folder: Path) -> None:
+    """Draw what is computed at once or has recorded runs of its own."""
+    Console(width=110).print(table2.table(table2.rows()))
     make(
-        "moelens", "utilization", utilization.compute(),
+        folder, "utilization", utilization.compute(),
         {"fig3-stage1": utilization.draw_fig3, "fig4-stage2": utilization.draw_fig4}, note=utilization.NOTE,
     )  # fmt: skip
     make(
-        "moelens", "simulated", simulated.compute(),
+        folder, "simulated", simulated.compute(),
         {"fig11-throughput": simulated.draw_fig11, "fig13-execution": simulated.draw_fig13}, note=simulated.NOTE,
     )  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return reports.main("moelens", REPORTS, others, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

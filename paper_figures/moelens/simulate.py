@@ -9,12 +9,16 @@ Configuration, and thus every constant, is that of conf/; nothing here is fitted
 
 from __future__ import annotations
 
-import argparse
+import sys
 import time
+from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from harness.commands import CommandParser
+from harness.interrupts import exit_code
 from harness.record.provenance import code_version, environment
 from paper_figures.passes import columns, planned, simulated_passes
 from paper_figures.support import REFERENCE, write_json
@@ -76,13 +80,16 @@ def name_of(kv_gb: float, g: int) -> str:
     return f"kv{kv_gb:g}-g{g}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = CommandParser("paper_figures.moelens.simulate", __doc__)
     parser.add_argument("--kv", type=float, nargs="+", default=list(KV_CACHES_GB), help="KV cache, 10^9 bytes")
     parser.add_argument("--g", type=int, nargs="+", default=list(GENERATION_LENGTHS), help="tokens to generate")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the paper's number of requests")
-    parser.add_argument("--out", type=Path, default=OUT)
-    args = parser.parse_args()
+    parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER")
+    return parser.run(_simulate_all, arguments)
+
+
+def _simulate_all(args: Namespace) -> int:
     for kv_gb in args.kv:
         for g in args.g:
             data = simulate(kv_gb, g, args.scale)
@@ -90,7 +97,8 @@ def main() -> None:
             print(
                 name_of(kv_gb, g), data["setting"], len(data["passes"]["end_s"]), "passes,", data["host_seconds"], "s"
             )
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

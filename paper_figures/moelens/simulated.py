@@ -5,12 +5,17 @@
 
 from __future__ import annotations
 
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from harness.commands import CommandParser
+from harness.interrupts import exit_code
 from harness.record.summary import accuracy
 from paper_figures.support import REFERENCE, markdown_table, new_figure, read_json, write_json
 
@@ -205,14 +210,21 @@ def _draw_times(axes: Any, run: dict[str, Any]) -> None:
     axes.set_ylim(0, 8)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = CommandParser("paper_figures.moelens.simulated", __doc__)
+    parser.add_argument("--out", type=Path, default=FOLDER, metavar="FOLDER", help="default: beside the runs")
+    return parser.run(_summarize, arguments)
+
+
+def _summarize(given: Namespace) -> int:
     rows = compute()["rows"]
     command = "python -m paper_figures.moelens.simulated"
-    write_json(FOLDER / "summary.json", {"label": "simulated", "command": command, "rows": rows})
+    write_json(given.out / "summary.json", {"label": "simulated", "command": command, "rows": rows})
     text = markdown(rows)
-    (FOLDER / "summary.md").write_text(text, encoding="utf-8")
+    (given.out / "summary.md").write_text(text, encoding="utf-8")
     print(text)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -7,6 +7,7 @@ the next hundred (39,936 is printed as 40.0k). The decimal column uses powers of
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -15,6 +16,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from harness.commands import CommandParser
+from harness.interrupts import exit_code
 from harness.model.spec import ModelSpec
 from paper_figures.support import hardware_profile, model_spec
 from strategies.moelens.equations import cpu_flops_needed, memory_bandwidth_needed, saturating_tokens
@@ -119,9 +122,15 @@ def table(found: Sequence[Row]) -> Table:
     return shown
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    return CommandParser("paper_figures.moelens.table2", __doc__).run(lambda _: show(), arguments)
+
+
+def show() -> int:
+    """Print the table."""
     Console(width=110).print(table(rows()))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

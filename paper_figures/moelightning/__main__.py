@@ -3,9 +3,15 @@
 Without a name, what is committed and what takes no run is drawn to results/figures/moelightning.
 """
 
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.interrupts import exit_code
+from paper_figures import reports
 from paper_figures.drawing import make
 from paper_figures.moelightning import fig6, fig10, hrm_accuracy, hrm_plots, several_gpus, systems, table4, table5
-from paper_figures.reports import Report, main
+from paper_figures.reports import Report
 from paper_figures.support import REFERENCE
 
 SIMULATED, EMULATED = REFERENCE / "moelightning-simulated", REFERENCE / "moelightning-emulated"
@@ -34,8 +40,18 @@ REPORTS = {
     ),
 }  # fmt: skip
 
-if __name__ == "__main__" and not main("moelightning", REPORTS):
+
+def others(folder: Path) -> None:
+    """Draw what is computed at once."""
     make(
-        "moelightning", "hrm", hrm_plots.compute(),
+        folder, "hrm", hrm_plots.compute(),
         {"fig4-attention": hrm_plots.draw_fig4, "fig5-experts": hrm_plots.draw_fig5}, note=hrm_plots.NOTE,
     )  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return reports.main("moelightning", REPORTS, others, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

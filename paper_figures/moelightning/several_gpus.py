@@ -11,13 +11,16 @@ and the first decode steps are simulated; the other steps are their linear conti
 
 from __future__ import annotations
 
-import argparse
+import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.commands import CommandParser
+from harness.interrupts import exit_code
 from harness.plan import Plan
 from harness.record.passes import PassRecord
 from paper_figures.moelightning.batches import LONGEST_PROMPT
@@ -250,15 +253,19 @@ def _unpadded(system: str) -> str:
     return system.replace("(p)", "")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = CommandParser("paper_figures.moelightning.several_gpus", __doc__)
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument(
         "--g", type=int, nargs="+", default=list(GENERATED), choices=GENERATED, help="tokens to generate"
     )
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
-    parser.add_argument("--out", type=Path, default=OUT)
-    args = parser.parse_args(arguments)
+    parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER")
+    return parser.run(_simulate_more, arguments)
+
+
+def _simulate_more(args: Namespace) -> int:
+    """Add rows to those in the folder."""
     numbers = args.out / "several_gpus.json"
     kept = read_json(numbers)["rows"] if numbers.exists() else []
     rows = joined(kept, compute(args.settings, args.g, args.systems)["rows"])
@@ -267,7 +274,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = tables(data)
     (args.out / "several_gpus.md").write_text(text, encoding="utf-8")
     print(text)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code(main))

@@ -65,8 +65,10 @@ class WeightSizes:
     def of_store(cls, store: WeightStore, *, num_stages: int = 1) -> WeightSizes:
         """As laid out in the host's memory, alignment included; of one stage of several."""
 
+        experts = {part.layout.name for layer in range(len(store.layers)) for part in store.experts(layer).values()}
+
         def experts_in(sizes: Mapping[str, int]) -> int:
-            return sum(size for name, size in sizes.items() if name.startswith("expert."))
+            return sum(size for name, size in sizes.items() if name in experts)
 
         layers = [{name: part.layout.nbytes for name, part in parts.items()} for parts in store.layers]
         ends, size = (store.embedding.layout.nbytes, store.head.layout.nbytes), len(layers) // num_stages
@@ -310,9 +312,10 @@ def held_bytes(deployment: Deployment, policy: Policy) -> dict[str, dict[str, in
 
 
 def shortfalls(deployment: Deployment, policy: Policy) -> dict[str, int]:
-    """Bytes that each tier lacks; empty where everything fits."""
-    limits = deployment.limits_bytes
-    held = {tier: sum(pools.values()) for tier, pools in held_bytes(deployment, policy).items()}
+    """Bytes that each tier lacks; empty where everything fits. Sums are rounded up, not their terms, which together may
+    be bytes more than the search has counted: a tier's slack has room for whole bytes."""
+    limits, tiers = deployment.limits_bytes, demands(deployment, Switches.of(policy))
+    held = {tier: ceil(sum(term.at(policy) for term in pools.values())) for tier, pools in tiers.items()}
     return {tier: nbytes - limits[tier] for tier, nbytes in held.items() if tier in limits and nbytes > limits[tier]}
 
 

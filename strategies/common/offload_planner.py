@@ -99,8 +99,8 @@ def plan_policy(
 
     `padded`: prompts will be padded to the longest of their batch, so all are planned for as long as the longest.
     Hidden states of a prefill wait on the device or in pinned memory, whichever allows the better policy. Where a given
-    micro-batch's prompts fit neither way, it is prefilled in parts. Raises ConfigError naming the memory that is too
-    small.
+    micro-batch's prompts fit neither way, it is prefilled in parts; where a given batch is larger than the workload
+    and does not fit, it is as large as the workload. Raises ConfigError naming the memory that is too small.
     """
     deployment = deployment_of(engine, padded=padded, num_stages=len(engine.ranks) if stages else 1)
     shares_layers = deployment.blocks_in_flight < deployment.num_gpus
@@ -109,26 +109,40 @@ def plan_policy(
         engine, packet_bytes=packet_bytes, shares_layers=shares_layers, cpu_ffn=cpu_ffn, extended=extended
     ).measure()
 
-    def task(storage: Storage) -> Search:
-        cost = CostModel(deployment=replace(deployment, storage=storage), rates=rates, overlap=overlap)
-        return Search(cost=cost, given=given, min_micro_batches=min_micro_batches, max_micro_batches=max_micro_batches)
-
+    cost = CostModel(deployment=deployment, rates=rates, overlap=overlap)
+    wanted = Search(cost=cost, given=given, min_micro_batches=min_micro_batches, max_micro_batches=max_micro_batches)
     refused: ConfigError | None = None
-    for limit in _prefill_limits(deployment, given):
-        found: list[tuple[float, OffloadPlan]] = []
+    for task in _alternatives(wanted):
+        found: list[tuple[float, OffloadPlan, Search]] = []
         for tier in ("device", PINNED):
-            one = task(replace(deployment.storage, prefill_hidden_tier=tier, prefill_limit_tokens=limit))
+            one = _with_storage(task, prefill_hidden_tier=tier)
             try:
                 policy = search(one)
             except ConfigError as error:
                 refused = error
             else:
-                found.append((one.rate(policy), OffloadPlan(policy=policy, cost=one.cost)))
+                found.append((one.rate(policy), OffloadPlan(policy=policy, cost=one.cost), one))
         if found:
-            best = max(found, key=lambda pair: pair[0])[1]  # the first where it is a tie
-            return max([best, *_without_rest(task(best.deployment.storage), best)], key=_predicted_tok_s)
+            _, best, one = max(found, key=lambda each: each[0])  # the first where it is a tie
+            return max([best, *_without_rest(one, best)], key=_predicted_tok_s)
     assert refused is not None, "nothing was tried"
     raise refused
+
+
+def _alternatives(wanted: Search) -> Iterator[Search]:
+    """What is wanted, then with prefills in parts, and then both with room for no more than the workload."""
+    tasks = [wanted]
+    if (wanted.given.batch_size or 0) > wanted.whole_workload:
+        tasks.append(replace(wanted, given=replace(wanted.given, batch_size=wanted.whole_workload)))
+    for task in tasks:
+        for limit in _prefill_limits(task.deployment, task.given):
+            yield _with_storage(task, prefill_limit_tokens=limit)
+
+
+def _with_storage(task: Search, **changes: Any) -> Search:
+    deployment = task.deployment
+    changed = replace(deployment, storage=replace(deployment.storage, **changes))
+    return replace(task, cost=replace(task.cost, deployment=changed))
 
 
 def _without_rest(task: Search, best: OffloadPlan) -> Iterator[OffloadPlan]:

@@ -20,6 +20,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from harness.config import ConfigError
+from harness.memory.tiers import told_bytes
 from strategies.common.linear_terms import BATCH, Linear
 from strategies.common.offload_memory import KV_CACHE, Deployment, Switches, demands, fits, held_bytes, shortfalls
 from strategies.common.policy import GivenPolicy, Policy
@@ -48,10 +49,15 @@ class Search:
 
     @cached_property
     def most_sequences(self) -> int:
-        """No batch is larger than the workload, unless it is given, or as many micro-batches as there must be are."""
+        """No batch is larger than the workload, unless it is given."""
+        return self.given.batch_size or self.whole_workload
+
+    @property
+    def whole_workload(self) -> int:
+        """Sequences of a batch of all requests, or of as many full micro-batches as there must be."""
         num_requests, size = self.deployment.shape.num_requests, self.given.micro_batch_size
         fewest = 1 if size is None else (min(self.min_micro_batches, max(num_requests, size)) - 1) * size + 1
-        return self.given.batch_size or max(num_requests, fewest, size or 1)
+        return max(num_requests, fewest, size or 1)
 
     @property
     def fewest_micro_batches(self) -> int:
@@ -319,8 +325,8 @@ def _nothing_fits(task: Search) -> ConfigError:
         return ConfigError("strategy.policy", f"what is given leaves no policy that the pipeline can run: {given}")
     tier = max(missing, key=lambda name: missing[name])
     held = held_bytes(task.deployment, policy)[tier]
+    whole = "in whole blocks " if tier == KV_CACHE else ""
     total_gb, limit_gb = sum(held.values()) / 1e9, task.deployment.limits_bytes[tier] / 1e9
-    names = ", ".join(f"{name} {nbytes / 1e9:.3g}" for name, nbytes in sorted(held.items(), key=lambda i: -i[1])[:5])
     field = {KV_CACHE: "kv_cache_gb", "ram": "hardware.ram_gb"}.get(tier, f"hardware.{tier}_memory_gb")
     what = f"this policy needs {total_gb:.4g} GB" if given != GivenPolicy() else f"any policy needs {total_gb:.4g} GB"
-    return ConfigError(field, f"{limit_gb:.4g} GB is too small: {what} ({names})")
+    return ConfigError(field, f"{whole}{limit_gb:.4g} GB is too small: {what} ({told_bytes(held)})")

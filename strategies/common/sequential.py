@@ -72,10 +72,9 @@ class SequentialPipeline:
         emit.decode_attention(it, layer)
         emit.attention_out(it, layer, self._take(index, "attention_out"))
         self._drop(index, "attention_out")
-        for name in self._engine.store.part_names(layer):
-            if name.startswith("expert."):
-                emit.experts(it, layer, {int(name.split(".")[1]): self._take(index, name)})
-                self._drop(index, name)
+        for number, part in self._engine.store.experts(layer).items():
+            emit.experts(it, layer, {number: self._take(index, part.layout.name)})
+            self._drop(index, part.layout.name)
         emit.combine(it, layer)
         self._next_index += 1
 

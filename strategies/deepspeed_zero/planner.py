@@ -9,6 +9,7 @@ from harness.config import ConfigError
 from harness.engine.activations import TABLE_ENTRY_BYTES, device_bytes_per_token
 from harness.engine.engine import Engine
 from harness.engine.limits import SLACK_BYTES
+from harness.memory.tiers import told_bytes
 from strategies.deepspeed_zero.config import Config
 
 
@@ -44,17 +45,17 @@ def plan_batch(config: Config, engine: Engine) -> Policy:
             break
         prompt_len, num_blocks = max(prompt_len, size[0]), max(num_blocks, size[1])
     if not prompt_len:
-        beside_gb = (device.capacity_bytes - room_bytes) / 1e9
-        smallest_gb = min(needed_bytes(*size) for size in sizes) / 1e9
+        held = device.holders() | {f"{num_layers} layer buffers": num_layers * engine.store.layer_bytes}
+        held |= {"alignment": SLACK_BYTES, "the smallest request": min(needed_bytes(*size) for size in sizes)}
         raise ConfigError(
             "hardware.device_memory_gb",
-            f"{device.capacity_bytes / 1e9:.4g} GB is too small: embedding, head and {num_layers} layers take "
-            f"{beside_gb:.4g} GB, the smallest request {smallest_gb:.4g} GB",
+            f"{device.capacity_bytes / 1e9:.4g} GB is too small: {sum(held.values()) / 1e9:.4g} GB are needed "
+            f"({told_bytes(held)})",
         )
     limit = room_bytes // needed_bytes(prompt_len, num_blocks)
-    if config.batch_size is not None and config.batch_size > limit:
-        raise ConfigError("strategy.batch_size", f"must be at most {limit}, which fill the device, or null")
     batch_size = min(config.batch_size or limit, max(1, -(-len(engine.sequences) // len(engine.ranks))))
+    if batch_size > limit:
+        raise ConfigError("strategy.batch_size", f"must be at most {limit}, which fill the device, or null")
     return Policy(
         batch_size=batch_size,
         batch_size_limit=limit,

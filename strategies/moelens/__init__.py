@@ -39,6 +39,6 @@ def build(config: Config, engine: Engine) -> Strategy:
         scheduler=scheduler,
         pipeline=pipeline,
         prediction=predict(config, policy, engine),
-        gpu_tok_s=policy.profile.n_real / (policy.profile.layer_transfer_s * engine.spec.num_layers) or None,
+        gpu_tok_s=policy.profile.gpu_tok_s(engine.spec.num_layers),
         plan=policy.as_record(),
     )

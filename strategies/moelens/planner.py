@@ -24,7 +24,7 @@ class Policy:
 
 
 def plan_policy(config: Config, engine: Engine) -> Policy:
-    """Profile the pipeline and size the buffers. Raises ConfigError where device memory is too small."""
+    """Profile the pipeline and size the buffers. Raises ConfigError naming the memory that is too small."""
     longest = longest_sequence(engine)
     context_mb = longest * engine.spec.kv_bytes_per_token_layer / 1e6
     if config.attention == "gpu" and context_mb > config.gpu_kv_staging_mb:
@@ -34,12 +34,9 @@ def plan_policy(config: Config, engine: Engine) -> Policy:
         )
     packet_bytes = int(config.packet_mb * 1e6)
     staging_bytes = int(2 * config.gpu_kv_staging_mb * 1e6) if config.attention == "gpu" else 0
-    fitting = tokens_that_fit(engine, num_layers_buffered=2, num_micro_batches=2, reserved_bytes=staging_bytes)
-    if fitting < longest:
-        raise ConfigError(
-            "hardware.device_memory_gb",
-            f"the longest sequence has {longest} tokens, beside two layers there is room for {fitting}",
-        )
+    fitting = tokens_that_fit(
+        engine, num_layers_buffered=2, num_micro_batches=2, at_least=longest, reserved_bytes=staging_bytes
+    )
     mean_prompt = sum(s.prompt_len for s in engine.sequences) // max(1, len(engine.sequences))
     profiler = PipelineProfiler(
         engine,

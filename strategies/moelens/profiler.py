@@ -40,6 +40,11 @@ class Profile:
     def n_real(self) -> float:
         return (self.layer_transfer_s - self.fixed_s) / self.seconds_per_token
 
+    def gpu_tok_s(self, num_layers: int) -> float | None:
+        """Return the tokens a second at which the GPU is saturated; None where its ops take longer than the weights'
+        transfer however few tokens there are."""
+        return self.n_real / (self.layer_transfer_s * num_layers) if self.n_real > 0 else None
+
 
 def _length_s(tickets: list[Ticket]) -> float:
     return max(t.finished_s or 0.0 for t in tickets) - min(t.started_s or 0.0 for t in tickets)

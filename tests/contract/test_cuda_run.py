@@ -32,6 +32,7 @@ def devices(monkeypatch):
     monkeypatch.setattr(cuda, "TorchCudaRuntime", make)
     for module in (cuda, auto):
         monkeypatch.setattr(module, "device_found", lambda: True)
+    monkeypatch.setattr(cuda, "resource", lambda: "fake device")
     yield made
     for device in made:
         device.close()

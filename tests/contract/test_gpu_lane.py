@@ -17,12 +17,14 @@ import kernels.triton as gpu
 from harness.engine.activations import head_workspace_bytes, workspace_bytes_per_token
 from harness.engine.ops import on_gpu, views
 from harness.engine.ops.compute import AttentionOut
+from harness.engine.ops.paged import DecodeAttentionPaged
 from harness.engine.ops.warm_up import WarmUp
 from harness.machine.arenas import TORCH_DTYPES
 from harness.model import families, functional
 from harness.plan import make_plan
 from tests.composing import composed
 from tests.contract.gpu_ops import CASES, DEVICE, MetaContext, submitted, weight_views
+from tests.contract.watching import Watched, undeclared_views
 
 KERNELS = "grouped_experts", "causal_attention", "staged_decode_attention", "paged_decode_attention"
 NO_LAUNCH = torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.empty_like
@@ -95,14 +97,16 @@ def launches_by_kind(ops: list, called: list[str]) -> dict[str, float]:
     """The most that an op of each kind launches, the head by run. Fails on whatever must not happen within a pass."""
     spec = ops[0].spec
     functional.rope_tables(spec.rope_theta, spec.head_dim, spec.max_positions, TORCH_DTYPES[spec.dtype], DEVICE)
-    context, most = MetaContext(spec), defaultdict(int)
+    memory, most = MetaContext(spec), defaultdict(int)
     for op in ops:
         called.clear()
+        context = Watched(memory)
         with Watch() as watch:
             for packet in range(op.packets):
                 op.run(context, packet)
         runs = -(-len(op.batch.sequences) // head_rows_at_once(op)) if op.kind == "head" else 1
         most[op.kind] = max(most[op.kind], (watch.launches + len(called)) / runs)
+        assert not undeclared_views(op, context.before), f"{op} does not declare what it touches"
         assert not watch.from_host, f"{op} copies from pageable memory: {watch.from_host}"
         assert watch.peak_bytes <= limit_bytes(op), f"{op} of {op.batch.num_tokens} tokens takes {watch.peak_bytes} B"
     return most
@@ -173,6 +177,19 @@ def test_what_must_not_be_is_noticed(monkeypatch, kernels_left_out, plant, error
     monkeypatch.setattr(AttentionOut, "run", run)
     with pytest.raises(error, match=told):
         test_launches_do_not_depend_on_the_number_of_sequences(monkeypatch, kernels_left_out, "ondemand")
+
+
+def test_an_access_that_is_not_declared_is_noticed(monkeypatch, kernels_left_out):
+    """Block tables are read by the GPU's kernel only, which has them in device memory."""
+    original = DecodeAttentionPaged.__init__
+
+    def forgetful(self, *args):
+        original(self, *args)
+        self.reads = tuple(key for key in self.reads if key is not self.tables)
+
+    monkeypatch.setattr(DecodeAttentionPaged, "__init__", forgetful)
+    with pytest.raises(AssertionError, match="paged.* does not declare what it touches"):
+        launches_by_kind(submitted(monkeypatch, "deepspeed_zero", 3), kernels_left_out)
 
 
 def test_warming_up_takes_no_more_than_a_layer(kernels_left_out, monkeypatch):

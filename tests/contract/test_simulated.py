@@ -28,9 +28,11 @@ def planned(*overrides: str):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("model", "hardware", "kv_cache_gb"), CASES, ids=[model for model, _, _ in CASES])
 def test_every_strategy_runs_every_model(strategy, model, hardware, kv_cache_gb):
+    new_tokens = 8 if model.startswith("mixtral") else 2  # passes over many small experts take long
     plan = planned(
         f"strategy={strategy}",
         f"model={model}",
+        f"dataset.max_new_tokens={new_tokens}",
         f"hardware={hardware}",
         f"kv_cache_gb={kv_cache_gb}",
         "hardware.pinned_memory_gb=800",
@@ -39,7 +41,7 @@ def test_every_strategy_runs_every_model(strategy, model, hardware, kv_cache_gb)
     )
     summary = plan.summary
     assert summary["label"] == "simulated"
-    assert summary["generated_tokens"] == 24 * 8
+    assert summary["generated_tokens"] == 24 * new_tokens
     assert 0 < max(summary["utilization"].values()) <= 1 + 1e-9
     ceiling = summary["h2d_ceiling_gb_s"]
     assert summary["h2d_busy_gb_s"] <= ceiling * (1 + 1e-9)

@@ -12,7 +12,7 @@ import yaml
 from harness.engine.emitter import Emitter
 from harness.engine.engine import Engine
 from harness.engine.kv_placement import place_kv
-from harness.engine.ops.collective import AfterAttention, AllReduce, OutputProjection
+from harness.engine.ops.collective import AllReduce
 from harness.engine.parallel import ParallelStream
 from harness.engine.parallel_emitter import ParallelEmitter
 from harness.machine.base import GPU, HOST_KINDS, Lane, LaneKind, MachineError
@@ -110,29 +110,26 @@ def test_all_gpus_hold_the_same_bits(tiny, num_gpus):
     """Else their routers could disagree. The residual stream after the last layer, and the last choice of experts."""
     machine = shuffled(1, num_gpus=num_gpus)
     engine = engine_of(machine, tiny, num_gpus, count=3)
-    built = []
-    run_to_end(engine, lambda e: built.append(strategy_of(e, ONDEMAND)) or built[0])
-    acts = built[0].pipeline._acts.shards
-    for name, nbytes in (("hidden", 4 * tiny.spec.hidden_dim), ("expert_ids", 8 * tiny.spec.experts_per_token)):
-        first, *others = (machine._arenas.bytes_of(getattr(each, name))[:nbytes] for each in acts)
+    at_the_end: dict[str, list[torch.Tensor]] = {}
+
+    def build(engine):
+        strategy = strategy_of(engine, ONDEMAND)
+        acts, finish = strategy.pipeline._acts.shards, strategy.pipeline.finish
+
+        def keep_and_finish() -> None:
+            machine.drain()
+            for name, nbytes in (("hidden", 4 * tiny.spec.hidden_dim), ("expert_ids", 8 * tiny.spec.experts_per_token)):
+                at_the_end[name] = [machine._arenas.bytes_of(getattr(each, name))[:nbytes].clone() for each in acts]
+            finish()
+
+        strategy.pipeline.finish = keep_and_finish
+        return strategy
+
+    run_to_end(engine, build)
+    assert at_the_end.keys() == {"hidden", "expert_ids"}
+    for first, *others in at_the_end.values():
         assert not first.eq(0xFF).all(), "never written"
         assert all(torch.equal(first, other) for other in others)
-
-
-def forgets(cls: type, which: str, keys) -> tuple:
-    return cls, which, keys
-
-
-UNDECLARED = {
-    "a member does not read the partial sums of others": forgets(AllReduce, "reads", lambda op: op.partials[1:]),
-    "a member does not read the partial sum of the first": forgets(AllReduce, "reads", lambda op: op.partials[:1]),
-    "the sum is not declared": forgets(AllReduce, "writes", lambda op: op.writes),
-    "a partial sum is not declared": forgets(OutputProjection, "writes", lambda op: op.writes),
-    "the projection does not read its weights": forgets(OutputProjection, "reads", lambda op: op.weight_keys),
-    "what follows does not write the next partial sum": forgets(
-        AfterAttention, "writes", lambda op: (op.acts.moe_out,)
-    ),
-}
 
 
 def outcome(tiny, seed: int) -> str:
@@ -142,19 +139,6 @@ def outcome(tiny, seed: int) -> str:
         return "right" if check_tokens(tiny, engine.sequences).ok else "wrong tokens"
     except (MachineError, AssertionError):
         return "error"
-
-
-@pytest.mark.parametrize(("cls", "which", "keys"), UNDECLARED.values(), ids=UNDECLARED)
-def test_an_undeclared_access_is_caught(tiny, monkeypatch, cls, which, keys):
-    original = cls.__init__
-
-    def forgetful(self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        left_out = keys(self)
-        setattr(self, which, tuple(key for key in getattr(self, which) if key not in left_out))
-
-    monkeypatch.setattr(cls, "__init__", forgetful)
-    assert any(outcome(tiny, seed) != "right" for seed in range(12))
 
 
 def lost_share(self, ctx, packet):

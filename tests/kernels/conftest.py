@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 from collections.abc import Iterator
 
 import pytest
 from eventually import unhurried_examples
-from fake_cuda import FakeCuda
 
 unhurried_examples()
 
@@ -23,14 +21,3 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     native().set_isa(request.param)
     yield request.param
     native().set_isa("")
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    """A CUDA runtime that tests steer, to which all memory is pinned; what movers take from it must be given back."""
-    monkeypatch.setattr("kernels._mover_arguments.is_pinned", lambda tensor: True)
-    fake = FakeCuda()
-    yield fake
-    fake.hold(False)
-    gc.collect()
-    assert fake.num_live == 0, "a stream, event or pinned block was left"

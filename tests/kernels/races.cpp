@@ -1,8 +1,6 @@
-// What the thread sanitizer watches: pools shared by several callers, kernels that split their work over threads, and
-// movers that several threads submit to, cancel at and close.
+// What the thread sanitizer watches: pools shared by several callers, and kernels that split their work over threads.
 // The argument is the instruction set. Prints and returns 1 where threads give other results than one does or the
 // argument is wrong, and 77 where this processor lacks the instruction set, so that nothing was watched.
-#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <string>
@@ -13,7 +11,6 @@
 #include "core/isa.h"
 #include "ffn/ffn.h"
 #include "linear/linear.h"
-#include "mover/mover.h"
 #include "pool/thread_pool.h"
 
 using namespace kernels;
@@ -64,38 +61,6 @@ std::vector<float> feed_forward(ThreadPool* pool) {
   return out;
 }
 
-// Requests of both classes from 3 threads, some cancelled; closed while requests may still be under way. Every request
-// that is done has arrived, and no byte of one that was cancelled.
-bool moves(int num_slots, double rate_bytes_s) {
-  constexpr int kCallers = 3, kRequests = 40;
-  constexpr int64_t kBytes = 5000;
-  std::vector<char> src(kBytes, 7), dst(kCallers * kRequests * kBytes, 0);
-  std::vector<std::shared_ptr<Request>> requests(kCallers * kRequests);
-  Mover mover({512, 3, rate_bytes_s, 0.05, 2, num_slots, num_slots ? 2 : 0, {}, -1, ""});
-  std::vector<std::thread> callers;
-  for (int caller = 0; caller < kCallers; ++caller)
-    callers.emplace_back([&, caller] {
-      for (int i = caller * kRequests; i < (caller + 1) * kRequests; ++i) {
-        requests[size_t(i)] = mover.traffic().submit({{dst.data() + i * kBytes, src.data(), kBytes}},
-                                                     i % 3 ? kNormal : kUrgent, 0, 0);
-        if (i % 5 == 0) mover.traffic().cancel(requests[size_t(i)]);
-        if (i % 7 == 0) mover.traffic().wait(*requests[size_t(i)], false, 1e18);
-        mover.traffic().counters();
-      }
-    });
-  for (std::thread& caller : callers) caller.join();
-  if (!mover.close(60)) return false;
-  for (int i = 0; i < kCallers * kRequests; ++i) {
-    const RequestState state = mover.traffic().locked([&] { return requests[size_t(i)]->state; });
-    const char* const start = dst.data() + i * kBytes;
-    const int64_t arrived = std::count(start, start + kBytes, 7);
-    if (state == RequestState::kDone && arrived != kBytes) return false;
-    if (state == RequestState::kCancelled && arrived != 0) return false;
-    if (state == RequestState::kWaiting || state == RequestState::kStarted) return false;
-  }
-  return true;
-}
-
 bool close(const std::vector<float>& a, const std::vector<float>& b) {
   for (size_t i = 0; i < a.size(); ++i)
     if (!(std::fabs(a[i] - b[i]) <= 1e-4f * (1 + std::fabs(b[i])))) return false;
@@ -130,10 +95,6 @@ int main(int num_arguments, char** arguments) {
   for (std::thread& caller : callers) caller.join();
   for (int count : wrong)
     if (count) return std::printf("%d results differ from those of one thread\n", count), 1;
-  for (const int num_slots : {0, 2})
-    for (const double rate_bytes_s : {0.0, 50e6})
-      if (!moves(num_slots, rate_bytes_s))
-        return std::printf("a mover with %d slots at %g bytes/s lost bytes\n", num_slots, rate_bytes_s), 1;
   std::printf("pools shared by 4 callers agree with one thread\n");
   return 0;
 }

@@ -45,7 +45,7 @@ address() {
     # Not the tests of the package's name (they start interpreters of their own), those that compile programs of their
     # own, those of forks, those of times (they mean nothing here), and the one of the processor's own paths.
     cp tests/kernels/*.py "$scratch/tests/kernels/"
-    rm -f "$scratch"/tests/kernels/test_{kernels_package,mover_cuda,mover_cuda_errors,mover_cuda_header}.py
+    rm -f "$scratch"/tests/kernels/test_kernels_package.py
     step "running the kernels' tests with it"
     tests_in "$scratch" tests/kernels \
         -k "not gil and not threshold and not rate and not cpu_time and not fork and not what_a_share_throws \
@@ -70,7 +70,7 @@ tests_in() (
 
 threads() {
     step "building races.cpp with -fsanitize=thread"
-    { find kernels/csrc -name '*.cpp' -not -path '*/bindings/*' -not -name module.cpp -not -path '*/mover/bindings.cpp' \
+    { find kernels/csrc -name '*.cpp' -not -path '*/bindings/*' -not -name module.cpp \
           -not -path '*/simulation/*'  # runs on one thread
       echo tests/kernels/races.cpp; } | compile "$scratch/tsan" -fsanitize=thread "$emulated_tiles" -Ikernels/csrc
     "$cxx" -fsanitize=thread "$scratch"/tsan/*.o -ldl -o "$scratch/races"

@@ -62,6 +62,37 @@ def test_long_context_split_merges_exactly(isa, num_threads):
     assert worst_error(case, run(case, num_threads=num_threads)) < TOLERANCE
 
 
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("kv", list(DTYPES))
+def test_last_blocks_of_every_length(isa, kv, block_size):
+    case = paged_case(list(range(1, 40)), group=3, block_size=block_size, kv_dtype=DTYPES[kv])
+    assert worst_error(case, run(case)) < TOLERANCE
+
+
+@pytest.mark.parametrize("num_kv_heads", [3, 5, 7])
+@pytest.mark.parametrize("num_threads", [2, 4])
+def test_heads_are_shared_out_to_threads_without_rest(isa, num_kv_heads, num_threads):
+    """Too short to be cut over the context, so over the heads; into three pieces of five, for one."""
+    for length in (210, 250):
+        case = paged_case([length], num_kv_heads=num_kv_heads, group=2)
+        assert worst_error(case, run(case, num_threads=num_threads)) < TOLERANCE
+
+
+def test_exp_is_exact_to_2e_7(isa):
+    """Of two tokens with scores 0 and x the second has the weight e^x / (1 + e^x); a sum, a division and a rounding
+    add a bit each."""
+    x = torch.linspace(-80, 0, 20_001)
+    keys = torch.zeros(len(x), 1, 2, 8)
+    keys[:, 0, 1, 0] = x
+    values = torch.zeros_like(keys)
+    values[:, :, 1] = 1.0
+    blocks, lengths = torch.arange(len(x), dtype=torch.int32)[:, None], torch.full((len(x),), 2, dtype=torch.int32)
+    out = torch.empty(len(x), 1, 8)
+    kernels.decode_attention(torch.ones(len(x), 1, 8), keys, values, blocks, lengths, out, scale=1.0)
+    exact = x.double().exp() / (1 + x.double().exp())
+    assert float((out[:, 0, 0].double() / exact - 1).abs().max()) < 2e-7 + 3 * 2.0**-24
+
+
 def test_zero_length_gives_zeros(isa):
     out = run(paged_case([0, 5, 0]))
     assert torch.all(out[0] == 0) and torch.all(out[2] == 0) and torch.all(out[1] != 0)

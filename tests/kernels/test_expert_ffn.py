@@ -140,14 +140,14 @@ def test_gemm_agrees_up_to_bfloat16_rounding(activation, accumulate):
 
 def test_gemm_threshold(monkeypatch):
     monkeypatch.setenv(gemm.THRESHOLD_VARIABLE, "40")
-    assert [gemm.gemm_is_faster(n, 1, None) for n in (1, 39, 40, 1000)] == [False, False, True, True]
+    assert [gemm.gemm_is_faster(n, 1) for n in (1, 39, 40, 1000)] == [False, False, True, True]
     monkeypatch.setenv(gemm.THRESHOLD_VARIABLE, "never")
-    assert not gemm.gemm_is_faster(10**6, 1, None)
+    assert not gemm.gemm_is_faster(10**6, 1)
     monkeypatch.setenv(gemm.THRESHOLD_VARIABLE, "often")
     with pytest.raises(ValueError, match=f"^{gemm.THRESHOLD_VARIABLE}: "):
-        gemm.gemm_is_faster(20, 1, None)
+        gemm.gemm_is_faster(20, 1)
     monkeypatch.delenv(gemm.THRESHOLD_VARIABLE)
-    assert not gemm.gemm_is_faster(1, 1, None)
+    assert not gemm.gemm_is_faster(1, 1)
 
 
 @pytest.mark.parametrize(
@@ -166,27 +166,26 @@ def test_threshold_is_where_torch_begins_to_stay_faster(monkeypatch, gemm_s, thr
         return gemm_s[num_tokens] if call.keywords["method"] == "gemm" else num_tokens
 
     monkeypatch.setattr(gemm, "_best_s", time_s)
-    assert gemm.measured_threshold(1, None) == threshold
+    assert gemm.measured_threshold(1) == threshold
 
 
-def test_threshold_is_measured_once_a_number_of_threads_and_on_the_given_pool(monkeypatch):
+def test_threshold_is_measured_once_a_number_of_threads(monkeypatch):
     calls = []
     monkeypatch.delenv(gemm.THRESHOLD_VARIABLE, raising=False)
     monkeypatch.setattr(gemm, "_thresholds", {})
     monkeypatch.setattr(gemm, "_best_s", lambda call: calls.append(call) or len(calls) % 2)  # gemm takes no time
-    pool = kernels.ThreadPool(num_threads=2)
-    assert [gemm.gemm_is_faster(n, 1, pool) for n in (1, 16, 300)] == [False, True, True]
-    assert len(calls) == 6 and all(call.keywords["pool"] is pool for call in calls)
-    assert gemm.gemm_is_faster(16, 2, None) and len(calls) == 6
-    assert gemm.gemm_is_faster(16, 3, None) and len(calls) == 12
-    assert all(call.keywords["num_threads"] == 3 and call.keywords["pool"] is None for call in calls[6:])
+    assert [gemm.gemm_is_faster(n, 2) for n in (1, 16, 300)] == [False, True, True]
+    assert len(calls) == 6 and all(call.keywords["num_threads"] == 2 for call in calls)
+    assert gemm.gemm_is_faster(16, 2) and len(calls) == 6
+    assert gemm.gemm_is_faster(16, 3) and len(calls) == 12
+    assert all(call.keywords["num_threads"] == 3 for call in calls[6:])
     calls[0]()  # what is timed runs
 
 
 def test_threshold_measures_both_methods(monkeypatch):
     timed = []
     monkeypatch.setattr(gemm, "_best_s", lambda call: timed.append(call.keywords["method"]) or call() or len(timed) % 2)
-    assert gemm.measured_threshold(2, None) == 16
+    assert gemm.measured_threshold(2) == 16
     assert timed == ["kernel", "gemm"] * 3
 
 
@@ -209,7 +208,7 @@ def test_equals_the_layers_of_mixtral():
     generator = torch.Generator().manual_seed(2)
     gate, up, down = weights(128, 224, "stacked", generator)
     x, out = torch.randn(9, 128, generator=generator), torch.empty(9, 128)
-    kernels.expert_ffn(x, gate, up, down, out, pool=kernels.ThreadPool(num_threads=2))
+    kernels.expert_ffn(x, gate, up, down, out, num_threads=2)
     expected = F.linear(F.silu(F.linear(x, gate.float())) * F.linear(x, up.float()), down.float())
     assert torch.allclose(out, expected, atol=1e-5)
 

@@ -54,6 +54,7 @@ BAD_DECODE = {
     "num_threads-float": ("num_threads", 2.0),
     "num_threads-string": ("num_threads", "2"),
     "num_threads-wide": ("num_threads", 2**31),
+    "num_threads-many": ("num_threads", 1_000_000),
     "q-negated": ("q", torch._neg_view(CASE.q)),
     "k_cache-negated": ("k_cache", torch._neg_view(CASE.k_cache)),
     "sinks-conjugated": ("sinks", torch.zeros(8, dtype=torch.complex64).conj()),
@@ -74,19 +75,19 @@ def test_lazily_conjugated_tensors_are_named_as_such():
         kernels.kv_append(**append_arguments(k=torch.zeros(3, 2, 8, dtype=torch.complex64).conj()))
 
 
-def test_pool_and_num_threads_exclude_each_other():
-    both = {"num_threads": 2, "pool": kernels.ThreadPool(num_threads=2)}
-    weight = torch.zeros(8, 8).bfloat16()
-    x, out = torch.zeros(3, 8), torch.zeros(3, 8)
-    latent = torch.zeros(2, 4, 8), torch.zeros(5, 16, 8), CASE.block_tables * 0, CASE.context_lens, torch.zeros(2, 4, 6)
-    for call in (
-        lambda: kernels.decode_attention(**decode_arguments(**both)),
-        lambda: kernels.latent_attention(*latent, scale=1.0, **both),
-        lambda: kernels.linear(x, weight, out, **both),
-        lambda: kernels.expert_ffn(x, weight, weight, weight, out, **both),
-    ):
-        with pytest.raises(ValueError, match=r"^num_threads: give either num_threads or pool"):
-            call()
+@pytest.mark.parametrize(
+    ("field", "changed"),
+    [
+        ("gating", {"gating": None}),
+        ("accumulate", {"accumulate": "no"}),
+        ("limit", {"gating": kernels.Gating(limit="x")}),
+        ("alpha", {"gating": kernels.Gating(alpha=None)}),
+    ],
+)
+def test_expert_ffn_names_the_option_of_the_wrong_type(field, changed):
+    x, weight = torch.zeros(3, 8), torch.zeros(8, 8).bfloat16()
+    with pytest.raises(TypeError, match=f"^{field}: "):
+        kernels.expert_ffn(x, weight, weight, weight, torch.zeros(3, 8), **changed)
 
 
 @pytest.mark.parametrize("source", ["q", "k_cache", "v_cache"])

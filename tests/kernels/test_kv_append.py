@@ -33,10 +33,11 @@ SPECIAL_VALUES += [2049.0, 2051.0, float("inf"), float("-inf"), float("nan"), 6.
 def test_matches_torch(isa, num_tokens, num_kv_heads, head_dim, block_size, src, dst, index_dtype, padding, seed):
     generator = torch.Generator().manual_seed(seed)
     row = num_kv_heads * head_dim
-    packed = torch.randn((num_tokens, 2 * row + padding), generator=generator).to(DTYPES[src])
-    k, v = (packed[:, i * row : (i + 1) * row].view(num_tokens, num_kv_heads, head_dim) for i in range(2))
-    num_blocks = num_tokens // block_size + 2
-    caches = [torch.full((num_blocks, num_kv_heads, block_size, head_dim), 3.0, dtype=DTYPES[dst]) for _ in range(2)]
+    wide = [torch.randn((num_tokens, row + i * padding), generator=generator).to(DTYPES[src]) for i in (2, 1)]
+    k, v = (rows[:, :row].view(num_tokens, num_kv_heads, head_dim) for rows in wide)
+    num_blocks, heads = num_tokens // block_size + 2, (num_kv_heads, num_kv_heads + padding % 3)
+    pools = [torch.full((num_blocks, n, block_size, head_dim), 3.0, dtype=DTYPES[dst]) for n in heads]
+    caches = [pool[:, :num_kv_heads] for pool in pools]  # keys and values with strides of their own
     expected = [cache.clone() for cache in caches]
     slots = torch.randperm(num_blocks * block_size, generator=generator)[:num_tokens].to(index_dtype)
     kernels.kv_append(k, v, *caches, slots)

@@ -104,7 +104,8 @@ class PrefillAttention(ComputeOp):
     def work(self) -> Work:
         assert self.layer is not None
         spec, lens = self.spec, self.batch.prefill_lens
-        pairs = sum(n * spec.seen_tokens(self.layer, n) / 2 for n in lens)
+        seen = [(n, spec.seen_tokens(self.layer, n)) for n in lens]
+        pairs = sum((n - window / 2) * window for n, window in seen)  # up to a window, each token sees one more
         moved = self.batch.num_prefill_tokens * (spec.q_dim + 2 * spec.kv_dim + spec.o_dim) * spec.dtype_bytes
         return Work(flops=pairs * spec.prefill_pair_flops, device_bytes=moved)
 

@@ -245,3 +245,28 @@ class FetchRouting(MicroBatchOp):
 
     def imagine(self, world: Any) -> Any:
         return world.routing(self.batch, self.layer)
+
+
+class FetchRoute(FetchRouting):
+    """The router's choices and their weights to the host; value: int64 and float32 [tokens, experts_per_token]."""
+
+    kind: ClassVar[str] = "fetch route"
+
+    def __init__(self, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int) -> None:
+        super().__init__(spec, batch, acts, layer)
+        self.reads = (acts.expert_ids, acts.expert_weights)
+
+    def work(self) -> Work:
+        return Work(link_bytes=12 * self.batch.num_tokens * self.spec.experts_per_token)
+
+    @property
+    def cost_key(self) -> str:
+        """Calibrations know it by what it is but for 4 bytes a choice, whose time over the link is counted by rate."""
+        return FetchRouting.kind
+
+    def run(self, ctx: Context, packet: int) -> Any:
+        shape = (self.batch.num_tokens, self.spec.experts_per_token)
+        return super().run(ctx, packet), ctx.host_value(ctx.tensor(self.acts.expert_weights, shape, "float32"))
+
+    def imagine(self, world: Any) -> Any:
+        return super().imagine(world), world.routing_weights(self.batch, self.layer)

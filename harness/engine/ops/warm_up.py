@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from harness.engine.ops.views import weights
-from harness.machine.base import Context, Op
+from harness.machine.base import Context, Op, Work
 from harness.memory.weights import Resident
 from harness.model.gpu_kernels import warm_up
 from harness.model.spec import ModelSpec
@@ -26,6 +26,10 @@ class WarmUp(Op):
         self.family, self.spec, self.kv_block_size = family, spec, kv_block_size
         self.embedding, self.head = resident.embedding, resident.head
         self.reads = (*self.embedding.keys, *self.head.keys)
+
+    def work(self) -> Work:
+        """Set-up, which no cost model times."""
+        return Work()
 
     def run(self, ctx: Context, packet: int) -> None:
         embedding = weights(ctx, self.embedding)

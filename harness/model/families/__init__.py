@@ -101,17 +101,8 @@ class Family(FamilyLayout, Protocol):
         """[n, hidden] -> float32 logits [n, vocab]."""
         ...
 
-    def router_probs(self, spec: ModelSpec, logits: Tensor) -> Tensor:
-        """Router logits [tokens, experts] -> float32 probabilities, by whose order the experts are chosen."""
-        ...
-
-    def route(self, spec: ModelSpec, probs: Tensor, expert_ids: Tensor) -> Tensor:
-        """Weights that the model gives to the chosen experts: router probabilities float32 [tokens, experts] and ids
-        [tokens, k] -> float32 [tokens, k]. Verification replays recorded routes through it."""
-        ...
-
     def reference_routers(self, model: nn.Module) -> list[nn.Module]:
-        """The router modules of the Hugging Face model, by layer. Each returns (logits, weights, indices)."""
+        """The modules of the Hugging Face model that choose experts, with one `topk` each, by layer."""
         ...
 
 

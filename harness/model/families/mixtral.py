@@ -38,8 +38,6 @@ __all__ = [
     "output_projection",
     "prefill_attention",
     "reference_routers",
-    "route",
-    "router_probs",
     "spec_from_config",
 ]
 
@@ -87,18 +85,8 @@ def after_attention(
     logits = linear(normed, w["router"])
     if gpu.serves(logits):
         return residual_new, normed, *gpu.choose_experts(logits, spec.experts_per_token)
-    probs = router_probs(spec, logits)
-    expert_ids = probs.topk(spec.experts_per_token, dim=-1).indices
-    return residual_new, normed, expert_ids, route(spec, probs, expert_ids)
-
-
-def router_probs(spec: ModelSpec, logits: Tensor) -> Tensor:
-    return logits.float().softmax(dim=-1)
-
-
-def route(spec: ModelSpec, probs: Tensor, expert_ids: Tensor) -> Tensor:
-    chosen = probs.gather(-1, expert_ids)
-    return chosen / chosen.sum(dim=-1, keepdim=True)
+    chosen, expert_ids = logits.float().softmax(dim=-1).topk(spec.experts_per_token, dim=-1)
+    return residual_new, normed, expert_ids, chosen / chosen.sum(dim=-1, keepdim=True)
 
 
 def expert(spec: ModelSpec, w: Weights, x: Tensor) -> Tensor:

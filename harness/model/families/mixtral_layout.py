@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from harness.model.dimensions import require_countable
 from harness.model.families.reading import ConfigReader, bad_entry, checked_dtype
 from harness.model.layout import PartLayout, TensorSource, lay_out
 from harness.model.spec import ModelSpec
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 # What transformers' MixtralConfig assumes for entries that a config.json leaves out.
 DEFAULT_ROPE_THETA = 1e6
 DEFAULT_NORM_EPS = 1e-5
+DEFAULT_NUM_KV_HEADS = 8
 
 
 def spec_from_config(config: Mapping[str, Any], name: str, dtype: str) -> ModelSpec:
@@ -24,7 +26,8 @@ def spec_from_config(config: Mapping[str, Any], name: str, dtype: str) -> ModelS
     read.must_equal("model_type", "mixtral")
     read.must_equal("hidden_act", "silu")
     hidden_dim, num_heads = read.positive_int("hidden_size"), read.positive_int("num_attention_heads")
-    num_kv_heads = read.positive_int("num_key_value_heads", default=num_heads)
+    absent = "num_key_value_heads" not in config
+    num_kv_heads = read.positive_int("num_key_value_heads", default=DEFAULT_NUM_KV_HEADS if absent else None)
     if num_heads % num_kv_heads:
         raise bad_entry("num_key_value_heads", f"must divide num_attention_heads {num_heads}, got {num_kv_heads}")
     head_dim = read.positive_int("head_dim", default=max(1, hidden_dim // num_heads))
@@ -35,11 +38,13 @@ def spec_from_config(config: Mapping[str, Any], name: str, dtype: str) -> ModelS
     if experts_per_token > num_experts:
         message = f"must be at most num_local_experts {num_experts}, got {experts_per_token}"
         raise bad_entry("num_experts_per_tok", message)
+    num_layers = read.positive_int("num_hidden_layers")
+    require_countable("model.path", num_layers, num_experts)
     vocab_size = read.positive_int("vocab_size")
     return ModelSpec(
         name=name,
         family="mixtral",
-        num_layers=read.positive_int("num_hidden_layers"),
+        num_layers=num_layers,
         hidden_dim=hidden_dim,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -71,6 +76,7 @@ def config_from_recipe(recipe: RandomRecipe) -> dict[str, Any]:
         "intermediate_size": recipe.expert_dim,
         "vocab_size": recipe.vocab_size,
         "max_position_embeddings": recipe.max_positions,
+        "rms_norm_eps": recipe.norm_eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": recipe.rope_theta},
         "sliding_window": recipe.sliding_window,
         "tie_word_embeddings": recipe.tie_embeddings,
@@ -111,7 +117,7 @@ def _expert_part(spec: ModelSpec, prefix: str, expert: int) -> PartLayout:
         TensorSource("gate_up", (2 * spec.expert_dim, spec.hidden_dim), (gate, up)),
         TensorSource("down", (spec.hidden_dim, spec.expert_dim), (down,)),
     )
-    return lay_out(f"expert.{expert}", spec.dtype, sources)
+    return lay_out(f"expert.{expert}", spec.dtype, sources, expert=expert)
 
 
 def embedding_part(spec: ModelSpec) -> PartLayout:

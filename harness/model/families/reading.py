@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,6 +13,25 @@ from harness.model.spec import Dtype
 
 def bad_entry(key: str, message: str) -> ConfigError:
     return ConfigError("model.path", f"config.json: {key}: {message}")
+
+
+class EntriesRead(Mapping[str, Any]):
+    """The entries of config.json; `read` collects those that somebody has looked at. Verification tells transformers
+    these and no others, so that neither side goes by an entry that the other one does not know."""
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        self._entries = entries
+        self.read: dict[str, Any] = {}
+
+    def __getitem__(self, key: str) -> Any:
+        self.read[key] = self._entries[key]
+        return self.read[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
 
 @dataclass(frozen=True)
@@ -36,7 +56,7 @@ class ConfigReader:
 
     def positive_float(self, key: str, default: float) -> float:
         value = self.entries.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise bad_entry(key, f"must be a positive number, got {value!r}")
         return float(value)
 
@@ -54,7 +74,7 @@ class ConfigReader:
 
     def rope_theta(self, default: float) -> float:
         """RoPE base frequency: top-level before transformers 5, inside `rope_parameters` since. No scaled RoPE."""
-        nested = self.entries.get("rope_parameters") or self.entries.get("rope_scaling") or {}
+        nested = self.entries.get("rope_scaling") or self.entries.get("rope_parameters") or {}
         if not isinstance(nested, Mapping):
             raise bad_entry("rope_parameters", f"must be a mapping, got {nested!r}")
         kind = nested.get("rope_type", nested.get("type", "default"))

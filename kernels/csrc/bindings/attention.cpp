@@ -11,7 +11,7 @@ void bind_attention(py::module_& m) {
            uintptr_t context_lens, uintptr_t sinks, int q_dtype, int out_dtype, int kv_dtype, int num_seqs,
            int num_heads, int num_kv_heads, int head_dim, int value_dim, int64_t num_blocks, int block_size,
            int max_blocks, int64_t q_stride, int64_t out_stride, int64_t k_block_stride, int64_t v_block_stride,
-           int64_t table_stride, float scale, int sliding_window, bool bf16_round, ThreadPool* pool, int num_threads) {
+           int64_t table_stride, float scale, int sliding_window, bool bf16_round, int num_threads) {
           const DecodeRequest request{pointer(q), pointer(out), pointer(k_cache), pointer(v_cache),
                                       pointer_to<const int32_t>(block_tables), pointer_to<const int32_t>(context_lens),
                                       pointer_to<const float>(sinks), DType(q_dtype), DType(out_dtype),
@@ -19,7 +19,7 @@ void bind_attention(py::module_& m) {
                                       num_blocks, block_size, max_blocks, q_stride, out_stride, k_block_stride,
                                       v_block_stride, table_stride, scale, sliding_window, bf16_round};
           py::gil_scoped_release unlocked;
-          decode_attention(request, choose_pool(pool, num_threads));
+          decode_attention(request, default_pool(num_threads));
         });
 }
 

@@ -17,10 +17,6 @@ T* pointer_to(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// `pool` may be null; then num_threads 1 means the calling thread alone.
-inline ThreadPool* choose_pool(ThreadPool* pool, int num_threads) { return pool ? pool : default_pool(num_threads); }
-
-void bind_pool(py::module_& m);
 void bind_attention(py::module_& m);
 void bind_append(py::module_& m);
 void bind_linear(py::module_& m);

@@ -8,11 +8,11 @@ namespace kernels {
 void bind_linear(py::module_& m) {
   m.def("linear", [](uintptr_t x, uintptr_t w, uintptr_t y, int x_dtype, int y_dtype, int64_t num_rows,
                      int64_t num_outputs, int64_t depth, int64_t x_stride, int64_t w_stride, int64_t y_stride,
-                     ThreadPool* pool, int num_threads) {
+                     int num_threads) {
     const LinearRequest request{pointer(x), pointer_to<const bf16>(w), pointer(y), DType(x_dtype), DType(y_dtype),
                                 num_rows, num_outputs, depth, x_stride, w_stride, y_stride};
     py::gil_scoped_release unlocked;
-    linear(request, choose_pool(pool, num_threads));
+    linear(request, default_pool(num_threads));
   });
 }
 
@@ -22,7 +22,7 @@ void bind_ffn(py::module_& m) {
            uintptr_t up_bias, uintptr_t down_bias, uintptr_t row_weights, int x_dtype, int out_dtype,
            int64_t num_tokens, int64_t hidden, int64_t expert_dim, int64_t x_stride, int64_t gate_stride,
            int64_t up_stride, int64_t down_stride, int64_t out_stride, int activation, float alpha, float limit,
-           bool accumulate, ThreadPool* pool, int num_threads) {
+           bool accumulate, int num_threads) {
           const FfnRequest request{pointer(x), pointer_to<const bf16>(gate), pointer_to<const bf16>(up),
                                    pointer_to<const bf16>(down), pointer(out), pointer_to<const float>(gate_bias),
                                    pointer_to<const float>(up_bias), pointer_to<const float>(down_bias),
@@ -30,7 +30,7 @@ void bind_ffn(py::module_& m) {
                                    hidden, expert_dim, x_stride, gate_stride, up_stride, down_stride, out_stride,
                                    Activation(activation), alpha, limit, accumulate};
           py::gil_scoped_release unlocked;
-          expert_ffn(request, choose_pool(pool, num_threads));
+          expert_ffn(request, default_pool(num_threads));
         });
 }
 

@@ -17,13 +17,13 @@ void check_signals() {
 }  // namespace
 
 void bind_memory(py::module_& m) {
-  m.def("stream_read", [](uintptr_t src, int64_t num_bytes, int num_streams, ThreadPool* pool, int num_threads) {
+  m.def("stream_read", [](uintptr_t src, int64_t num_bytes, int num_streams, int num_threads) {
     py::gil_scoped_release unlocked;
-    return stream_read(pointer(src), num_bytes, num_streams, choose_pool(pool, num_threads));
+    return stream_read(pointer(src), num_bytes, num_streams, default_pool(num_threads));
   });
-  m.def("stream_copy", [](uintptr_t dst, uintptr_t src, int64_t num_bytes, ThreadPool* pool, int num_threads) {
+  m.def("stream_copy", [](uintptr_t dst, uintptr_t src, int64_t num_bytes, int num_threads) {
     py::gil_scoped_release unlocked;
-    parallel_stream_copy(pointer(dst), pointer(src), num_bytes, choose_pool(pool, num_threads));
+    parallel_stream_copy(pointer(dst), pointer(src), num_bytes, default_pool(num_threads));
   });
   m.def("advise_huge_pages",
         [](uintptr_t address, int64_t num_bytes) { return advise_huge_pages(pointer(address), num_bytes); });

@@ -14,7 +14,6 @@ LinearRequest slab(const LinearRequest& r, int64_t first, int64_t num) {
   part.num_rows = num;
   part.x = static_cast<const char*>(r.x) + first * r.x_stride * size_bytes(r.x_dtype);
   part.y = static_cast<char*>(r.y) + first * r.y_stride * size_bytes(r.y_dtype);
-  if (r.row_weights) part.row_weights = r.row_weights + first;
   return part;
 }
 

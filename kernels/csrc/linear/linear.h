@@ -22,6 +22,7 @@ struct LinearRequest {
   bool accumulate = false;             // add to `y` instead of overwriting it
 };
 
+// Without row weights, which are an expert's (ffn.h).
 void linear(const LinearRequest& request, ThreadPool* pool);
 
 }  // namespace kernels

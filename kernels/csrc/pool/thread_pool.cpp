@@ -1,7 +1,5 @@
 #include "thread_pool.h"
 
-#include <pthread.h>
-#include <sched.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -14,6 +12,7 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 namespace kernels {
 
@@ -41,24 +40,11 @@ struct ThreadPool::Parts {
   std::vector<std::thread> threads;
 };
 
-ThreadPool::ThreadPool(int num_threads, std::vector<int> cores)
-    : caller_works_(cores.empty()),
-      num_workers_(cores.empty() ? num_threads - 1 : int(cores.size())),
-      owner_(getpid()),
-      parts_(std::make_unique<Parts>()) {
-  cpu_set_t allowed;
-  sched_getaffinity(0, sizeof allowed, &allowed);
-  for (int core : cores)
-    if (core < 0 || core >= CPU_SETSIZE || !CPU_ISSET(core, &allowed))
-      throw std::invalid_argument("cores: this process may not run on core " + std::to_string(core));
-  for (int i = 0; i < num_workers_; ++i) {
-    const int core = cores.empty() ? -1 : cores[i];
-    // Where a thread cannot start, this throws, and the end of `parts_` joins those that did.
-    parts_->threads.emplace_back([parts = parts_.get(), i, core] {
-      if (core >= 0) pin_this_thread(core);
-      parts->work(i);
-    });
-  }
+ThreadPool::ThreadPool(int num_threads)
+    : num_workers_(num_threads - 1), owner_(getpid()), parts_(std::make_unique<Parts>()) {
+  // Where a thread cannot start, this throws, and the end of `parts_` joins those that did.
+  for (int i = 0; i < num_workers_; ++i)
+    parts_->threads.emplace_back([parts = parts_.get(), i] { parts->work(i); });
 }
 
 ThreadPool::~ThreadPool() {
@@ -82,7 +68,7 @@ void ThreadPool::run(const std::function<void(int)>& body) {
     ++parts.generation;
   }
   parts.start.notify_all();
-  if (caller_works_) parts.call(num_workers_);
+  parts.call(num_workers_);
   std::exception_ptr error;
   {
     std::unique_lock<std::mutex> lock(parts.mutex);
@@ -163,14 +149,5 @@ void for_each_item(ThreadPool* pool, int64_t num_items, const std::function<void
     }
   });
 }
-
-void pin_this_thread(int core) {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  CPU_SET(core, &set);
-  pthread_setaffinity_np(pthread_self(), sizeof set, &set);
-}
-
-int current_core() { return sched_getcpu(); }
 
 }  // namespace kernels

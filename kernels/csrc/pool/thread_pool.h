@@ -6,16 +6,14 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <vector>
 
 namespace kernels {
 
 class ThreadPool {
  public:
-  // With `cores`: one thread pinned to each, and the caller only waits. Without: `num_threads` - 1 unpinned threads,
-  // and the caller is the last. Throws std::invalid_argument when a core does not exist, std::system_error when a
-  // thread cannot start (none is left then).
-  explicit ThreadPool(int num_threads, std::vector<int> cores = {});
+  // Starts `num_threads` - 1 threads; the caller of `run` is the last. Throws std::system_error when a thread cannot
+  // start (none is left then).
+  explicit ThreadPool(int num_threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
@@ -28,26 +26,22 @@ class ThreadPool {
   // Throws std::runtime_error in a forked child, as `run` does.
   void check_owner() const;
 
-  int size() const { return num_workers_ + (caller_works_ ? 1 : 0); }
+  int size() const { return num_workers_ + 1; }
 
  private:
   struct Parts;  // threads and locks: a forked child must not touch them, not even to destroy them
 
-  const bool caller_works_;
   const int num_workers_;
   const pid_t owner_;
   std::unique_ptr<Parts> parts_;
 };
 
-// A pool without chosen cores, made on first use and kept for the life of the process; null for one thread.
+// A pool made on first use and kept for the life of the process; null for one thread.
 ThreadPool* default_pool(int num_threads);
 
 // Runs body(item, next) for every item below `num_items`, in the caller when `pool` is null. Threads take items as they
 // get free; `next` is the item the same thread runs after this one (num_items or more: none), so that its data can be
 // fetched early.
 void for_each_item(ThreadPool* pool, int64_t num_items, const std::function<void(int64_t item, int64_t next)>& body);
-
-void pin_this_thread(int core);
-int current_core();
 
 }  // namespace kernels

@@ -15,7 +15,7 @@ from harness.engine.emitter import Emitter, InFlight
 from harness.engine.engine import Engine
 from harness.engine.ops.views import weights
 from harness.engine.strategy import PassResult, Strategy
-from harness.machine.base import CPU, D2H, H2D, Op, Ticket
+from harness.machine.base import CPU, D2H, H2D, Op, Ticket, Work
 from harness.memory.ops import CopyWeights
 from harness.memory.tiers import Buffer
 from harness.memory.weights import PlacedPart, WeightStream
@@ -30,6 +30,10 @@ class OffloadNormed(Op):
     def __init__(self, engine: Engine, it: InFlight, normed: Buffer, sums: Buffer, layer: int) -> None:
         self.spec, self.it, self.normed, self.sums, self.layer = engine.spec, it, normed, sums, layer
         self.reads, self.writes = (it.acts.normed,), (normed, sums)
+
+    def work(self) -> Work:
+        nbytes = self.it.batch.num_tokens * self.spec.hidden_dim * self.spec.dtype_bytes
+        return Work(device_bytes=nbytes, host_bytes=nbytes, link_bytes=nbytes)
 
     def run(self, ctx, packet):
         shape = (self.it.batch.num_tokens, self.spec.hidden_dim)
@@ -49,6 +53,12 @@ class ExpertOnHost(Op):
         self.normed, self.sums, self.layer = normed, sums, layer
         self.reads, self.writes = (normed, *part.keys), (sums,)
 
+    def work(self) -> Work:
+        """One expert's weights are read, and its tokens' rows read and added to."""
+        spec, n = self.engine.spec, len(self.rows)
+        row_bytes = spec.hidden_dim * (spec.dtype_bytes + 8)
+        return Work(flops=2 * n * spec.expert_params, host_bytes=self.part.layout.nbytes + n * row_bytes)
+
     def run(self, ctx, packet):
         import torch
 
@@ -59,21 +69,6 @@ class ExpertOnHost(Op):
         sums.index_add_(0, torch.as_tensor(self.rows), y * torch.as_tensor(self.probs)[:, None])
 
 
-class FetchGate(Op):
-    """Expert ids and weights to the host in one value."""
-
-    kind: ClassVar[str] = "fetch gate"
-
-    def __init__(self, engine: Engine, it: InFlight, layer: int) -> None:
-        self.k, self.it, self.layer = engine.spec.experts_per_token, it, layer
-        self.reads = (it.acts.expert_ids, it.acts.expert_weights)
-
-    def run(self, ctx, packet):
-        shape = (self.it.batch.num_tokens, self.k)
-        ids = ctx.host_value(ctx.tensor(self.it.acts.expert_ids, shape, "int64"))
-        return ids, ctx.host_value(ctx.tensor(self.it.acts.expert_weights, shape, "float32"))
-
-
 class LoadSums(Op):
     """Sums of the host's experts to the device."""
 
@@ -82,6 +77,10 @@ class LoadSums(Op):
     def __init__(self, engine: Engine, it: InFlight, sums: Buffer, target: Buffer, layer: int) -> None:
         self.spec, self.it, self.sums, self.target, self.layer = engine.spec, it, sums, target, layer
         self.reads, self.writes = (sums,), (target,)
+
+    def work(self) -> Work:
+        nbytes = self.it.batch.num_tokens * self.spec.hidden_dim * 4
+        return Work(device_bytes=nbytes, host_bytes=nbytes, link_bytes=nbytes)
 
     def run(self, ctx, packet):
         shape = (self.it.batch.num_tokens, self.spec.hidden_dim)
@@ -95,9 +94,9 @@ class ExpertPlacement:
         machine, spec = engine.machine, engine.spec
         device, pinned = machine.tiers["device"], machine.tiers["pinned"]
         self._engine, self._emit, self._cpu_below = engine, Emitter(engine), cpu_below
-        self._stream = WeightStream(machine, engine.store, depth=1, packet_bytes=4096)
+        self._stream = WeightStream(machine, engine.store, depth=1, packet_bytes=4096, experts=False)
         self._acts = Activations(machine, spec, max_tokens=max_tokens, name="batch")
-        size = engine.store.layers[0]["expert.0"].layout.nbytes
+        size = engine.store.experts(0)[0].layout.nbytes
         self._on_demand = [device.reserve(f"on demand {i}", size) for i in range(2)]
         self._free = [device.reserve(f"prefetch {i}", size) for i in range(2)]
         self._resident = [device.reserve(f"resident {i}", size) for i in range(spec.num_layers)]
@@ -135,7 +134,7 @@ class ExpertPlacement:
         for name in ("attention_in", "attention_out"):
             stream.release(i, name)
         machine.submit(D2H, OffloadNormed(self._engine, it, self._host_normed, self._host_sums, layer))
-        ids, probs = machine.wait(machine.submit(D2H, FetchGate(self._engine, it, layer), urgent=True))
+        ids, probs = machine.wait(emit.route(it, layer))
         self._place(it, layer, ids, probs)
         sums = LoadSums(self._engine, it, self._host_sums, self._device_sums, layer)
         machine.submit(H2D, sums, urgent=True)  # ahead of the prefetches for the next layer
@@ -143,7 +142,8 @@ class ExpertPlacement:
 
     def _place(self, it: InFlight, layer: int, ids: np.ndarray, probs: np.ndarray) -> None:
         machine = self._engine.machine
-        active = [e for e in np.argsort(np.bincount(ids.ravel(), minlength=8)).tolist() if (ids == e).any()]
+        self._routed = np.bincount(ids.ravel(), minlength=self._engine.spec.num_experts)
+        active = [e for e in np.argsort(self._routed).tolist() if self._routed[e]]
         self._withdraw([key for key in self._prefetched if key[0] != layer or key[1] not in active])
         pending: list[Ticket] = []
         spare = list(self._on_demand)
@@ -160,7 +160,7 @@ class ExpertPlacement:
                 self._free.append(buffer)  # the next copy into it waits for this expert by itself
             elif len(tokens) < self._cpu_below:
                 self._count("cpu")
-                part = self._engine.store.layers[layer][f"expert.{expert}"]
+                part = self._engine.store.experts(layer)[expert]
                 probabilities = probs[tokens, slots]
                 machine.submit(
                     CPU,
@@ -193,17 +193,17 @@ class ExpertPlacement:
             self._free.append(buffer)
 
     def _copy(self, layer: int, expert: int, buffer: Buffer) -> Ticket:
-        source = self._engine.store.layers[layer][f"expert.{expert}"]
+        source = self._engine.store.experts(layer)[expert]
         return self._engine.machine.submit(H2D, CopyWeights(source, buffer, layer=layer, packet_bytes=4096))
 
     def _expert(self, it: InFlight, layer: int, expert: int, buffer: Buffer) -> Ticket:
-        layout = self._engine.store.layers[layer][f"expert.{expert}"].layout
-        return self._emit.experts(it, layer, {expert: PlacedPart(layout, buffer, (buffer,))})
+        layout = self._engine.store.experts(layer)[expert].layout
+        return self._emit.experts(it, layer, {expert: PlacedPart(layout, buffer, (buffer,))}, routed=self._routed)
 
     def _count(self, what: str) -> None:
         self.counts[what] += 1
 
 
-def build(engine: Engine) -> Strategy:
+def build(engine: Engine, cpu_below: int = 4) -> Strategy:
     scheduler = StaticBatches(engine.sequences, engine.kv.allocator, max_pass_tokens=512)
-    return Strategy(scheduler=scheduler, pipeline=ExpertPlacement(engine, max_tokens=512, cpu_below=4))
+    return Strategy(scheduler=scheduler, pipeline=ExpertPlacement(engine, max_tokens=512, cpu_below=cpu_below))

@@ -15,7 +15,7 @@ from harness.engine.emitter import Emitter, InFlight
 from harness.engine.engine import Engine
 from harness.engine.ops.views import weights
 from harness.engine.strategy import PassResult, Strategy
-from harness.machine.base import CPU, D2H, GPU, H2D, Op
+from harness.machine.base import CPU, D2H, GPU, H2D, Op, Work
 from harness.memory.tiers import Buffer
 from harness.memory.weights import WeightStream
 from strategies.common.static_batches import StaticBatches
@@ -41,6 +41,10 @@ class Accumulate(Op):
         self.reads = (it.acts.normed,)
         self.writes = ((pool.normed, it.batch.index), (pool.sums, it.batch.index))
 
+    def work(self) -> Work:
+        nbytes = self.it.batch.num_tokens * self.spec.hidden_dim * self.spec.dtype_bytes
+        return Work(device_bytes=nbytes, host_bytes=nbytes, link_bytes=nbytes)
+
     def run(self, ctx, packet):
         n = self.it.batch.num_tokens
         source = ctx.tensor(self.it.acts.normed, (n, self.spec.hidden_dim), self.spec.dtype)
@@ -59,6 +63,11 @@ class MoveRows(Op):
         self.host, self.host_shape, self.rows, self.device = host, host_shape, rows, device
         self.dtype, self.to_device = dtype, to_device
         self.reads, self.writes = (keys, (device,)) if to_device else ((device,), keys)
+        self.row_bytes = host_shape[1] * (4 if dtype == "float32" else engine.spec.dtype_bytes)
+
+    def work(self) -> Work:
+        nbytes = len(self.rows) * self.row_bytes
+        return Work(device_bytes=nbytes, host_bytes=nbytes, link_bytes=nbytes)
 
     def run(self, ctx, packet):
         host = ctx.tensor(self.host, self.host_shape, self.dtype)
@@ -79,6 +88,11 @@ class RunExpert(Op):
         self.tokens, self.result = tokens, result
         self.reads, self.writes = (tokens, *part.keys), (result,)
 
+    def work(self) -> Work:
+        spec = self.engine.spec
+        moved = self.count * spec.hidden_dim * (spec.dtype_bytes + 4)
+        return Work(flops=2 * self.count * spec.expert_params, device_bytes=self.part.layout.nbytes + moved)
+
     def run(self, ctx, packet):
         spec = self.engine.spec
         x = ctx.tensor(self.tokens, (self.count, spec.hidden_dim), spec.dtype)
@@ -95,24 +109,13 @@ class AddWeighted(Op):
         self.pool, self.staged, self.rows, self.probs, self.layer = pool, staged, rows, probs, layer
         self.reads, self.writes = (staged,), keys
 
+    def work(self) -> Work:
+        return Work(host_bytes=3 * 4 * len(self.rows) * self.pool.shape[1])
+
     def run(self, ctx, packet):
         staged = ctx.tensor(self.staged, (len(self.rows), self.pool.shape[1]), "float32")
         sums = ctx.tensor(self.pool.sums, self.pool.shape, "float32")
         sums.index_add_(0, torch.as_tensor(self.rows), staged * torch.as_tensor(self.probs)[:, None])
-
-
-class FetchProbs(Op):
-    """Router weights to the host."""
-
-    kind: ClassVar[str] = "fetch probabilities"
-
-    def __init__(self, engine: Engine, it: InFlight) -> None:
-        self.k, self.it = engine.spec.experts_per_token, it
-        self.reads = (it.acts.expert_weights,)
-
-    def run(self, ctx, packet):
-        shape = (self.it.batch.num_tokens, self.k)
-        return ctx.host_value(ctx.tensor(self.it.acts.expert_weights, shape, "float32"))
 
 
 class ModuleBatching:
@@ -153,7 +156,7 @@ class ModuleBatching:
 
     def _layer(self, pipeline, layer: int) -> None:
         machine, emit, stream, i = self._engine.machine, self._emit, self._stream, self._index
-        routing, probs = [], []
+        routing = []
         for name in ("attention_in", "attention_out"):
             emit.load(stream, i, name)
         for it, rows in pipeline:
@@ -164,12 +167,10 @@ class ModuleBatching:
             emit.decode_attention(it, layer)
             emit.attention_out(it, layer, stream.part(i, "attention_out"))
             machine.submit(D2H, Accumulate(self._engine, it, self._pool, rows, layer))
-            routing.append(emit.fetch_routing(it, layer))
-            probs.append(machine.submit(D2H, FetchProbs(self._engine, it)))
+            routing.append(emit.route(it, layer))
         for name in ("attention_in", "attention_out"):
             stream.release(i, name)
-        ids = np.concatenate([machine.wait(t) for t in routing])
-        weight = np.concatenate([machine.wait(t) for t in probs])
+        ids, weight = (np.concatenate(values) for values in zip(*map(machine.wait, routing), strict=True))
         for expert in range(self._engine.spec.num_experts):
             self._expert(pipeline, layer, expert, ids, weight)
         for it, rows in pipeline:
@@ -186,7 +187,7 @@ class ModuleBatching:
         tokens, slots = np.nonzero(ids == expert)
         if not len(tokens):
             return
-        name = f"expert.{expert}"
+        name = self._engine.store.experts(layer)[expert].layout.name
         self._emit.load(self._stream, self._index, name)
         part = self._stream.part(self._index, name)
         in_keys = tuple((self._pool.normed, it.batch.index) for it, _ in pipeline)

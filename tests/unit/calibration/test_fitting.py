@@ -81,6 +81,14 @@ def test_a_plane_through_scatter_has_its_mean():
     assert mean == pytest.approx(np.mean([seconds for _, seconds in points]), rel=0.1)
 
 
+def test_short_ops_count_as_much_as_long_ones():
+    """Ten short ones on a plane, and one a thousand times as long that took a fifth too long."""
+    points = [((float(a), float(a % 3)), 1e-6 * a) for a in range(10, 20)]
+    found = fit([*points, ((15_000.0, 0.0), 1.2 * 15_000e-6)])
+    for features, seconds in points:
+        assert found(features) == pytest.approx(seconds, rel=0.1)
+
+
 def test_without_samples_there_is_nothing_to_fit():
     with pytest.raises(ValueError, match="no samples"):
         fit([])

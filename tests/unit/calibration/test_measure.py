@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+import os
+import time
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import combinations
 
 import pytest
 
-from harness.calibration import together, undisturbed
+from harness.calibration import local, together, undisturbed
 from harness.calibration.local import CalibrationTable, identity, link_rates, local_table, table_path
 from harness.calibration.measure import measure_all
 from harness.calibration.probes import Bench, Shape
@@ -16,8 +18,11 @@ from harness.calibration.table import ALONE, BESIDE_GPU, BESIDE_GPU_AND_LINK, BE
 from harness.command_line import composed_values
 from harness.config import ConfigError
 from harness.engine.emitter import Emitter
+from harness.engine.engine import Engine
 from harness.hardware.calibrate import report
 from harness.machine.base import CPU, GPU, LaneKind
+from harness.machine.emulated import resource
+from harness.machine.turn import Turn
 from harness.memory.ops import Poison
 from harness.plan import make_plan
 from harness.preparing import load_model
@@ -125,6 +130,61 @@ def test_a_table_is_found_again_by_what_was_measured(calibrated, tmp_path, monke
     for part in ("hardware.cpu_gb_s=1", "hardware.device_memory_gb=0.1", "kv_block_tokens=8"):
         other = parse_settings(composed_values([*LOCAL, *OVERRIDES, part]))
         assert table_path(other, spec) != table_path(settings, spec)
+
+
+@pytest.mark.parametrize("pinned_gb", [0.01, 1.0])
+def test_the_measured_cache_leaves_half_of_what_the_weights_leave(pinned_gb, calibrated, monkeypatch):
+    """Of 32,768 tokens where there is room: 25 MB for this model."""
+    seen: list[Engine] = []
+    monkeypatch.setattr(local, "measure_all", lambda engine, **given: seen.append(engine) or calibrated)
+    local.measure(parse_settings(composed_values([*LOCAL, *OVERRIDES, f"hardware.pinned_memory_gb={pinned_gb}"])))
+    blocks, spec, store = seen[0].kv.allocator, seen[0].spec, seen[0].store
+    kv_bytes = blocks.num_blocks * blocks.block_size * spec.kv_bytes_per_token
+    wanted_bytes = min(32_768 * spec.kv_bytes_per_token, (pinned_gb * 1e9 - store_bytes(store)) / 2)
+    assert kv_bytes == pytest.approx(wanted_bytes, rel=0.01)
+
+
+class Waits(Exception):
+    """Something sleeps until another run has ended."""
+
+
+def waits(seconds: float) -> None:
+    raise Waits
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+def test_it_is_measured_within_the_machines_turn(exclusive, calibrated, tmp_path, monkeypatch):
+    """Others wait for it, or are told of it; without `exclusive` it waits for nobody."""
+    monkeypatch.setenv("MOE_HARNESS_LOCKS", str(tmp_path))
+    settings = parse_settings(composed_values([*LOCAL, *OVERRIDES, f"exclusive={str(exclusive).lower()}"]))
+
+    def measured(*arguments):
+        with Turn(resource(), "a run", exclusive=False) as beside:
+            assert f"pid {os.getpid()}, calibration" in beside.beside()
+        return calibrated
+
+    monkeypatch.setattr(local, "_measured", measured)
+    monkeypatch.setattr(time, "sleep", waits)
+    with nullcontext() if exclusive else Turn(resource(), "another run"):
+        disturbed = local.measure(settings).meta["disturbed"]
+    runs = ["a run"] if exclusive else ["another run", "a run"]
+    assert disturbed[len(calibrated.meta["disturbed"]) :] == [
+        f"everything: pid {os.getpid()}, {name} ran beside it" for name in runs
+    ]
+
+
+def test_a_calibration_waits_for_the_run_that_has_the_turn(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOE_HARNESS_LOCKS", str(tmp_path))
+    monkeypatch.setattr(local, "_measured", lambda *arguments: pytest.fail("it did not wait"))
+    monkeypatch.setattr(time, "sleep", waits)
+    with Turn(resource(), "a run"), pytest.raises(Waits):
+        local.measure(parse_settings(composed_values([*LOCAL, *OVERRIDES])))
+
+
+def store_bytes(store) -> int:
+    return sum(part.layout.nbytes for parts in store.layers for part in parts.values()) + sum(
+        part.layout.nbytes for part in (store.embedding, store.head)
+    )
 
 
 def test_links_need_a_rate():

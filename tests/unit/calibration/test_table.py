@@ -14,7 +14,8 @@ from harness.calibration.table import (
     CalibrationTable,
     HostTimes,
 )
-from harness.machine.base import CPU, D2H, GPU, H2D, LaneKind, MachineError, Op, Work
+from harness.machine.base import CPU, D2H, GPU, H2D, PIN, LaneKind, MachineError, Op, Work
+from tests.unit.machine.ops import FreeOp
 
 
 class Measured(Op):
@@ -30,7 +31,7 @@ class Measured(Op):
         return (self.size,)
 
 
-class Free(Op):
+class Free(FreeOp):
     kind = "free"
 
 
@@ -65,8 +66,11 @@ def table(**changes) -> CalibrationTable:
     return CalibrationTable(**(values | changes))
 
 
+LINK_BYTES_S = {LaneKind.H2D: 1e9, LaneKind.D2H: 5e8, LaneKind.PIN: 2e9}
+
+
 def costs(*busy: LaneKind) -> CalibratedCosts:
-    return CalibratedCosts(table(), {LaneKind.H2D: 1e9, LaneKind.D2H: 1e9}, lambda kind: kind in busy)
+    return CalibratedCosts(table(), LINK_BYTES_S, lambda kind: kind in busy)
 
 
 def test_it_is_read_back_as_written(tmp_path):
@@ -110,6 +114,10 @@ def test_company_counts_as_it_was_measured(lane, busy, expected):
 def test_a_link_takes_its_stated_rate_beside_what_was_measured():
     op = Measured(4.0, link_bytes=5e8)
     assert costs(LaneKind.GPU).seconds(H2D, op, op.work()) == pytest.approx(0.51)
+    samples = {ALONE: {"d2h: measured": LINE, "pin: measured": LINE, "gpu: measured": LINE}}
+    asked = CalibratedCosts(table(samples=samples), LINK_BYTES_S, lambda kind: False)
+    found = [asked.seconds(lane, op, op.work()) for lane in (D2H, PIN, GPU)]
+    assert found == pytest.approx([0.4 + 1.0, 0.4 + 0.25, 0.4]), "bytes between GPUs are part of what was measured"
 
 
 def test_what_was_not_measured_is_refused_unless_it_is_no_work():

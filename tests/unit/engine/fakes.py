@@ -10,11 +10,12 @@ from harness.engine.batch import PassPlan, assemble
 from harness.engine.engine import Engine
 from harness.engine.sequences import Sequence
 from harness.engine.strategy import PassResult
-from harness.machine.base import CPU, Op
+from harness.machine.base import CPU
 from harness.machine.shuffled import ShuffledMachine
 from harness.memory.kv_cache import BlockAllocator
 from harness.model.spec import ModelSpec
 from harness.workload.request import Request
+from tests.unit.machine.ops import FreeOp
 
 SPEC = ModelSpec(
     name="fake", family="mixtral", num_layers=3, hidden_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, num_experts=8,
@@ -51,7 +52,7 @@ def engine(work: list[Sequence], *, num_blocks: int = 20, block_size: int = 4, e
     return Engine(machine=machine, spec=SPEC, family=None, kv=kv, sequences=work, eos_token_id=eos, **parts)  # type: ignore[arg-type]
 
 
-class Touch(Op):
+class Touch(FreeOp):
     """Stands for an op that uses the KV blocks of a micro-batch: they must be held while it runs."""
 
     kind = "touch"

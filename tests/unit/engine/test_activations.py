@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -45,13 +46,27 @@ def test_as_many_tokens_as_are_said_to_fit_do_fit(layers, batches, taken, reserv
     assert unused < batches * device_bytes_per_token(SPEC) + (1 << 16), "more would have fitted"
 
 
-def test_a_device_too_small_is_refused_with_what_is_needed():
+@pytest.mark.parametrize("tier", ["device", "pinned"])
+def test_memory_too_small_is_refused_with_every_holder_and_with_what_is_enough(tier):
+    """What the message names adds up to what it asks for, and so much is enough."""
     on = engine(sequences((5, 6)))
-    on.store.layer_bytes = 9_000_000
-    with pytest.raises(
-        ConfigError, match="^hardware.device_memory_gb: 0.01678 GB is too small.*2 layer buffers.*0.018"
-    ):
-        tokens_that_fit(on, num_layers_buffered=2, num_micro_batches=1)
+    memory = on.machine.tiers[tier]
+    memory.reserve("embedding", 5_000_000)
+    wanted = {"num_layers_buffered": 2, "num_micro_batches": 3, "at_least": 10}
+    wanted |= {"reserved_bytes" if tier == "device" else "pinned_reserved_bytes": 30_000_000}
+    with pytest.raises(ConfigError) as refused:
+        tokens_that_fit(on, **wanted)
+    assert refused.value.field == f"hardware.{tier}_memory_gb"
+    named, _, told = refused.value.message.partition(" leave room for 0 tokens of a micro-batch, 10 are needed; ")
+    sizes = re.findall(r"([a-z0-9 ]+) ([0-9.]+) (B|KB|MB)(?:, |$)", named.partition("too small: ")[2])
+    expected = ["buffers of the strategy", "embedding", "alignment", "2 layer buffers"] if tier == "device" else []
+    assert [name for name, _, _ in sizes] == (expected or ["staging buffers", "embedding"])
+    held_bytes = sum(float(size) * {"B": 1, "KB": 1e3, "MB": 1e6}[unit] for _, size, unit in sizes)
+    enough_bytes = float(told.split(" GB hold the longest sequence (10 tokens)")[0]) * 1e9
+    per_token = {"device": device_bytes_per_token, "pinned": host_bytes_per_token}[tier](SPEC)
+    assert enough_bytes == pytest.approx(held_bytes + 10 * 3 * per_token, rel=1e-3)
+    memory.capacity_bytes = int(enough_bytes * 1.001)
+    assert tokens_that_fit(on, **wanted) >= 10
 
 
 def test_host_memory_bounds_the_tokens_too():
@@ -60,8 +75,21 @@ def test_host_memory_bounds_the_tokens_too():
     pinned.reserve("kv cache", pinned.free_bytes - 6 * host_bytes_per_token(SPEC) - 1)
     assert tokens_that_fit(on, num_layers_buffered=1, num_micro_batches=2) == 3
     pinned.reserve("more", 5 * host_bytes_per_token(SPEC))
-    with pytest.raises(ConfigError, match=r"^hardware.pinned_memory_gb: .*not one token"):
+    with pytest.raises(ConfigError, match=r"^hardware.pinned_memory_gb: .* room for 0 tokens .*, 1 are needed"):
         tokens_that_fit(on, num_layers_buffered=1, num_micro_batches=2)
+
+
+def test_what_lacks_room_for_the_longest_sequence_is_named():
+    """The device has room for more than the pinned memory, and the other way round."""
+    on = engine(sequences((5, 5)))
+    device, pinned = on.machine.tiers["device"], on.machine.tiers["pinned"]
+    pinned.reserve("kv cache", pinned.free_bytes - 7 * host_bytes_per_token(SPEC))
+    assert tokens_that_fit(on, num_layers_buffered=1, num_micro_batches=1, at_least=7) == 7
+    with pytest.raises(ConfigError, match=r"^hardware.pinned_memory_gb: .* room for 7 tokens .*, 8 are needed"):
+        tokens_that_fit(on, num_layers_buffered=1, num_micro_batches=1, at_least=8)
+    device.reserve("others", device.free_bytes - on.store.layer_bytes - (1 << 16) - 6 * device_bytes_per_token(SPEC))
+    with pytest.raises(ConfigError, match=r"^hardware.device_memory_gb: "):
+        tokens_that_fit(on, num_layers_buffered=1, num_micro_batches=1, at_least=7)
 
 
 def test_the_longest_sequence_counts_what_is_prefilled_after_a_preemption():

@@ -9,6 +9,7 @@ from harness.engine.batch import PassPlan
 from harness.engine.sequences import State
 from harness.engine.strategy import Strategy
 from strategies.common.static_batches import StaticBatches
+from strategies.moelens.scheduler import ResourceAwareScheduler
 from tests.unit.engine.fakes import FakePipeline, engine, sequences
 
 
@@ -50,6 +51,22 @@ def test_passes_are_recorded():
     assert all(p.start_s <= p.end_s for p in passes)
 
 
+def test_padding_is_told_apart_from_what_was_prefilled():
+    """Three tokens of each prompt: computed and cached, and nobody's."""
+
+    class Padding(StaticBatches):
+        def next_pass(self) -> PassPlan | None:
+            plan = super().next_pass()
+            for sequence in plan.prefill if plan is not None else ():
+                sequence.padding = 3
+                on.kv.allocator.grow(sequence, sequence.max_tokens + 3)
+            return plan
+
+    on = engine(sequences((3, 2), (5, 1)))
+    passes = run(on, Padding(on.sequences, on.kv.allocator, max_pass_tokens=30))
+    assert [(p.num_prefill_tokens, p.num_padding_tokens, p.num_decode_tokens) for p in passes] == [(8, 6, 0), (0, 0, 1)]
+
+
 def test_a_scheduler_that_loses_a_request_is_found_out():
     """Its run would otherwise only look fast."""
 
@@ -80,6 +97,21 @@ def test_every_life_of_a_cache_is_noted():
     on = engine(sequences((3, 3)))
     run(on)
     assert [life.first_generated for life in on.sequences[0].lives] == [0]
+
+
+def test_a_life_after_a_preemption_begins_with_the_tokens_that_are_there():
+    began: list[int] = []
+
+    class Noting(ResourceAwareScheduler):
+        def next_pass(self) -> PassPlan | None:
+            plan = super().next_pass()
+            began.extend(len(s.generated) for s in plan.prefill if s is on.sequences[1]) if plan is not None else None
+            return plan
+
+    on = engine(sequences((3, 8), (3, 8)), num_blocks=4)
+    run(on, Noting(on.sequences, on.kv, n_real=20, max_pass_tokens=20))
+    assert [life.first_generated for life in on.sequences[1].lives] == began
+    assert len(began) == 2 and began[1] > 0
 
 
 def test_an_empty_workload_is_no_pass():

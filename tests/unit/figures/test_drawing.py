@@ -17,10 +17,9 @@ PICTURES = {
 }
 
 
+@pytest.mark.needs("matplotlib", extra="figures")
 @pytest.mark.parametrize("name", PICTURES)
 def test_every_picture_is_drawn_and_says_what_it_is(name, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(drawing, "FIGURES", tmp_path)
     feet: list[str] = []
     save = drawing.save
 
@@ -31,7 +30,7 @@ def test_every_picture_is_drawn_and_says_what_it_is(name, tmp_path, monkeypatch)
     monkeypatch.setattr(drawing, "save", spying)
     module, functions = PICTURES[name]
     draw = {function.__name__: function for function in functions}
-    drawing.make("paper", name, module.compute(), draw, note=module.NOTE)
+    drawing.make(tmp_path / "paper", name, module.compute(), draw, note=module.NOTE)
     label = json.loads((tmp_path / "paper" / f"{name}.json").read_text())["label"]
     assert label == ("simulated" if name == "simulated" else "predicted")
     assert feet == [f"{label} · {module.NOTE}"] * len(functions)

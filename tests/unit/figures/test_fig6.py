@@ -34,8 +34,8 @@ def test_where_attention_runs_and_what_crosses_the_link(data):
     assert "pin" in cgopipe["lanes"] and "pin" not in s3["lanes"]
 
 
+@pytest.mark.needs("matplotlib", extra="figures")
 def test_table_and_picture(data, tmp_path):
-    pytest.importorskip("matplotlib")
     assert "| S4 (flexgen) |" in fig6.tables(data)
     figure = fig6.draw(data)
     figure.savefig(tmp_path / "fig6.png")

@@ -57,9 +57,8 @@ def small_report(folder) -> Report:
 
 
 def test_a_report_is_written_with_what_made_it(tmp_path, capsys):
-    assert reports.main("paper", {"small": small_report(tmp_path / "own")}, ["small", "--out", str(tmp_path)]) == [
-        "small"
-    ]
+    asked = ["small", "--out", str(tmp_path)]
+    assert reports.main("paper", {"small": small_report(tmp_path / "own")}, pytest.fail, asked) == 0
     data = json.loads((tmp_path / "small.json").read_text())
     assert data["rows"] == [1, 2] and data["command"] == "python -m paper_figures.paper small"
     assert (tmp_path / "small.md").read_text() == "[1, 2]\n"
@@ -68,7 +67,5 @@ def test_a_report_is_written_with_what_made_it(tmp_path, capsys):
 
 
 def test_an_unknown_name_is_told(tmp_path, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        reports.main("paper", {"small": small_report(tmp_path)}, ["large"])
-    assert stopped.value.code == 2
+    assert reports.main("paper", {"small": small_report(tmp_path)}, pytest.fail, ["large"]) == 2
     assert "NAME: must be one of small, got large" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 
 from harness.machine.base import CPU, GPU, H2D, Span, Work
@@ -52,11 +53,33 @@ def test_a_window_is_the_middle_of_a_decode_pass(run_folder):
     assert found["lanes"]["gpu"][1][3:] == pytest.approx([100, 150])
 
 
+@pytest.mark.needs("matplotlib", extra="figures")
 def test_runs_of_one_strategy_are_told_apart_by_what_differs(run_folder):
     one = timelines.window(run_folder, 2)
     titles = [axes.get_title(loc="left") for axes in timelines.draw([one, {**one, "model": "large"}]).axes]
     assert [title.partition(":")[0] for title in titles] == ["made up · small", "made up · large"]
     assert timelines.draw([one]).axes[0].get_title(loc="left").startswith("made up: ")
+
+
+@pytest.mark.needs("matplotlib", extra="figures")
+def test_odd_micro_batches_are_hatched_where_the_axis_says_so(run_folder):
+    """In the pixels of the picture: a hatched slice has more than one colour inside, any other slice only its own."""
+    data = timelines.window(run_folder, 2)
+    entries = data["lanes"]["gpu"]
+    entries[0][2], entries[1][2] = 0, 1
+    figure = timelines.draw([data])
+    axes = figure.axes[0]
+    assert "hatched: odd micro-batches" in axes.get_xlabel()
+    figure.canvas.draw()
+    pixels = np.asarray(figure.canvas.buffer_rgba())[::-1]  # the first row is the lowest, as in matplotlib
+    colours = []
+    for *_, start_ms, end_ms in entries:  # the gpu lane is row 0, 0.84 high
+        inset_ms = 0.1 * (end_ms - start_ms)
+        corners = axes.transData.transform([(start_ms + inset_ms, 0.3), (end_ms - inset_ms, -0.3)]).astype(int)
+        (left, low), (right, high) = corners
+        inside = pixels[low:high, left:right].reshape(-1, 4)
+        colours.append(len(np.unique(inside, axis=0)))
+    assert colours[0] == 1 and colours[1] > 1
 
 
 def test_a_folder_without_a_trace_is_named(tmp_path, capsys):
@@ -75,8 +98,8 @@ def test_more_layers_than_there_are_shows_what_is_there(run_folder):
     assert timelines.window(run_folder, 100)["layers"] == [0, 1, 2]
 
 
+@pytest.mark.needs("matplotlib", extra="figures")
 def test_the_picture_and_its_numbers(run_folder):
-    pytest.importorskip("matplotlib")
     out = run_folder / "out.png"
     assert timelines.main([str(run_folder), str(run_folder), "--out", str(out)]) == 0
     assert out.stat().st_size > 10_000

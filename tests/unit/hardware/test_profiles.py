@@ -13,8 +13,10 @@ import pytest
 from harness.config import ConfigError, parse
 from harness.hardware.constants import Constant
 from harness.hardware.profile import HardwareConfig
-from harness.hardware.ratios import REFERENCES
+from harness.hardware.ratios import REFERENCES, ratios
+from harness.machine.base import GPU, Work
 from tests.composing import composed, names_in
+from tests.unit.record.recorded import span
 
 NAMES = names_in("hardware")
 REAL = [name for name in NAMES if name not in ("laptop", "local")]  # these play machines, or measure this one
@@ -182,6 +184,8 @@ SOURCED: dict[str, Any] = {"value": 1.0, "kind": "achieved", "source": "s"}
         ("h2d_gb_s", "fast", r"h2d_gb_s: must be a valid number, or value, kind and source, got 'fast'"),
         ("h2d_gb_s", True, r"h2d_gb_s: must be a valid number"),
         ("h2d_gb_s", 0, r"h2d_gb_s: must be > 0, got 0"),
+        ("h2d_gb_s", 1e-300, r"h2d_gb_s: must lie in 1e-06 to 1e\+09, got 1e-300"),
+        ("cpu_gemm_gflop_s", 1e300, r"cpu_gemm_gflop_s: must lie in 1e-06 to 1e\+09, got 1e\+300"),
         ("device_memory_gb", None, r"device_memory_gb: must be a valid number"),
         ("h2d_gb_s", {"value": 1.0, "kind": "achieved"}, r"h2d_gb_s\.source: missing"),
         ("h2d_gb_s", SOURCED | {"value": -1}, r"h2d_gb_s\.value: must be > 0, got -1"),
@@ -202,3 +206,17 @@ SOURCED: dict[str, Any] = {"value": 1.0, "kind": "achieved", "source": "s"}
 def test_mistakes_name_the_field(field, value, told):
     with pytest.raises(ConfigError, match=rf"^hardware\.{told}"):
         parse(HardwareConfig, values_of("a40") | {field: value}, "hardware")
+
+
+def test_a_runs_ratios_are_told_by_the_byte_over_the_link():
+    """6 TFLOP in two busy seconds of the gpu and 2 GB/s: 1500 FLOP a byte; of host memory's 73 GB/s 36.5 bytes."""
+    hardware = parse(HardwareConfig, composed("hardware=t4", "hardware.h2d_gb_s=2")["hardware"], "hardware")
+    spans = [span(GPU, 0, 1.5, work=Work(flops=5e12)), span(GPU, 3, 3.5, work=Work(flops=1e12)), span(GPU, 4, 9)]
+    found = ratios(hardware, spans, 2.0)
+    assert found["gpu_gflop_s_achieved"] == pytest.approx(3000)
+    assert found["gpu_flop_per_link_byte"] == pytest.approx(1500)
+    assert found["host_bytes_per_link_byte"] == pytest.approx(36.5)
+    chosen = replace(hardware, host_gb_s=None)
+    assert ratios(chosen, spans, 2.0)["host_bytes_per_link_byte"] == pytest.approx(hardware.cpu_gb_s / 2)
+    assert ratios(chosen, spans, 3.0)["host_bytes_per_link_byte"] is None, "the link is not the profile's"
+    assert ratios(hardware, spans, None) is None and ratios(hardware, spans[2:], 2.0) is None

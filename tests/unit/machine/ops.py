@@ -9,7 +9,17 @@ from harness.machine.base import Op, Work
 from tests.kernels.eventually import GIVE_UP_S
 
 
-class Gated(Op):
+class FreeOp(Op):
+    """An op that costs nothing and brings whatever its `run` returns: a base for ops whose cost is no matter."""
+
+    def work(self):
+        return Work()
+
+    def imagine(self, world):
+        return None
+
+
+class Gated(FreeOp):
     """Signals `begun` when a packet begins, and lets it go on when the test calls `open`."""
 
     kind = "gated"
@@ -33,7 +43,7 @@ class Gated(Op):
             self._gates[packet].set()
 
 
-class Quick(Op):
+class Quick(FreeOp):
     """Returns its `result`."""
 
     kind = "quick"
@@ -46,7 +56,7 @@ class Quick(Op):
         return self.result
 
 
-class Sleeping(Op):
+class Sleeping(FreeOp):
     """Sleeps `seconds` a packet."""
 
     kind = "sleeping"
@@ -58,7 +68,7 @@ class Sleeping(Op):
         time.sleep(self.seconds)
 
 
-class Raising(Op):
+class Raising(FreeOp):
     """Raises `error` in its packet number `at`, or where its cost is asked for."""
 
     kind = "raising"

@@ -4,13 +4,33 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from itertools import product
 
 from hypothesis import strategies as st
 
-from harness.machine.base import CPU, D2H, GPU, H2D, Machine, Op, Ticket
+from harness.machine.base import CPU, D2H, GPU, H2D, Machine, Ticket
+from harness.memory.tiers import Buffer
+from tests.unit.machine.ops import FreeOp
 
 LANES = (GPU, CPU, H2D, D2H)
-KEYS = ("a", "b", "c", "d")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Some bytes of one root, which were cut out of it for the `number`-th time; of these all, or what has a name."""
+
+    begin: int
+    end: int
+    number: int = 0
+    part: str | None = None
+
+    @property
+    def buffer(self) -> tuple[int, int, int]:
+        return (self.begin, self.end, self.number)
+
+
+KEYS = ("a", "b", Cut(0, 2), Cut(0, 2, 1), Cut(0, 3), Cut(2, 4), Cut(3, 5), Cut(1, 2, 0, "x"), Cut(1, 2, 0, "y"))
+Key = str | Cut
 
 
 @dataclass(frozen=True)
@@ -18,8 +38,8 @@ class Step:
     """Submit an op; where `cancels` is a number, try to cancel that earlier op right after it."""
 
     lane: int
-    reads: frozenset[str]
-    writes: frozenset[str]
+    reads: frozenset[Key]
+    writes: frozenset[Key]
     packets: int
     urgent: bool
     after: frozenset[int]
@@ -32,6 +52,17 @@ class Log:
     """(op number, packet, "begin" or "end") in the order in which it happened; list.append is atomic."""
 
     events: list[tuple[int, int, str]] = field(default_factory=list)
+    root: Buffer = field(default_factory=lambda: Buffer("device", "root", 5))
+    buffers: dict[tuple[int, int, int], Buffer] = field(default_factory=dict)
+
+    def machine_key(self, key: Key):
+        """What an op declares for it."""
+        if isinstance(key, str):
+            return key
+        if key.buffer not in self.buffers:
+            self.buffers[key.buffer] = self.root.sub(str(key), key.begin, key.end - key.begin)
+        buffer = self.buffers[key.buffer]
+        return (buffer, key.part) if key.part else buffer
 
     def position(self, number: int, packet: int, what: str) -> int:
         return self.events.index((number, packet, what))
@@ -45,14 +76,15 @@ class Log:
         return {number for number, _, _ in self.events}
 
 
-class Recorded(Op):
+class Recorded(FreeOp):
     """Logs its packets; sleeps between begin and end so that lanes overlap if nothing holds them back."""
 
     kind = "recorded"
 
     def __init__(self, log: Log, number: int, step: Step, sleep_s: float) -> None:
         self.log, self.number, self.sleep_s = log, number, sleep_s
-        self.reads, self.writes, self.packets = tuple(step.reads), tuple(step.writes), step.packets
+        self.reads, self.writes = (tuple(map(log.machine_key, keys)) for keys in (step.reads, step.writes))
+        self.packets = step.packets
 
     def run(self, ctx, packet):
         self.log.events.append((self.number, packet, "begin"))
@@ -113,7 +145,15 @@ def run_program(machine: Machine, steps: list[Step], sleep_s: float = 0.0) -> Ru
 
 
 def conflict(first: Step, second: Step) -> bool:
-    return bool(first.writes & (second.reads | second.writes) or first.reads & second.writes)
+    pairs = [*product(first.writes, second.reads | second.writes), *product(first.reads, second.writes)]
+    return any(same_memory(a, b) for a, b in pairs)
+
+
+def same_memory(a: Key, b: Key) -> bool:
+    """Whether there is a byte, or a name, that both stand for."""
+    if isinstance(a, str) or isinstance(b, str) or a.buffer == b.buffer:
+        return a == b
+    return bool(set(range(a.begin, a.end)) & set(range(b.begin, b.end)))
 
 
 def predecessors(steps: list[Step], cancelled: set[int]) -> list[set[int]]:

@@ -64,11 +64,15 @@ class ReferenceSimulator:
             for i, other in enumerate(self.jobs)
             if i in job.after or other.writes & (job.reads | job.writes) or other.reads & job.writes
         }
-        inherited = (self.before[i] for i in direct & self.cancelled)
         self.jobs.append(job)
-        self.before.append((direct - self.cancelled).union(*inherited))
+        self.before.append(self._effective(direct))
         self.submitted.append(self.host)
         return number
+
+    def _effective(self, numbers: set[int]) -> set[int]:
+        """Ops that ran or will: in the place of a cancelled one stands what it would have followed, and so on."""
+        inherited = (self._effective(self.before[i]) for i in numbers & self.cancelled)
+        return (numbers - self.cancelled).union(*inherited)
 
     def wait_any(self, numbers: list[int]) -> list[int]:
         while not any(self.settled(n) for n in numbers):

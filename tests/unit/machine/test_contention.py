@@ -12,6 +12,7 @@ from harness.machine.build import load_machine
 from harness.machine.contention import MeasuredTogether, MemorySharing, SharedMemory
 from harness.machine.costs import LaneCost, Roofline
 from harness.machine.simulated import SimulatedMachine
+from harness.machine.simulation import profile_costs
 from harness.settings import parse_settings
 from tests.composing import composed
 from tests.unit.engine.fakes import SPEC
@@ -89,6 +90,8 @@ TABLE = MeasuredTogether.of_slowdowns(
         ([CPU, H2D, D2H], [0.5, 0.625, 0.25]),  # products of pairs; below a third only where a pair is
         ([GPU, CPU, D2H], [0.5, 0.4, 0.25]),
         ([GPU, Lane(LaneKind.CPU, 1)], [1.0, 1.0]),  # ranks do not interfere
+        ([GPU, CPU, Lane(LaneKind.GPU, 1)], [0.5, 0.8, 1.0]),
+        ([Lane(LaneKind.GPU, 1), GPU, CPU, Lane(LaneKind.H2D, 1)], [1.0, 0.5, 0.8, 0.8]),  # nor share a slow-down
         ([CPU, PIN], [1.0, 1.0]),
     ],
 )
@@ -152,3 +155,17 @@ def test_lanes_that_appear_while_others_share_change_nothing():
     m.submit(Lane(LaneKind.GPU, 3), Unit(0.5))
     m.drain()
     assert large.finished_s == pytest.approx(1.0 + (4.0 - 0.4) / 0.6)
+
+
+def test_each_lane_costs_what_the_profile_says_of_it():
+    rates = "h2d_gb_s=1 d2h_gb_s=2 pin_gb_s=3 p2p_gb_s=4 cpu_gb_s=5 device_gb_s=6 cpu_gemm_gflop_s=7 kernel_launch_us=8"
+    overrides = [f"hardware.{rate}" for rate in f"{rates} transfer_latency_us=9".split()]
+    hardware = parse_settings(composed("machine=simulated", "hardware=t4x2", *overrides)).hardware
+    gpu_flop_s = hardware.gemm_flop_s(SPEC.dtype)
+    assert profile_costs(hardware, SPEC).lanes == {
+        LaneKind.GPU: LaneCost(overhead_s=8e-6, flops_s=gpu_flop_s, device_bytes_s=6e9, link_bytes_s=4e9),
+        LaneKind.CPU: LaneCost(flops_s=7e9, host_bytes_s=5e9),
+        LaneKind.H2D: LaneCost(overhead_s=9e-6, link_bytes_s=1e9),
+        LaneKind.D2H: LaneCost(overhead_s=9e-6, link_bytes_s=2e9),
+        LaneKind.PIN: LaneCost(link_bytes_s=3e9),
+    }

@@ -8,12 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.machine.base import D2H, GPU, H2D, Op
+from harness.machine.base import D2H, GPU, H2D
 from harness.machine.device.staging import StagingRing
 from tests.fake_device import FakeDevice, cuda_machine
+from tests.unit.machine.ops import FreeOp
 
 
-class Run(Op):
+class Run(FreeOp):
     """Calls a function of the context."""
 
     kind = "run"

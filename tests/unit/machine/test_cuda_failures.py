@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from harness.machine import cuda as cuda_module
-from harness.machine.base import D2H, GPU, H2D, Lane, LaneKind, MachineError, Op
+from harness.machine.base import D2H, GPU, H2D, Lane, LaneKind, MachineError
 from harness.machine.device import pinned
 from harness.machine.device.pinned import HostMemory, PinnedMemoryError, free_bytes_by_limit
 from harness.machine.device.runtime import DeviceError
 from tests.fake_device import FakeDevice, cuda_machine
 from tests.kernels.eventually import GIVE_UP_S, eventually
-from tests.unit.machine.ops import Quick, Raising, Sleeping
+from tests.unit.machine.ops import FreeOp, Quick, Raising, Sleeping
 
 
 def test_an_error_at_launch_names_the_op(cuda):
@@ -67,7 +67,7 @@ def test_close_waits_for_copies_under_way_and_then_frees(cuda, device):
         machine.submit(GPU, Quick())
 
 
-class Copying(Op):
+class Copying(FreeOp):
     """Copies pinned memory to the device, then does what is asked."""
 
     kind = "copying"

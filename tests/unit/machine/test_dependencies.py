@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.machine.base import CPU, GPU, H2D, Op
+from harness.machine import hazards
+from harness.machine.base import CPU, GPU, H2D
 from harness.machine.emulated import EmulatedMachine
 from harness.machine.queues import Board
 from harness.machine.shuffled import ShuffledMachine
 from harness.machine.simulated import SimulatedMachine
+from tests.unit.machine.ops import FreeOp
 from tests.unit.machine.programs import (
     LANES,
     Step,
@@ -100,7 +102,18 @@ def test_shuffled_machine_finds_every_legal_order():
     assert seen == legal
 
 
-class Touch(Op):
+@settings(max_examples=80)
+@given(programs(max_size=40), st.integers(0, 2**32))
+def test_keys_that_are_forgotten_in_between_change_nothing(steps, seed):
+    """Those that do not matter any more are looked for whenever a new one comes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hazards, "_SWEEP_KEYS_FROM", 0)
+        machine = shuffled(seed)
+        run = run_program(machine, steps)
+    check_order(steps, run)
+
+
+class Touch(FreeOp):
     def __init__(self, reads: tuple = (), writes: tuple = ()) -> None:
         self.reads, self.writes = reads, writes
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from harness.machine import threaded
-from harness.machine.base import CPU, D2H, GPU, H2D, MachineError, Ticket
+from harness.machine.base import CPU, D2H, GPU, H2D, MachineError, Op, Ticket, Work
 from harness.machine.emulated import EmulatedMachine
 from harness.machine.shuffled import ShuffledMachine
 from tests.kernels.eventually import GIVE_UP_S, eventually
@@ -48,6 +48,28 @@ def test_an_error_where_the_cost_of_an_op_is_computed_is_an_error_of_the_op(emul
     ticket = machine.submit(CPU, Raising(ZeroDivisionError("no experts"), in_work=True))
     with pytest.raises(MachineError, match="raising.*no experts"):
         machine.wait(ticket)
+
+
+def test_an_op_must_state_its_cost():
+    class Costless(Op):
+        kind = "costless"
+
+    with pytest.raises(TypeError, match="abstract.*work"):
+        Costless()
+
+
+def test_a_value_that_no_simulated_machine_could_imagine_is_an_error(machine):
+    class Bringing(Op):
+        kind = "bringing"
+
+        def work(self):
+            return Work()
+
+        def run(self, ctx, packet):
+            return 7
+
+    with pytest.raises(MachineError, match="bringing.* must define imagine"):
+        machine.wait(machine.submit(D2H, Bringing()))
 
 
 def test_after_a_failure_everything_fails_and_nothing_runs(machine):
@@ -98,6 +120,22 @@ def test_an_interrupt_in_the_shuffled_machine_stays_an_interrupt():
     with pytest.raises(MachineError, match="raising.*Ctrl-C"):
         machine.wait(ticket)
     assert op.times_run == 1
+
+
+def test_a_thread_that_cannot_start_is_the_cause_that_is_told(emulated, monkeypatch):
+    machine, start = emulated(), threading.Thread.start
+
+    def refused(thread):
+        if thread.name == "lane cpu":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    machine.wait(machine.submit(GPU, Quick()))
+    for _ in range(2):
+        with pytest.raises(MachineError, match="lane cpu failed: RuntimeError: can't start new thread"):
+            machine.submit(CPU, Quick())
+    machine.close()
 
 
 def test_an_interrupt_while_waiting_leaves_the_machine_whole(emulated, request):

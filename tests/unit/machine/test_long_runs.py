@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import gc
+import random
 import resource
+import tracemalloc
 import weakref
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from harness.machine.base import CPU, D2H, GPU, H2D, LaneKind, Ticket
+from harness.machine.base import CPU, D2H, GPU, H2D, Lane, LaneKind, Span, Ticket, Work
 from harness.machine.costs import LaneCost, Roofline
+from harness.machine.packed_spans import PackedSpans
 from harness.machine.queues import Board
 from harness.machine.shuffled import ShuffledMachine
 from harness.machine.simulated import SimulatedMachine
+from harness.record.metrics import kind_totals, utilization
 from tests.unit.machine.ops import Quick
 
 LANES = (GPU, CPU, H2D, D2H)
@@ -106,3 +110,51 @@ def test_a_machine_that_its_own_costs_know_is_collected():
     del costs, op, first
     gc.collect()
     assert alive() is None
+
+
+def test_spans_are_kept_packed_and_read_as_they_were(emulated):
+    """Compared with a list of the same spans: as sequences, in metrics and in a trace."""
+    rng = random.Random(0)
+    packed, listed = PackedSpans(), []
+    for number in range(10_000):
+        start_s = rng.random() * 1e4
+        lane, layer = Lane(rng.choice(list(LaneKind)), rng.randrange(3)), rng.choice([None, 0, 70])
+        span = Span(
+            lane, rng.choice(["experts", "weights"]), layer, rng.choice([None, 0, 5]), number, rng.randrange(4), 4,
+            rng.random() < 0.5, start_s, start_s + rng.random(), rng.random(), Work(*(rng.random() * 1e12,) * 4),
+        )  # fmt: skip
+        listed.append(span)
+        packed.append(span)
+    assert len(packed) == 10_000 and packed == listed
+    assert packed[4095:4100] == listed[4095:4100] and packed[-1] == listed[-1] and packed[::3000] == listed[::3000]
+    window = (2000.0, 7000.0)
+    assert kind_totals(packed, window) == kind_totals(listed, window)
+    assert utilization(packed, window) == utilization(listed, window)
+    assert isinstance(emulated().spans, PackedSpans)
+    packed.clear()
+    assert list(packed) == [] and len(packed) == 0
+
+
+def test_a_machine_keeps_less_than_a_hundred_bytes_of_an_op(emulated):
+    """Held memory as Python counts it: 5,000 ops after as many that filled whatever does not grow."""
+    machine = emulated()
+
+    def run_ops() -> None:
+        for number in range(5000):
+            ticket = machine.submit(LANES[number % 4], Quick(writes=(number % 7,)))
+            if number % 50 == 0:
+                machine.wait(ticket)
+        machine.drain()
+
+    run_ops()
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        run_ops()
+        gc.collect()
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(machine.spans) == 10_000
+    assert after - before < 5000 * 100 + 4096 * 88, "and a chunk that is not full"

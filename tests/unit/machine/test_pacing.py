@@ -10,6 +10,7 @@ import pytest
 from harness.machine.base import CPU, D2H, GPU, H2D, LaneKind, Op, Work
 from harness.machine.host_context import LaneRate
 from tests.kernels.eventually import GIVE_UP_S
+from tests.unit.machine.ops import FreeOp
 
 RATE_BYTES_S = 50e6
 BURST_S = 2.5e-3  # what back-to-back packets may make up for
@@ -39,6 +40,9 @@ class Move(Copy):
 
 class Fetch(Copy):
     kind = "fetch"
+
+    def imagine(self, world):
+        return None
 
     def run(self, ctx, packet):
         return ctx.host_value(ctx.tensor(self.source, (PACKET_BYTES,), "uint8"))
@@ -151,7 +155,7 @@ def test_the_two_directions_do_not_share_their_rate(linked):
 def test_copies_copy(linked):
     machine, source, target = linked
 
-    class Fill(Op):
+    class Fill(FreeOp):
         writes = (source,)
 
         def run(self, ctx, packet):
@@ -159,7 +163,7 @@ def test_copies_copy(linked):
                 ctx.tensor(source, (10 * PACKET_BYTES,), "uint8").random_(0, 255).view(10, PACKET_BYTES)
             )
 
-    class Same(Op):
+    class Same(FreeOp):
         reads = (source, target)
 
         def run(self, ctx, packet):

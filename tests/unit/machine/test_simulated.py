@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -297,3 +298,15 @@ def test_a_deadlock_shows_what_is_paused_and_what_waits_for_what():
     text = str(error.value)
     assert "#1 unit on h2d waits for #77 unit on gpu" in text
     assert "#2 unit on cpu waits for #1 unit on h2d" in text
+
+
+def test_a_calibrated_strategy_spends_time_on_a_pass_and_on_each_of_its_sequences():
+    m = machine()
+    host = SimpleNamespace(submit_s=0.0, wake_s=0.0, handover_s=0.0, pass_s=2.0, sequence_s=0.5)
+    m.calibrate(SimpleNamespace(seconds=lambda lane, op, work: op.seconds), {}, host)
+    assert m.now() == 0.0
+    m.spend_host_time(4)
+    assert m.now() == 4.0
+    late = m.submit(GPU, Unit(1.0))
+    m.drain()
+    assert late.started_s == 4.0, "what is submitted behind it starts behind it"

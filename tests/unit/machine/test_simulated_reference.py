@@ -136,6 +136,22 @@ def test_spans_waits_and_cancels_are_those_of_the_reference(steps, submit_s, wak
     assert_same(steps, machine, tickets, reference)
 
 
+def test_a_chain_of_cancelled_ops_passes_on_what_came_before_all_of_it():
+    """The last of the chain is cancelled first, so that it passes an op on which is then cancelled too."""
+    a, b = frozenset("a"), frozenset("b")
+    jobs = [
+        Job(GPU, Fraction(1), writes=a),
+        Job(CPU, Fraction(1), reads=a),
+        Job(CPU, Fraction(1), writes=b, after=frozenset({1})),
+    ]
+    follower = Job(D2H, Fraction(1), reads=b)
+    steps = [*(("submit", job) for job in jobs), ("cancel", 2), ("cancel", 1), ("submit", follower)]
+    reference, expected = play_reference(steps)
+    machine, seen, tickets = play(steps, host_bytes_s=float(HOST_BYTES_S))
+    assert seen == expected and tickets[3].started_s == 1.0
+    assert_same(steps, machine, tickets, reference)
+
+
 @settings(max_examples=150)
 @given(actions())
 def test_proportional_sharing_is_that_of_the_reference(steps):

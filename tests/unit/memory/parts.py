@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from harness.machine.base import GPU, Machine, Op, Ticket
+from harness.machine.base import GPU, Machine, Ticket
 from harness.machine.shuffled import ShuffledMachine
 from harness.memory.weights import PlacedPart
 from harness.model.layout import PartLayout, TensorSource, lay_out
+from tests.unit.machine.ops import FreeOp
 
 NUM_LAYERS = 3
 PARTS = {"attention_in": 70, "attention_out": 40, "expert.0": 130, "expert.1": 130, "expert.10": 130}
@@ -43,7 +44,10 @@ class FakeSource:
 
 
 def part(name: str, size: int) -> PartLayout:
-    return lay_out(name, "float32", [TensorSource("w", (size,), (name,))])
+    number = name.removeprefix("expert.") if name.startswith("expert.") else None
+    return lay_out(
+        name, "float32", [TensorSource("w", (size,), (name,))], expert=None if number is None else int(number)
+    )
 
 
 def content(layer: int | None, name: str) -> int:
@@ -52,7 +56,7 @@ def content(layer: int | None, name: str) -> int:
     return 16 * (layer if layer is not None else 9) + names.index(name)
 
 
-class ReadBytes(Op):
+class ReadBytes(FreeOp):
     """Value: the distinct bytes of a part, [one] where all of it is there."""
 
     kind = "read bytes"

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from harness.engine.sequences import Sequence, State
-from harness.machine.base import CPU, Op
+from harness.machine.base import CPU
 from harness.machine.shuffled import ShuffledMachine
 from harness.memory.kv_cache import BlockAllocator, KVCache
 from harness.workload.request import Request
+from tests.unit.machine.ops import FreeOp
 
 NUM_BLOCKS, BLOCK_SIZE = 12, 4
 
@@ -152,7 +153,7 @@ SPEC = SimpleNamespace(
 )  # fmt: skip
 
 
-class Write(Op):
+class Write(FreeOp):
     """One value into every place of a layer's keys or values."""
 
     def __init__(self, buffer, shape, value):
@@ -162,7 +163,7 @@ class Write(Op):
         ctx.tensor(self.buffer, self.shape, "float32").fill_(self.value)
 
 
-class Read(Op):
+class Read(FreeOp):
     def __init__(self, buffer, shape):
         self.buffer, self.shape = buffer, shape
 

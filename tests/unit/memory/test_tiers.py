@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.memory.tiers import MemoryCapacityError, Tier
+from harness.memory.tiers import MemoryCapacityError, Tier, make_tiers
 
 
 def test_what_does_not_fit_is_refused_with_who_holds_what():
@@ -23,6 +23,23 @@ def test_what_does_not_fit_is_refused_with_who_holds_what():
     assert "kv staging" not in tier.holders()
     tier.reserve("what is left", 3_500_000)
     assert tier.free_bytes == 0
+
+
+def test_host_memories_together_stay_within_the_modules():
+    """Each of them would have room, and the device has memory of its own."""
+    tiers = make_tiers({"device": 50, "pinned": 80, "host": 80, "ram": 100})
+    tiers["device"].reserve("activations", 50)
+    tiers["pinned"].reserve("kv cache", 60)
+    with pytest.raises(MemoryCapacityError, match="^ram memory: 'weights' needs 41 B, 40 B of 100 B are free"):
+        tiers["host"].reserve("weights", 41)
+    weights = tiers["host"].reserve("weights", 40)
+    assert [tiers[name].free_bytes for name in ("pinned", "host", "ram")] == [0, 0, 0]
+    assert tiers["host"].limit is tiers["ram"] and tiers["device"].limit is tiers["device"]
+    tiers["host"].release(weights)
+    assert [tiers[name].free_bytes for name in ("pinned", "host", "ram")] == [20, 40, 40]
+    assert tiers["pinned"].limit is tiers["pinned"]
+    for tier in tiers.values():
+        tier.check_integrity()
 
 
 def test_an_empty_tier_says_so():

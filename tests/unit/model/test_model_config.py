@@ -40,6 +40,8 @@ def test_the_open_model_needs_a_path(model_config):
         ({"max_positions": 1}, "max_positions: must be at least 2, got 1"),
         ({"rope_theta": 0.0}, "rope_theta: must be positive, got 0.0"),
         ({"init_std": -1.0}, "init_std: must be positive or null, got -1.0"),
+        ({"norm_std": 0.6}, "norm_std: must lie between 0 and 0.5, got 0.6"),
+        ({"norm_eps": 0.0}, "norm_eps: must be positive, got 0.0"),
         ({"sliding_window": 0}, "sliding_window: must be at least 1 or null, got 0"),
         ({"family": "llama"}, "family: must be one of .*mixtral.*, got 'llama'"),
         ({"dtype": "int8"}, "dtype: "),

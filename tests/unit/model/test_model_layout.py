@@ -1,8 +1,10 @@
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from harness.config import ConfigError
 from harness.model import families
@@ -111,6 +113,24 @@ def test_rope_theta_is_found_where_each_version_of_transformers_puts_it(entry):
     assert LAYOUT.spec_from_config(entries, "m", "float32").rope_theta == 5e5
 
 
+def test_entries_that_are_left_out_have_the_defaults_of_transformers():
+    required = (
+        *("model_type", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads"),
+        *("num_experts_per_tok", "num_hidden_layers", "num_local_experts", "vocab_size"),
+    )
+    entries = {key: MIXTRAL_8X7B[key] for key in required}
+    spec, theirs = LAYOUT.spec_from_config(entries, "m", "float32"), AutoConfig.for_model(**entries)
+    assert (spec.rope_theta, spec.norm_eps) == (theirs.rope_parameters["rope_theta"], theirs.rms_norm_eps)
+    assert (spec.num_kv_heads, spec.tie_embeddings) == (theirs.num_key_value_heads, theirs.tie_word_embeddings)
+    assert (spec.head_dim, spec.sliding_window) == (4096 // 32, theirs.sliding_window)
+
+
+def test_where_both_entries_for_rope_are_there_transformers_choice_counts():
+    both = {"rope_scaling": {"type": "default", "rope_theta": 3e5}, "rope_parameters": {"rope_theta": 5e5}}
+    theirs = AutoConfig.for_model(**{**MIXTRAL_8X7B, **deepcopy(both)})
+    assert spec_with(**both).rope_theta == theirs.rope_parameters["rope_theta"]
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -122,6 +142,11 @@ def test_rope_theta_is_found_where_each_version_of_transformers_puts_it(entry):
         ({"num_key_value_heads": 5}, "num_key_value_heads: must divide num_attention_heads 32, got 5"),
         ({"head_dim": 3}, "head_dim: must be even"),
         ({"rms_norm_eps": -1}, "rms_norm_eps: must be a positive number, got -1"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps: must be a positive number, got inf"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps: must be a positive number, got nan"),
+        ({"rope_theta": float("inf")}, "rope_theta: must be a positive number, got inf"),
+        ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta: must be a positive number, got nan"),
+        ({"num_key_value_heads": None}, "num_key_value_heads: missing"),
         ({"hidden_act": "gelu"}, "hidden_act: must be 'silu', got 'gelu'"),
         ({"sliding_window": 0}, "sliding_window: must be a positive integer"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings: must be true or false"),

@@ -145,6 +145,22 @@ def test_the_live_meter_gives_what_the_whole_trace_gives(spans, edges):
             assert told == pytest.approx(exact[lane]) if exact_expected else told <= exact[lane] + 1e-9
 
 
+def test_a_packet_counts_in_each_pass_that_it_crosses():
+    """The link's first packet has 4 s in either of two passes, its second one 1 s in either; each is recorded once."""
+    recorded: list = [span(GPU, 1, 3)]
+    meter = PassMeter(recorded)
+    passes = [PassRecord(index=i, start_s=a, end_s=b) for i, (a, b) in enumerate([(0, 10), (10, 15), (15, 30)])]
+    rows = meter.add(passes[0])
+    recorded += [span(H2D, 6, 14), span(CPU, 9, 10)]
+    rows += meter.add(passes[1])
+    recorded += [span(H2D, 14, 16), span(GPU, 12, 14)]
+    rows += meter.add(passes[2])
+    recorded += [span(H2D, 16, 17)]
+    rows += meter.finish()
+    assert [row["busy_s"].get("h2d", 0.0) for row in rows] == [4, 5, 2]
+    assert [row["busy_s"].get("gpu", 0.0) for row in rows] == [2, 2, 0]
+
+
 def test_steady_window_leaves_the_first_and_last_pass_out():
     passes = [PassRecord(index=i, start_s=10 * i, end_s=10 * i + 9) for i in range(5)]
     assert metrics.steady_window(passes) == (10, 39)

@@ -1,9 +1,11 @@
+import shutil
 import subprocess
 
 import pytest
 
 import harness
 from harness.record.provenance import code_version, environment, shown_command
+from tests.conftest import ROOT
 
 
 @pytest.fixture
@@ -42,6 +44,21 @@ def test_every_difference_shows_and_goes_away_again(checkout):
     (checkout / "results").mkdir()
     (checkout / "results" / "summary.json").write_text("{}")
     assert code_version(checkout) == clean
+
+
+def test_runs_anywhere_below_results_leave_the_code_clean(checkout):
+    """With the project's own .gitignore: the second job of a sweep is the same code as the first."""
+    shutil.copy(ROOT / ".gitignore", checkout)
+    subprocess.run(["git", "-C", str(checkout), "add", "."], check=True)
+    clean = code_version(checkout)
+    for place in ("runs/a", "compare/runs/a", "compare/sweeps/b", "figures"):
+        folder = checkout / "results" / place
+        folder.mkdir(parents=True)
+        (folder / "summary.json").write_text("{}")
+        assert code_version(checkout) == clean, place
+    (checkout / "results" / "reference").mkdir()
+    (checkout / "results" / "reference" / "new.json").write_text("{}")
+    assert code_version(checkout) != clean, "what is to be committed counts"
 
 
 def test_without_a_commit_or_without_git(tmp_path):

@@ -1,6 +1,5 @@
 """Run folders under everything that can go wrong: kills at any moment, torn lines, full disks, taken names."""
 
-import json
 import os
 import random
 import resource
@@ -11,16 +10,17 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from harness.config import ConfigError
+from harness.interrupts import Terminated
 from harness.record.files import JsonLines, RecordError, plain
-from harness.record.owner import current_owner
 from harness.record.store import RunFolder, list_runs, read_run, run_id
-from tests.kernels.eventually import GIVE_UP_S, eventually
+from tests.kernels.eventually import GIVE_UP_S
 
 CONFIG = {"strategy": {"name": "moelens", "n_real": 200}, "model": {"name": "mixtral-mini"}, "dataset": "mtbench"}
 ROOT = Path(__file__).parents[3]
@@ -28,11 +28,6 @@ ROOT = Path(__file__).parents[3]
 
 def make(tmp_path, name="run", **meta):
     return RunFolder.create(tmp_path, name, CONFIG, meta)
-
-
-def write_status(folder, **changes):
-    path = folder.path / "status.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 # -- round trips ----------------------------------------------------------------------------------------------------
@@ -54,6 +49,17 @@ def test_what_is_written_is_read(tmp_path):
     assert run.passes == [{"index": 0, "busy_s": {"gpu": 0.5}, "rate": None}, {"index": 1}]
     assert run.requests == [{"id": 7, "text": "zwölf\nlines", "path": "a/b"}]
     assert (run.status, run.error, run.summary) == ("ok", None, {"status": "ok", "throughput_tok_s": 12.5})
+
+
+def test_text_that_utf8_has_no_bytes_for_is_recorded(tmp_path):
+    """A file name whose bytes are no UTF-8 has a lone surrogate for each."""
+    name = os.fsdecode(b"M\xfcller.jsonl")
+    with RunFolder.create(tmp_path, "run", CONFIG, {"path": name}) as folder:
+        folder.append_request({"id": 7, "path": name})
+        folder.write_summary({"data_source": name})
+        folder.finish("failed", name)
+    run = read_run(folder.path)
+    assert run.meta["path"] == run.requests[0]["path"] == run.summary["data_source"] == run.error == name
 
 
 def test_plain_data_is_json_and_keeps_values():
@@ -98,6 +104,7 @@ def test_a_taken_name_gets_a_suffix_and_nothing_is_lost(tmp_path):
             folder.append_pass({"by": expected})
             folder.finish("ok")
     assert [run.passes for run in list_runs(tmp_path)] == [[{"by": name}] for name in ("run", "run-2", "run-3")]
+    assert [run.meta["run_id"] for run in list_runs(tmp_path)] == ["run", "run-2", "run-3"]
 
 
 def test_two_at_once_never_share_a_folder(tmp_path):
@@ -121,7 +128,8 @@ def test_two_at_once_never_share_a_folder(tmp_path):
 @pytest.mark.parametrize(
     ("error", "status", "text"),
     [
-        (KeyboardInterrupt(), "interrupted", "keyboard"),
+        (KeyboardInterrupt(), "interrupted", "interrupted"),
+        (Terminated(), "interrupted", "terminated"),
         (ValueError("no such expert"), "failed", "ValueError: no such expert"),
     ],
 )
@@ -136,34 +144,6 @@ def test_leaving_without_a_result_is_a_failure(tmp_path):
     with make(tmp_path) as folder:
         pass
     assert read_run(folder.path).status == "failed"
-
-
-@pytest.mark.parametrize(
-    ("changes", "status"),
-    [
-        ({}, "running"),
-        ({"boot_id": "an-earlier-boot"}, "interrupted"),
-        ({"process_started": "1"}, "interrupted"),  # the number was given to another process
-        ({"pid": 2**22 + 1}, "interrupted"),
-        ({"host": "elsewhere", "pid": 2**22 + 1}, "running"),  # cannot be seen from here
-    ],
-)
-def test_running_counts_only_while_the_owner_lives(tmp_path, changes, status):
-    folder = make(tmp_path)
-    write_status(folder, **changes)
-    assert read_run(folder.path).status == status
-
-
-def test_a_zombie_owner_is_dead(tmp_path):
-    folder = make(tmp_path)
-    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-    started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
-    write_status(folder, **{**current_owner(), "pid": child.pid, "process_started": started})
-    assert read_run(folder.path).status == "running"
-    child.stdin.close()
-    eventually(lambda: Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
-    assert read_run(folder.path).status == "interrupted"
-    child.wait()
 
 
 # -- kills ----------------------------------------------------------------------------------------------------------
@@ -226,6 +206,8 @@ def test_a_kill_while_folders_are_made_leaves_whole_folders(tmp_path):
 
 # -- damaged files and full disks -----------------------------------------------------------------------------------
 
+FILES = {"config.yaml": "config", "meta.json": "meta", "status.json": "status", "summary.json": "summary"}
+
 
 @pytest.mark.parametrize("tail", [b"{", b'{"index": 2', b'{"index": 2}', b"\xff\xfe"])
 def test_a_torn_last_line_is_left_out(tmp_path, tail):
@@ -260,6 +242,47 @@ def test_damaged_files_are_named(tmp_path):
             getattr(run, field)
     with pytest.raises(RecordError, match="not a run folder"):
         read_run(tmp_path)
+
+
+YAML_BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in pairwise("abcdefghijklmnopqrstuvwxyz"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        *((name, content, "must hold named values") for name in FILES for content in ("[1]", '"text"', "null", "3")),
+        *((name, "[" * 100_000, "cannot be read: ") for name in FILES),
+        *((name, "9" * 5000, "cannot be read: Exceeds the limit") for name in FILES),
+        *((name, '{"a": NaN}', "cannot be read: NaN is no JSON") for name in FILES if name != "config.yaml"),
+        ("config.yaml", "", "must hold named values, got nothing"),
+        ("config.yaml", YAML_BOMB, "cannot be read: it has the alias *a"),
+        ("config.yaml", "a: !!python/object/apply:os.getpid []", "could not determine a constructor"),
+        ("status.json", "{}", "status must be one of running, ok, oom, failed, interrupted, got None"),
+        ("status.json", '{"status": "running", "pid": "x"}', "pid must be a whole number, got 'x'"),
+        ("status.json", '{"status": "running", "pid": null}', "pid must be a whole number, got None"),
+    ],
+)
+def test_a_file_of_another_kind_is_named(tmp_path, name, content, told):
+    folder = make(tmp_path)
+    (folder.path / name).write_text(content)
+    with pytest.raises(RecordError) as caught:
+        getattr(read_run(folder.path), FILES[name])
+    text = str(caught.value)
+    assert text.startswith(f"{folder.path / name}: ") and told in text and "\n" not in text
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "meta.json", "summary.json"])
+def test_what_could_be_read_for_ever_is_not_read(tmp_path, name):
+    path = make(tmp_path).path / name
+    path.unlink(missing_ok=True)
+    with path.open("wb") as file:
+        file.truncate(2**40)  # a hole: it takes no place on the disk
+    with pytest.raises(RecordError, match=rf"{name}: cannot be read: it has 1,099,511,627,776 bytes"):
+        getattr(read_run(path.parent), FILES[name])
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(RecordError, match=rf"{name}: cannot be read: it is no regular file"):
+        getattr(read_run(path.parent), FILES[name])
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -8,8 +8,6 @@ import pytest
 from recorded import facts, link_bound_run
 from rich.console import Console
 
-from harness.record.compare import compare_table, main
-from harness.record.store import RunFolder, read_run
 from harness.record.summary import build_summary
 from harness.record.terminal import Progress, human_bytes, number, print_summary
 
@@ -25,7 +23,7 @@ def rendered(summary, folder=FOLDER, width=80, **options):
 @pytest.fixture
 def summary():
     spans, passes = link_bound_run()
-    return build_summary(facts(), passes, spans)
+    return build_summary(facts(token_times_s=[[101.0, 103.0, 104.0], [105.0]]), passes, spans)
 
 
 def test_the_table_says_what_matters(summary):
@@ -49,12 +47,40 @@ def test_the_table_says_what_matters(summary):
     assert text.index("h2d weights") < text.index("gpu experts") < text.index("cpu decode_attention")
 
 
+def test_latencies_are_a_row_each(summary):
+    assert "first token" not in rendered({**summary, "latency": None}), "no request finished"
+    lines = [line.split() for line in rendered(summary).splitlines()]
+    at = lines.index(["latency", "seconds", "mean", "p50", "p90", "p99"])
+    assert [line[-4:] for line in lines[at + 1 : at + 5]] == [
+        ["3", "3", "4.6", "4.96"],  # first token, after 1 and 5 s
+        ["1.5", "1.5", "1.5", "1.5"],
+        ["1.5", "1.5", "1.9", "1.99"],
+        ["4.5", "4.5", "4.9", "4.99"],
+    ]
+    assert "includes queueing" in rendered(summary)
+    assert re.search(r"latency +virtual s", rendered(summary | {"clock": "virtual"}))
+
+
+@pytest.mark.parametrize(
+    ("predicted", "told"),
+    [
+        (10.0, "11 emulated: accuracy 90.9%"),
+        (22.0, "accuracy 0.0%"),
+        (78.1, "11 emulated: predicted 7.1x the emulated"),
+    ],
+)
+def test_an_accuracy_below_zero_is_told_as_a_ratio(predicted, told):
+    spans, passes = link_bound_run()
+    summary = build_summary(facts(predicted_throughput_tok_s=predicted), passes, spans)
+    assert told in rendered(summary, width=120)
+    assert summary["prediction_accuracy"] == pytest.approx(1 - abs(predicted - 11) / 11)
+
+
 def test_every_second_of_a_simulated_run_says_whose_it_is():
     spans, passes = link_bound_run()
     simulated = facts(label="simulated", clock="virtual", machine_facts={"memory_sharing": "max_min"})
-    text = rendered(build_summary(simulated, passes, spans, {"host_steal_share": 0.5}), width=120)
+    text = rendered(build_summary(simulated, passes, spans), width=120)
     assert "memory_sharing max_min" in text
-    assert "DISTURBED" not in text, "what others do to this computer does not change virtual time"
     lines = [line for line in text.splitlines() if re.search(r"\d s\b|virtual s\b", line)]
     assert re.search(r"virtual s generating; simulated in 9\.5 s of this computer, 2\.5 s of them set-up", lines[0])
     table = [line for line in lines[1:] if "steady window" not in line]
@@ -74,6 +100,7 @@ def test_a_run_without_a_clock_shows_no_times_but_those_of_this_computer():
 def test_no_line_is_wider_than_the_terminal_and_no_word_is_lost(summary, width):
     text = rendered(summary, width=width)
     assert all(len(line) <= max(width, len(f"run    {FOLDER}")) for line in text.splitlines())
+    assert "first token       3      3    4.6   4.96" in text, "a table's line is not folded"
     assert "".join(rendered(summary, width=200).split()) == "".join(text.split())
 
 
@@ -100,6 +127,13 @@ def test_the_trace_and_how_to_open_it(summary, tmp_path):
     assert "perfetto" not in rendered(summary, tmp_path)
     (tmp_path / "trace.json").write_text("{}")
     assert f"trace  {tmp_path / 'trace.json'}  (drag it into https://ui.perfetto.dev)" in rendered(summary, tmp_path)
+
+
+def test_what_w_and_b_has_can_be_copied_from_one_line(summary):
+    folder = f"{FOLDER}/wandb/offline-run-20260102_030405-abcdefgh"
+    shown = rendered(summary | {"wandb": f"offline: wandb sync {folder}"})
+    assert shown.splitlines()[-1] == f"wandb  offline: wandb sync {folder}"
+    assert "wandb" not in rendered(summary | {"wandb": "disabled"})
 
 
 def test_a_failed_run_says_so_first():
@@ -179,100 +213,3 @@ def test_no_requests_at_all():
         progress.stage("generating")
         progress.update(0)
     assert stream.getvalue() == "generating\n"
-
-
-# -- comparing ------------------------------------------------------------------------------------------------------
-
-
-def store(tmp_path, strategy, generated, status="ok", settings=None, **changes):
-    spans, passes = link_bound_run()
-    config = {"strategy": {"name": strategy}, **(settings or {})}
-    with RunFolder.create(tmp_path, f"{strategy}-aaaa", config, {}) as folder:
-        if status == "ok":
-            summary = build_summary(facts(strategy=strategy, **changes), passes, spans)
-            folder.write_summary({**summary, "throughput_tok_s": generated})
-        folder.finish(status)
-    return read_run(folder.path)
-
-
-def table_text(runs, width=120):
-    stream = io.StringIO()
-    Console(file=stream, width=width).print(compare_table(runs))
-    return stream.getvalue()
-
-
-def test_runs_side_by_side(tmp_path):
-    wrong = {"mode": "all", "checked": 4, "mismatched": 2}
-    runs = [
-        store(tmp_path, "ondemand", 10.0),
-        store(tmp_path, "moelens", 25.0, verify=wrong),
-        store(tmp_path, "moegen", None, status="oom"),
-    ]
-    lines = table_text(runs, 160).splitlines()
-    row = {
-        name: next(line for line in lines if line.strip().startswith(name))
-        for name in ("ondemand", "moelens", "moegen")
-    }
-    assert "1.00x" in row["ondemand"] and "h2d 96.0%" in row["ondemand"] and "4 ok" in row["ondemand"]
-    assert "2.50x" in row["moelens"] and "2 of 4 WRONG" in row["moelens"]
-    assert "oom" in row["moegen"] and "x" not in row["moegen"].split("moegen")[1].split("oom")[1]
-
-
-def test_what_runs_share_is_said_once_and_what_differs_has_a_column(tmp_path):
-    runs = [store(tmp_path, "a", 10.0), store(tmp_path, "b", 20.0, label="simulated")]
-    text = table_text(runs)
-    assert "dataset: mtbench" in text and "label: " not in text
-    assert all(label in text for label in ("emulated", "simulated"))
-
-
-def test_sources_that_differ_are_told_run_by_run(tmp_path):
-    runs = [store(tmp_path, "a", 10.0), store(tmp_path, "b", 20.0, data_source="mt_bench.jsonl")]
-    text = table_text(runs)
-    assert "data source: synthetic prompts" in text and "data source: mt_bench.jsonl" in text
-    assert text.count("weights source: random weights") == 1
-
-
-def test_runs_of_a_sweep_are_told_apart_by_their_settings(tmp_path):
-    same = {"seed": 1, "hardware": {"name": "laptop", "h2d_gb_s": 0.5}, "dataset": {"name": "mtbench"}}
-    runs = [store(tmp_path, "a", 10.0, settings={**same, "kv_cache_gb": gb}) for gb in (0.01, 0.02)]
-    text = table_text(runs, 80)
-    assert [text.count(f"kv_cache_gb={gb}\n") for gb in (0.01, 0.02)] == [1, 1]
-    assert "h2d_gb_s=" not in text and "seed=" not in text
-
-
-def test_an_exchanged_group_is_a_column_and_its_settings_are_not_told(tmp_path):
-    groups = [{"hardware": {"name": name, "h2d_gb_s": rate}} for name, rate in (("laptop", 0.5), ("a40", 19.5))]
-    runs = [store(tmp_path, "a", 10.0, settings=group, hardware=group["hardware"]["name"]) for group in groups]
-    text = table_text(runs)
-    assert "a40" in text and "19.5" not in text
-
-
-def test_compare_explains_itself(capsys):
-    assert main(["--help"]) == 0
-    assert "python -m harness.record.compare RUN_DIR" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("columns", [30, 60, 80])
-def test_a_narrow_terminal_gets_whole_words_all_the_same(columns, tmp_path, capsys, monkeypatch):
-    """Of a column for each letter nobody makes a strategy's name."""
-    monkeypatch.setenv("COLUMNS", str(columns))
-    for name, hardware in (("moelightning", "laptop"), ("deepspeed_zero", "a100-40g-pcie")):
-        store(tmp_path, name, 123.0, hardware=hardware)
-    assert main([str(tmp_path)]) == 0
-    out = capsys.readouterr().out
-    words = ("moelightning", "deepspeed_zero", "laptop", "a100-40g-pcie", "123", "1.00x", "accuracy", "4 ok")
-    assert [word for word in words if word not in out] == []
-    assert "…" not in out
-
-
-def test_compare_from_the_command_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "140")
-    folders = [str(store(tmp_path, name, 10.0).folder) for name in ("a", "b")]
-    assert main(folders) == 0
-    assert capsys.readouterr().out.count("1.00x") == 2
-    assert main([str(tmp_path)]) == 0  # a results folder stands for its runs
-    assert capsys.readouterr().out.count("1.00x") == 2
-    assert main([str(tmp_path / "nothing")]) == 2
-    assert "not a run folder" in capsys.readouterr().err
-    assert main([]) == 2
-    assert "usage" in capsys.readouterr().err

@@ -173,3 +173,6 @@ def test_a_limit_cuts_the_prefill_of_a_micro_batch_into_parts():
     assert pool_sizes(limited, policy()).largest == 1000
     longest = replace(deployment, storage=Storage(prefill_limit_tokens=10))
     assert pool_sizes(longest, policy()).largest == 418, "the longest prompt goes in one piece"
+    short = replace(longest, shape=WorkloadShape.of_lengths(5, 128, longest_prompt=20, num_requests=1000))
+    assert pool_sizes(short, policy()).largest == 36, "a decode micro-batch does not go in parts"
+    assert pool_sizes(short, policy()).in_attention == 4 * 36, "one before and behind attention each, two ahead in it"

@@ -87,8 +87,21 @@ def test_the_probe_makes_do_with_the_host_memory_that_is_left():
     assert RateProbe(on, packet_bytes=10**8).measure().pin_bytes_s == pytest.approx(36e9, rel=0.01)
     assert ram.used_bytes == used
     on.machine.tiers["pinned"].reserve("more", 20_000_000)
-    with pytest.raises(ConfigError, match=r"^hardware.ram_gb: 192 GB hold .* 5.805 GB of buffers, and not one token"):
+    with pytest.raises(ConfigError, match=r"^hardware.ram_gb: 192 GB is .*staging buffers 5.805 GB.* leave room"):
         RateProbe(on, packet_bytes=10**8)
+
+
+def test_the_probe_of_two_gpus_leaves_room_for_the_staging_of_both():
+    """Two layers on their way to each, in host memory that has just that, and some rows."""
+    hardware = parse(HardwareConfig, composed("hardware=t4x2")["hardware"], "hardware")
+    on = assemble_engine(
+        build(Config(), hardware, SPEC), PlannedModel(SPEC), num_gpus=2, kv_bytes=10**9, block_size=16, sequences=[],
+        eos_token_id=None, weights_tier="host",
+    )  # fmt: skip
+    on.machine.world = World(UniformRouting(SPEC.num_experts, SPEC.experts_per_token, seed=0), SPEC.num_experts)
+    ram = on.machine.tiers["ram"]
+    on.machine.tiers["pinned"].reserve("others", ram.free_bytes - 4 * on.store.layer_bytes - 10_000_000)
+    assert RateProbe(on, packet_bytes=10**9).measure().pin_bytes_s == pytest.approx(36e9, rel=0.01)
 
 
 def test_pinned_weights_need_no_staging():
@@ -135,6 +148,17 @@ def test_a_given_micro_batch_whose_prompts_do_not_fit_is_prefilled_in_parts():
     plan = plan_policy(on, GivenPolicy(batch_size=120, micro_batch_size=120), packet_bytes=10**8)
     assert plan.deployment.storage.prefill_limit_tokens is not None
     assert plan.memory.pool.largest < 120 * 400 < plan.memory.prompt_tokens
+
+
+def test_a_given_batch_beyond_the_workload_is_refused_only_for_what_the_workload_needs():
+    few = [50] * 8
+    roomy = plan_policy(engine(few), GivenPolicy(batch_size=100, micro_batch_size=4), packet_bytes=10**8)
+    assert roomy.policy.num_micro_batches == 25, "as given where it fits"
+    given = GivenPolicy(batch_size=100_000, micro_batch_size=4)
+    plan = plan_policy(engine(few), given, packet_bytes=10**8, min_micro_batches=3)
+    assert (plan.policy.batch_size, plan.policy.num_micro_batches) == (9, 3), "a pipeline of three micro-batches"
+    with pytest.raises(ConfigError, match=r"^kv_cache_gb: "):
+        plan_policy(engine([50] * 400, kv_gb=1.0), replace(given, resident_kv=0.0), packet_bytes=10**8)
 
 
 @pytest.mark.parametrize(("parallelism", "num_gpus"), [("tensor", 2), ("tensor", 4), ("pipeline", 4)])

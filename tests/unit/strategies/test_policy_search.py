@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import OptimizeResult
 
@@ -82,6 +82,21 @@ def searches(draw) -> Search:
     )
 
 
+def filled_to_a_byte() -> Search:
+    """A device of two megabytes that the best policy fills: bytes by name, each rounded up, are one too many."""
+    shape = WorkloadShape.of_lengths(37, 9, longest_prompt=71, num_requests=2, block_tokens=4)
+    storage = Storage(weights_tier="pinned", prefill_hidden_tier="pinned", kv_cache_bytes=12_823)
+    capacities = {"device": 2_328_647, "pinned": 2_386_656}
+    cpu = Level(name="any", flops_s=1e10, bytes_s=1e7)
+    rates = Rates(
+        gpu=Level(name="any", flops_s=1e8, bytes_s=1e7), cpu_attention=cpu, cpu_ffn=cpu, h2d_bytes_s=1e9,
+        d2h_bytes_s=1e8, op_s=OpSeconds(cpu=1e-4, d2h=1e-4),
+    )  # fmt: skip
+    deployment = Deployment(spec=SPEC, sizes=SIZES, shape=shape, capacities_bytes=capacities, storage=storage)
+    cost = CostModel(deployment=deployment, rates=rates, overlap="nothing")
+    return Search(cost=cost, given=GivenPolicy(gpu_attention=False), min_micro_batches=2)
+
+
 def every_policy(task: Search):
     """A coarse grid over all six numbers. Where r_w comes in steps, what is no expert stays whole or not at all."""
     has_steps = task.deployment.storage.resident_step is not None and task.given.resident_weights is None
@@ -101,6 +116,7 @@ def every_policy(task: Search):
 
 @settings(max_examples=80)
 @given(searches())
+@example(filled_to_a_byte())
 def test_no_policy_of_a_grid_is_better_and_what_is_found_is_allowed(task):
     """`allows` and `rate` are the memory and cost models themselves; the search has them as rows of its programs."""
     best = max((task.rate(policy) for policy in every_policy(task) if task.allows(policy)), default=None)
@@ -214,7 +230,7 @@ def test_a_cache_that_holds_just_so_many_sequences_holds_them(sequences):
     storage = replace(storage, kv_cache_bytes=int(kv_bytes) - 1)
     fewer = replace(task, cost=replace(cost, deployment=replace(task.deployment, storage=storage)))
     given = GivenPolicy(batch_size=sequences, gpu_ffn=True, resident_kv=0.0)
-    with pytest.raises(ConfigError, match=r"^kv_cache_gb: "):
+    with pytest.raises(ConfigError, match=r"^kv_cache_gb: in whole blocks "):
         search(replace(fewer, given=given))
 
 

@@ -16,7 +16,7 @@ from harness.machine.simulated import SimulatedMachine
 from strategies.moelens.config import Config
 from strategies.moelens.planner import plan_policy
 from strategies.moelens.prediction import predict
-from strategies.moelens.profiler import PipelineProfiler, line_through
+from strategies.moelens.profiler import PipelineProfiler, Profile, line_through
 from tests.conftest import ROOT
 from tests.contract.running import CAPACITIES_BYTES, engine_on, requests
 
@@ -82,6 +82,13 @@ def test_n_real_is_cut_to_what_the_device_holds_and_the_prediction_says_so(tiny)
     assert ("device memory" in prediction.model) == ("Eq. 13" in prediction.model)
 
 
+def test_buffers_hold_a_pass_that_exceeds_n_real_by_one_prompt(tiny):
+    on = engine(tiny)
+    longest = max(s.max_tokens for s in on.sequences)
+    assert plan_policy(settings(n_real=77), on).max_pass_tokens == 77 + longest
+    assert plan_policy(settings(n_real=10), on).max_pass_tokens == 40 + longest, "all 40 sequences may decode at once"
+
+
 def test_a_given_n_real_is_kept(tiny):
     policy = plan_policy(settings(n_real=77), engine(tiny))
     assert (policy.n_real, policy.n_real_measured) != (policy.n_real_measured, 77)
@@ -110,3 +117,11 @@ def test_a_line_is_recovered(slope, fixed_s, counts):
 def test_points_without_a_rising_line_go_through_the_origin():
     assert line_through([(100, 2.0)]) == (0.02, 0.0)
     assert line_through([(100, 3.0), (300, 1.0)]) == (0.01, 0.0)
+
+
+def test_a_gpu_that_is_never_saturated_has_no_rate_of_saturation():
+    """Its ops alone take longer than the transfer: tokens beside such a rate would be a negative share."""
+    slow = Profile(seconds_per_token=1e-3, fixed_s=0.3, layer_transfer_s=0.2, samples=())
+    assert slow.n_real < 0 and slow.gpu_tok_s(4) is None
+    fast = Profile(seconds_per_token=1e-3, fixed_s=0.1, layer_transfer_s=0.2, samples=())
+    assert fast.gpu_tok_s(4) == pytest.approx(100 / (4 * 0.2))

@@ -104,6 +104,21 @@ def test_without_limits_loads_differ_by_at_most_one_prompt(prompts, num_micro_ba
     assert sum(loads) == sum(prompts)
 
 
+def test_the_lightest_is_the_one_with_the_fewest_prompt_tokens():
+    """Whatever they will generate: 10 and 9 begin, 8 joins 9, and 7 joins 10 although that one caches the most."""
+    limits = BatchLimits(num_micro_batches=2, micro_batch_size=9, micro_batch_cache_tokens=999)
+    result = batch_requests(sequences((10, 100), (9, 1), (8, 1), (7, 1)), limits)
+    assert [[s.prompt_len for s in micro_batch] for micro_batch in result.micro_batches] == [[10, 7], [9, 8]]
+
+
+def test_a_padded_prompt_takes_the_room_of_the_longest():
+    """Of 25 tokens two padded prompts of 10 leave no room for a third, be it one of 5."""
+    limits = BatchLimits(num_micro_batches=3, micro_batch_size=9, micro_batch_cache_tokens=999, prompt_tokens=25)
+    result = batch_requests(sequences((10, 1), (5, 1), (5, 1)), limits, padded=True)
+    assert sum(len(micro_batch) for micro_batch in result.micro_batches) == 2
+    assert len(batch_requests(sequences((10, 1), (5, 1), (5, 1)), limits).aborted) == 0
+
+
 def test_a_batch_by_hand():
     """Longest first, each to the lightest; at two requests a micro-batch is complete. 9 8 7 6 5 4: {9} {8}, 7 joins 8,
     6 joins 9; then both are full, and 5 and 4 wait for the next batch."""

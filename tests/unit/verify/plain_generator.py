@@ -9,9 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from harness.model.checkpoint import Checkpoint, part_views
 from harness.verify.records import GeneratedSequence, Segment
+
+NUM_TOKENS = 24
 
 
 def same(*values):
@@ -88,3 +91,20 @@ class PlainGenerator:
             y = self.family.expert(self.spec, self.weights[from_layer, f"expert.{from_expert}"], normed[tokens])
             out.index_add_(0, tokens, (y * expert_weights[tokens, slot, None]).to(out.dtype))
         return out
+
+
+def generate(checkpoint, prompts, fault=None, num_tokens=NUM_TOKENS, preempt_after=()):
+    generator = PlainGenerator(checkpoint)
+    return [generator.generate(i, ids, num_tokens, fault, preempt_after) for i, ids in enumerate(prompts)]
+
+
+def edited(checkpoint, folder, change):
+    """A copy of a one-file checkpoint with its tensors changed."""
+    folder.mkdir()
+    for path in checkpoint.folder.iterdir():
+        if path.suffix == ".json":
+            (folder / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(checkpoint.folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return Checkpoint(folder)

@@ -1,27 +1,17 @@
 """Runs that are right pass, runs with a planted fault do not. Every run really computes with the family functions."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from plain_generator import Fault, PlainGenerator
-from safetensors.torch import load_file, save_file
+from plain_generator import NUM_TOKENS, Fault, PlainGenerator, edited, generate
 from transformers import AutoModelForCausalLM
 
-from harness.model.checkpoint import Checkpoint
-from harness.verify import reference
 from harness.verify.oracle import verify
 from harness.verify.records import Segment
 
-NUM_TOKENS = 24
 MODELS = ["tiny-float32", "tiny-bfloat16", "mini-like-bfloat16"]
-
-
-def generate(checkpoint, prompts, fault=None, num_tokens=NUM_TOKENS, preempt_after=()):
-    generator = PlainGenerator(checkpoint)
-    return [generator.generate(i, ids, num_tokens, fault, preempt_after) for i, ids in enumerate(prompts)]
 
 
 def hf_greedy(checkpoint, prompts):
@@ -52,7 +42,7 @@ def test_right_runs_pass(checkpoint_of, prompts_of, model, preempt_after):
     report = verify(checkpoint, sequences, eos=False)
     assert report.ok and report.first_mismatch is None and checkpoint.spec.dtype in report.mode
     assert (report.checked, report.tokens_checked, report.excused) == (4, 4 * NUM_TOKENS, 0)
-    assert report.worst_gap < 0.08 and report.worst_router_gap < 0.015, "half the tolerance is left"
+    assert report.worst_gap < 0.075 and report.worst_router_gap < 0.075, "half the tolerance is left"
 
 
 def stale_expert(layer, expert):
@@ -91,6 +81,28 @@ def test_planted_faults_are_caught(checkpoint_of, prompts_of, model, fault):
     assert report.first_mismatch.startswith("request ")
 
 
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("layer", "part", "norm"),
+    [(2, "attention_in", "input_norm"), (2, "attention_out", "post_norm"), (None, "head", "final_norm")],
+)
+def test_a_norm_without_its_weights_is_caught(checkpoint_of, prompts_of, model, layer, part, norm):
+    checkpoint = checkpoint_of(model)
+    generator = PlainGenerator(checkpoint)
+    generator.weights[layer, part][norm].fill_(1.0)
+    sequences = [generator.generate(i, ids, NUM_TOKENS) for i, ids in enumerate(prompts_of(checkpoint))]
+    assert not verify(checkpoint, sequences, eos=False).ok
+
+
+def test_another_epsilon_of_the_norms_is_caught(checkpoint_of, prompts_of):
+    checkpoint = checkpoint_of("tiny-float32")
+    for eps in (1e-5, 0.2):
+        generator = PlainGenerator(checkpoint)
+        generator.spec = replace(checkpoint.spec, norm_eps=eps)
+        sequences = [generator.generate(i, ids, NUM_TOKENS) for i, ids in enumerate(prompts_of(checkpoint))]
+        assert verify(checkpoint, sequences, eos=False).mismatched >= 2
+
+
 def test_one_wrong_token_is_caught_and_named(checkpoint_of, prompts_of):
     """Even though everything after it follows from it, as after a wrong sample."""
     checkpoint = checkpoint_of("tiny-float32")
@@ -115,18 +127,6 @@ def test_wrong_routes_are_caught_although_they_are_replayed(checkpoint_of, promp
     fault = Fault(routes=lambda layer, ids: torch.stack((ids[:, 0], (ids[:, 0] + 1) % 8), dim=1) if layer == 2 else ids)
     report = verify(checkpoint, generate(checkpoint, prompts_of(checkpoint), fault), eos=False)
     assert report.mismatched == 4 and "layer 2: chose experts" in report.first_mismatch
-
-
-def edited(checkpoint, folder, change):
-    """A copy of a one-file checkpoint with its tensors changed."""
-    folder.mkdir()
-    for path in checkpoint.folder.iterdir():
-        if path.suffix == ".json":
-            (folder / path.name).write_bytes(path.read_bytes())
-    tensors = load_file(checkpoint.folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return Checkpoint(folder)
 
 
 def test_ties_between_tokens_are_excused_and_counted(checkpoint_of, prompts_of, tmp_path):
@@ -194,17 +194,10 @@ def test_end_token(checkpoint_of, prompts_of, tmp_path, model):
     assert verify(checkpoint, [went_on], eos=False).ok
     stopped = replace(went_on, generated_ids=went_on.generated_ids[:end])
     assert verify(checkpoint, [stopped], eos=True).ok and verify(checkpoint, [stopped], eos=False).ok
-    report = verify(checkpoint, [went_on], eos=True)
-    assert report.first_mismatch == f"request 0, generated token {end}: went on after end token 1"
-
-
-def test_float32_weights_run_in_bfloat16_are_checked_with_rounded_weights(checkpoint_of, prompts_of):
-    folder = checkpoint_of("tiny-float32").folder
-    checkpoint = Checkpoint(folder, "bfloat16")
-    report = verify(checkpoint, generate(checkpoint, prompts_of(checkpoint)), eos=False)
-    assert report.ok and "bfloat16" in report.mode
-    parameter = next(reference.reference_for(checkpoint)._model.parameters())
-    assert torch.equal(parameter, parameter.bfloat16().float())
+    for length in (end + 1, NUM_TOKENS):
+        longer = replace(went_on, generated_ids=went_on.generated_ids[:length])
+        report = verify(checkpoint, [longer], eos=True)
+        assert report.first_mismatch == f"request 0, generated token {end}: went on after end token 1"
 
 
 def test_routing_of_the_wrong_shape_names_the_request(checkpoint_of, prompts_of):
@@ -236,44 +229,3 @@ def test_sequences_without_tokens_do_not_count_as_checked(checkpoint_of, prompts
     empty = replace(sequence, generated_ids=[])
     assert verify(checkpoint, [empty], eos=False).checked == 0
     assert verify(checkpoint, [], eos=True).ok
-
-
-def test_references_are_cached_on_disk_by_prompt_and_served_shortened(checkpoint_of, cache, monkeypatch):
-    checkpoint = checkpoint_of("tiny-float32", seed=11)
-    oracle = reference.reference_for(checkpoint)
-    long = oracle.generate([0, 50, 60], 12, eos=False)
-    monkeypatch.setattr(oracle, "_generate", lambda *args: pytest.fail("generated again"))
-    assert oracle.generate([0, 50, 60], 12, eos=False) == long
-    assert oracle.generate([0, 50, 60], 5, eos=False) == long[:5]
-    monkeypatch.undo()
-    longer = oracle.generate([0, 50, 60], 15, eos=False)
-    assert longer[:12] == long and len(longer) == 15
-
-    (file,) = (cache / "references" / checkpoint.version()).glob("*/*.json")
-    assert json.loads(file.read_text()) == {"prompt_ids": [0, 50, 60], "generated_ids": longer}
-    file.write_text("damaged")
-    assert oracle.generate([0, 50, 60], 15, eos=False) == longer
-    assert oracle.generate([0, 50, 61], 12, eos=False) != long
-
-
-def test_a_cache_that_cannot_be_written_costs_no_run(checkpoint_of, tmp_path, monkeypatch):
-    checkpoint = checkpoint_of("tiny-float32")
-    monkeypatch.setenv("MOE_HARNESS_CACHE", str(tmp_path))
-    (tmp_path / "references").write_text("in the way")
-    oracle = reference.Reference(checkpoint, checkpoint.version())
-    assert len(oracle.generate([5, 6, 7], 3, eos=False)) == 3
-
-
-def test_verification_is_quiet(checkpoint_of, prompts_of, capfd, recwarn):
-    checkpoint = checkpoint_of("tiny-float32", seed=12)  # not loaded by any other test
-    assert verify(checkpoint, generate(checkpoint, prompts_of(checkpoint)), eos=True).checked == 4
-    out, err = capfd.readouterr()
-    assert (out, err) == ("", "") and not recwarn.list
-
-
-def test_long_contexts_take_the_fused_attention(checkpoint_of, prompts_of, monkeypatch):
-    checkpoint = checkpoint_of("tiny-float32", seed=13)
-    sequences = generate(checkpoint, prompts_of(checkpoint))
-    monkeypatch.setattr(reference, "EAGER_ATTENTION_POSITIONS", 10)
-    assert verify(checkpoint, sequences, eos=False).ok
-    assert reference.reference_for(checkpoint)._model.config._attn_implementation == "sdpa"

@@ -16,8 +16,8 @@ Make = Callable[..., DatasetConfig]
 @pytest.mark.parametrize(
     ("overrides", "field", "message"),
     [
-        ({"name": " "}, "name", "must not be empty"),
-        ({"num_requests": 0}, "num_requests", "must be 1 or more, got 0"),
+        ({"name": " "}, "name", "must be a name"),
+        ({"num_requests": 0}, "num_requests", "must be 1 or more, and at most 1000000, got 0"),
         ({"max_new_tokens": 0}, "max_new_tokens", "must be 1 or more, got 0"),
         ({"max_new_tokens": "32"}, "max_new_tokens", "must be a valid integer, got '32'"),
         ({"path": "data.txt"}, "path", "must name a .jsonl, .json, .csv, .parquet file, got 'data.txt'"),

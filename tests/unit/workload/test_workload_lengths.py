@@ -35,6 +35,17 @@ def test_fit_has_the_published_mean(statistics: LengthStatistics) -> None:
     assert float(np.dot(lengths, probabilities)) == pytest.approx(statistics.mean, rel=1e-6)
 
 
+@pytest.mark.parametrize(("shortest", "sigma"), [(1, 1.0), (40, 0.5)])
+def test_lognormal_lengths_are_normal_in_the_logarithm_from_the_shortest_on(shortest: int, sigma: float) -> None:
+    """So the logarithm of the density of x = log(length - min + 1) is a parabola that opens by 1 / (2 sigma^2)."""
+    statistics = LengthStatistics(mean=200, max=900, min=shortest, shape="lognormal", sigma=sigma, source="none")
+    lengths, probabilities = fitted(statistics)
+    x, height = np.log(lengths - shortest + 1), np.log(probabilities)
+    parabola = np.polyfit(x, height, 2)
+    assert parabola[0] == pytest.approx(-1 / (2 * sigma**2), rel=1e-6)
+    assert np.polyval(parabola, x) == pytest.approx(height, abs=1e-6)
+
+
 @settings(max_examples=60)
 @given(all_statistics(), st.integers(0, 2**32))
 def test_each_block_of_draws_has_the_mean_within_one_stratum(statistics: LengthStatistics, seed: int) -> None:

@@ -8,11 +8,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from harness.config import parse
+from harness.config import ConfigError, parse
 from harness.workload import DatasetConfig, Workload, build_workload
 
 FOLDER = Path(__file__).parents[3] / "conf"
-NAMES = sorted(path.stem for path in (FOLDER / "dataset").glob("*.yaml") if not path.stem.startswith("_"))
+NAMES = sorted(path.stem for path in (FOLDER / "dataset").glob("*.yaml") if path.stem not in ("_base", "file"))
 
 
 class Published(NamedTuple):
@@ -109,8 +109,29 @@ def test_recipe_reads_the_published_layout(name: str, tokenizer: Any, tmp_path: 
     row, prompt = ROWS[name]
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row), encoding="utf-8")
-    config = composed(name, f"dataset.path={path}", "dataset.min_prompt_tokens=1", "dataset.num_requests=1")
-    assert build(config, tokenizer).requests[0].text == prompt
+    config = composed(name, f"dataset.path={path}", "dataset.num_requests=1")
+    request = build(config, tokenizer).requests[0]
+    assert (request.text, list(request.prompt_ids)) == (prompt, tokenizer(prompt)["input_ids"]), (
+        "neither padded nor cut"
+    )
+
+
+def test_prompts_are_padded_where_the_command_line_asks_for_it(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(ROWS["gsm8k"][0]), encoding="utf-8")
+    one = [f"dataset.path={path}", "dataset.num_requests=1"]
+    workload = build(composed("gsm8k", *one, "dataset.min_prompt_tokens=512"), tokenizer)
+    assert len(workload.requests[0].prompt_ids) == 512
+    assert workload.source.endswith("; 1 prompt repeated up to 512 tokens")
+
+
+def test_a_file_of_ones_own_needs_its_path_only(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "Write."}), encoding="utf-8")
+    workload = build(composed("file", f"dataset.path={path}"), tokenizer)
+    assert {request.text for request in workload.requests} == {"Write."} and len(workload.requests) == 16
+    with pytest.raises(ConfigError, match="dataset.path: must name a .jsonl"):
+        composed("file", "dataset.path=null")
 
 
 def test_summarization_puts_examples_in_front(tokenizer: Any, tmp_path: Path) -> None:

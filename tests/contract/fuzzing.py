@@ -1,0 +1,93 @@
+"""Random runs on the shuffled machine, each as the command line that repeats it."""
+
+from __future__ import annotations
+
+import random
+import shlex
+from pathlib import Path
+from typing import Any
+
+from harness.config import ConfigError
+from harness.experiment import RunFailed, run_experiment
+from tests.composing import composed
+
+MICRO_BATCHED = ("moelightning", "fastdecode", "flexgen_c", "flexgen")
+STRATEGIES = (*MICRO_BATCHED, *MICRO_BATCHED, "moelens", "ondemand", "deepspeed_zero")
+QUIET = ("wandb.mode=disabled", "progress=false")
+
+
+def command(overrides: list[str]) -> str:
+    return f"python run.py {shlex.join(overrides)}"
+
+
+def run(overrides: list[str], results_dir: Path) -> str:
+    """ "ok", "refused" where the settings are told to be impossible, or what went wrong."""
+    try:
+        summary, _ = run_experiment(composed(*overrides, *QUIET, f"results_dir={results_dir}"))
+    except ConfigError:
+        return "refused"
+    except RunFailed as failed:
+        told = str(failed)
+        return "refused" if told.startswith(("MemoryCapacityError", "every request was rejected")) else told
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "ok" if summary["verify"]["checked"] else "nothing was verified"
+
+
+def draw(rng: random.Random, kv_bytes_per_token: int) -> list[str]:
+    """Every setting that decides which ops there are, how they are cut, and who waits for whom."""
+    strategy, longest, new_tokens = rng.choice(STRATEGIES), rng.choice((1, 8, 20, 40)), rng.choice((1, 2, 5, 9))
+    num_gpus = 1 if strategy == "moelens" else rng.choice((1, 2, 2, 4))
+    own = settings_of(strategy, rng, num_gpus)
+    block_tokens = rng.choice((4, 16))
+    batches = num_gpus if own.get("parallelism") == "pipeline" else 1
+    num_sequences = own.get("policy.batch_size", 1) * batches * rng.choice((1, 1, 2, 8))
+    num_blocks = -(-(longest + new_tokens) // block_tokens) * num_sequences + rng.randrange(3)
+    values: dict[str, Any] = {
+        "strategy": strategy,
+        "machine": "shuffled",
+        "machine.seed": rng.randrange(1000),
+        "machine.poison": rng.random() < 0.5,
+        "model": "mixtral-tiny",
+        "dataset": "gsm8k",
+        "dataset.min_prompt_tokens": 1,
+        "dataset.max_prompt_tokens": longest,
+        "dataset.lengths.mean": max(1, longest // 2),
+        "dataset.lengths.shape": "max_entropy" if longest > 1 else "constant",
+        "dataset.on_too_long": "truncate",
+        "dataset.num_requests": rng.choice((1, 3, 7, 12)),
+        "dataset.max_new_tokens": new_tokens,
+        "kv_block_tokens": block_tokens,
+        "kv_cache_gb": f"{(num_blocks * block_tokens * kv_bytes_per_token + 1) * 1e-9:.9f}",
+        "hardware.num_gpus": num_gpus,
+        "hardware.device_memory_gb": rng.choice((0.0025, 0.004, 0.02)),
+        "strategy.packet_mb": rng.choice((0.002, 0.01, 0.05, 1)),
+        "verify": "all",
+    }
+    values |= {f"strategy.{name}": value for name, value in own.items()}
+    return [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in values.items()]
+
+
+def settings_of(strategy: str, rng: random.Random, num_gpus: int) -> dict[str, Any]:
+    """Settings of the strategy's own."""
+    yes_no = (True, False)
+    if strategy == "moelens":
+        given = {"overlap_prefill_decode": yes_no, "pipeline": ("vslpipe", "sequential"), "attention": ("cpu", "gpu")}
+        given |= {"n_real": (20, 60, 200), "gpu_kv_staging_mb": (0.04, 8)}
+    elif strategy == "ondemand":
+        given = {"prefetch": yes_no, "max_pass_tokens": (64, "null")}
+    elif strategy == "deepspeed_zero":
+        given = {"prefetch": yes_no, "batch_size": (1, 2, 3, "null")}
+    else:
+        size = rng.choice((1, 1, 2, 3, 6, 12))
+        given = {"extended_model": (False,), "staging": yes_no, "padding": (False, False, True)}
+        given |= {
+            "policy.batch_size": (size,),
+            "policy.micro_batch_size": (1, min(2, size), size),
+            "policy.gpu_ffn": yes_no if num_gpus == 1 else (True,),
+            "policy.resident_weights": (0.0, 0.0, 0.4, 1.0),
+            "policy.resident_kv": (0.0, 0.0, 0.5, 1.0) if num_gpus == 1 else (0.0,),
+        }
+        given |= {"paging": yes_no, "policy.gpu_attention": yes_no} if strategy == "moelightning" else {}
+        given |= {"parallelism": ("pipeline", "tensor")} if strategy == "flexgen" else {}
+    return {name: rng.choice(choices) for name, choices in given.items()}

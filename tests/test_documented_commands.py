@@ -1,0 +1,184 @@
+"""Every `python ...` that a page shows is run, in a small form; what takes minutes or a GPU is parsed and composed.
+
+A command is found wherever it stands, in a block or in a sentence, so a new one is run without being listed anywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import runpy
+import shlex
+import shutil
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from harness.commands import CommandParser
+from harness.model.zoo import ensure
+from harness.settings import load_strategy, parse_settings
+from paper_figures import reports
+from tests.composing import composed
+from tests.conftest import ROOT, tiny_config
+from tests.test_docs import PAGES
+
+COMMAND = re.compile(r"\bpython (?=run\.py|-m |\S+\.py)[^\n`#;&|]*")
+
+STAND_INS = {  # what a page leaves open -> what lies in the `workplace`, or a name that there is
+    "/models/Mixtral-8x7B-Instruct-v0.1": "checkpoint",
+    "model.path=FOLDER": "model.path=checkpoint",
+    "RUN_FOLDER ...": "results/runs/recorded results/runs/recorded",
+    "results/runs/<run>": "results/runs/recorded",
+    "results/compare": "results",
+    "FILE.csv OUT.jsonl": "choices.csv OUT.jsonl",
+    "paper_figures.moelightning NAME": "paper_figures.moelightning table4",
+    "--strategies NAME,NAME": "--strategies moelens,moelightning",
+}
+NOT_RUN = {  # the command begins so -> why it is only parsed
+    "python -m pytest": "it runs these tests",
+    "python run.py strategy=layerwise": "tests/test_readme.py runs that strategy",
+    "python run.py machine=cuda": "it needs a GPU",
+    "python run.py machine=simulated hardware=local": "it needs a calibration of this computer",
+    "python run.py dataset=gsm8k dataset.use_hub=true": "it needs the network",
+    "python -m harness.hardware.calibrate": "it measures for a minute or two",
+    "python -m harness.validate": "it runs for half an hour",
+    "python -m paper_figures.moelens.simulate": "it simulates for minutes",
+    "python -m paper_figures.moelens table1": "it simulates for minutes",
+    **{
+        f"python -m paper_figures.moelightning {name}": "it simulates for minutes"
+        for name in ("table4", "systems", "hrm_accuracy", "fig6", "fig10", "several_gpus")
+    },
+    "python benchmarks/": "it measures for minutes",
+}
+SMALL = ("dataset.num_requests=3", "dataset.max_new_tokens=3", "verify=off", "wandb.mode=disabled", "progress=false")
+NEEDS_MATPLOTLIB = ("timelines", "moelens", "moelightning")  # of paper_figures, where they draw
+
+
+def commands(text: str) -> list[str]:
+    """What the text shows, joined where a line goes on in the next."""
+    return [" ".join(found.split()) for found in COMMAND.findall(text.replace("\\\n", " "))]
+
+
+SHOWN = list(dict.fromkeys(command for page in PAGES for command in commands(page.read_text(encoding="utf-8"))))
+
+
+def small(command: str) -> tuple[str, str | None]:
+    """The command with nothing left open, and why it is only parsed."""
+    for shown, stand_in in STAND_INS.items():
+        command = command.replace(shown, stand_in)
+    prefix = next((prefix for prefix in NOT_RUN if re.match(rf"{re.escape(prefix)}(?![.\w])", command)), None)
+    if command.startswith("python benchmarks/"):
+        prefix = "python benchmarks/"
+    return command, prefix and NOT_RUN[prefix]
+
+
+def arguments_of(command: str) -> list[str]:
+    words = shlex.split(command)[1:]
+    assert not [word for word in words if "<" in word or "..." in word], f"{command}: STAND_INS says nothing of it"
+    return words
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Path:
+    """A folder with all that the pages take for granted."""
+    folder = tmp_path_factory.mktemp("workplace")
+    (folder / "question.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["Why?", "Why not?"]}) + "\n")
+    (folder / "prompts.jsonl").write_text(json.dumps({"instruction": "Count to three."}) + "\n")
+    choices = [f"{layer},{expert}" for layer in range(2) for expert in range(6)]
+    (folder / "choices.csv").write_text("\n".join(["layer,expert", *choices]))
+    shutil.copytree(ensure(tiny_config()), folder / "checkpoint")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert run_script(patch, ["run.py", "record_routing=true", "model=mixtral-tiny", *SMALL]) == 0
+    (run,) = (folder / "results" / "runs").iterdir()
+    run.rename(run.parent / "recorded")
+    return folder
+
+
+def run_script(patch: pytest.MonkeyPatch, words: list[str]) -> object:
+    """Exit code of a script of the repository, in this process."""
+    patch.setattr(sys, "argv", [str(ROOT / words[0]), *words[1:]])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    return ended.value.code or 0
+
+
+def run_module(words: list[str]) -> object:
+    """Exit code of `python -m`, in this process."""
+    spec = find_spec(words[0])
+    assert spec is not None, f"there is no module {words[0]}"
+    name = f"{words[0]}.__main__" if spec.submodule_search_locations else words[0]
+    return import_module(name).main(words[1:])
+
+
+def size_of(words: list[str]) -> list[str]:
+    """What makes a command small; later words come before earlier ones."""
+    match words[:2]:
+        case ["run.py", *_]:
+            chosen = any(word.startswith("model=") for word in words)
+            return [*SMALL, *(() if chosen else ("model=mixtral-tiny",))]
+        case ["-m", "harness.plan"]:
+            return ["dataset.num_requests=20", "--max-simulated-ops", "1"]
+        case ["-m", str(module)] if module.startswith("paper_figures") and not module.endswith("table2"):
+            return ["--out", "picture.png" if module.endswith("timelines") else "figures"]
+    return []
+
+
+def marked(command: str) -> object:
+    words = command.split()
+    draws = words[2].rpartition(".")[2] in NEEDS_MATPLOTLIB and small(command)[1] is None if len(words) > 2 else False
+    return pytest.param(command, marks=[pytest.mark.needs("matplotlib", extra="figures")] if draws else [])
+
+
+@pytest.mark.parametrize("command", [marked(command) for command in SHOWN if small(command)[1] is None], ids=str)
+def test_it_runs(command, workplace, monkeypatch, capsys):
+    monkeypatch.chdir(workplace)
+    words = arguments_of(small(command)[0])
+    words += size_of(words)
+    assert (run_module(words[1:]) if words[0] == "-m" else run_script(monkeypatch, words)) == 0, capsys.readouterr().err
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [command for command in SHOWN if small(command)[1] is not None])
+def test_it_is_valid(command, workplace, monkeypatch):
+    """The script or module exists and takes these arguments; overrides make a configuration."""
+    monkeypatch.chdir(workplace)
+    words = arguments_of(small(command)[0])
+    if words[0] == "run.py":
+        if "strategy=layerwise" not in words:
+            load_strategy(parse_settings(composed(*words[1:])).strategy)
+    elif words[0] == "-m" and words[1] != "pytest":
+        monkeypatch.setattr(reports, "run", lambda *report: None)  # names of reports are checked before
+        if words[1] not in ("paper_figures.moelens", "paper_figures.moelightning"):
+            monkeypatch.setattr(CommandParser, "run", parsed)
+        assert run_module(words[1:]) == 0
+    elif words[0] != "-m" and "argparse" in (ROOT / words[0]).read_text(encoding="utf-8"):
+        monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+        assert run_script(monkeypatch, words) == 0
+    else:
+        assert words[1:] == [] or words[1] == "pytest"
+
+
+def parsed(parser: argparse.ArgumentParser, *given: object) -> int:
+    """Instead of what a command does."""
+    arguments = next((each for each in given if isinstance(each, list)), sys.argv[1:])
+    namespace, unknown = argparse.ArgumentParser.parse_known_args(parser, arguments)
+    assert not unknown, f"{parser.prog} knows no {' '.join(unknown)}"
+    if not isinstance(parser, CommandParser):
+        raise SystemExit(0)
+    if getattr(namespace, "overrides", None):
+        parse_settings(composed(*namespace.overrides))
+    return 0
+
+
+def test_no_command_escapes():
+    """The pattern finds one wherever it stands; each reason and each stand-in is of use."""
+    text = "`python run.py a=1` x\n    python -m m.n b \\\n        c  # why\n    E=1 timeout 9 python d/e.py --f && g"
+    assert commands(text) == ["python run.py a=1", "python -m m.n b c", "python d/e.py --f"]
+    assert not [stand_in for stand_in in STAND_INS if not any(stand_in in command for command in SHOWN)]
+    whole = [small(command)[0] for command in SHOWN]
+    assert not [prefix for prefix in NOT_RUN if not any(command.startswith(prefix) for command in whole)]

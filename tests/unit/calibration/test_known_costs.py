@@ -1,0 +1,110 @@
+"""Calibration of a machine whose costs are known exactly: what it finds must be those. The clock is virtual, so that no
+core has to be quiet."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from harness.calibration import host_times, op_costs, together, undisturbed
+from harness.calibration.measure import measure_all
+from harness.calibration.table import ALONE, BESIDE_GPU, LINKS, CalibrationTable
+from harness.engine.sequences import Sequence
+from harness.machine.base import D2H, GPU, H2D, LaneKind, Work
+from harness.machine.contention import MeasuredTogether
+from harness.machine.simulated import SimulatedMachine
+from harness.machine.simulation import World
+from harness.routing.kinds.uniform import UniformRouting
+from tests.contract.running import CAPACITIES_BYTES, engine_on
+from tests.unit.record.recorded import span
+
+LINK_BYTES_S = {LaneKind.H2D: 2e8, LaneKind.D2H: 5e7, LaneKind.PIN: 1e9}
+FIXED_S = {LaneKind.GPU: 4e-3, LaneKind.CPU: 3e-3, LaneKind.H2D: 7e-4, LaneKind.D2H: 5e-4, LaneKind.PIN: 9e-4}
+SUBMIT_S, WAKE_S, HANDOVER_S = 3e-5, 2e-4, 1e-4
+PASS_S, LAY_OUT_S, ACCEPT_S = 2e-3, 3e-5, 1e-6  # of the strategy's thread: a pass, and each sequence in it
+SLOWDOWNS = {
+    "cpu+gpu": {"cpu": 1.5, "gpu": 1.2},
+    "gpu+h2d": {"gpu": 1.1, "h2d": 1.4},
+    "cpu+d2h": {"cpu": 1.3, "d2h": 2.0},
+    "cpu+gpu+h2d": {"cpu": 1.6, "gpu": 1.3, "h2d": 1.8},
+}
+
+
+def own_s(kind: LaneKind, features: tuple[float, ...]) -> float:
+    """An op's time beyond that of the link."""
+    return FIXED_S[kind] + sum(1e-6 * (number + 1) * feature for number, feature in enumerate(features))
+
+
+class KnownCosts:
+    def seconds(self, lane, op, work) -> float:
+        return own_s(lane.kind, op.cost_features()) + work.link_bytes / LINK_BYTES_S.get(lane.kind, float("inf"))
+
+
+@pytest.fixture(scope="module")
+def found(tiny) -> CalibrationTable:
+    machine = SimulatedMachine(
+        capacities_bytes=CAPACITIES_BYTES, costs=KnownCosts(), contention=MeasuredTogether.of_slowdowns(SLOWDOWNS)
+    )
+    machine._lanes.host_times(SUBMIT_S, WAKE_S, HANDOVER_S)
+    machine.world = World(UniformRouting(tiny.spec.num_experts, tiny.spec.experts_per_token, seed=0), 8)
+    spent = [0.0]  # by the strategy's thread, outside the machine
+
+    def spend(seconds: float, result=None):
+        spent[0] += seconds
+        return result
+
+    virtual = SimpleNamespace(monotonic=machine.now, sleep=machine._lanes.spend, perf_counter=lambda: spent[0])
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (host_times, op_costs, together):
+            patch.setattr(module, "time", virtual)
+        patch.setattr(undisturbed, "read_cpu_times", lambda: None)
+        real, accept = host_times.assemble, Sequence.accept
+        for_pass = lambda *given: spend(PASS_S + LAY_OUT_S * len(given[2]))  # noqa: E731
+        patch.setattr(host_times, "assemble", lambda *given: for_pass(*given) if not given[1] else real(*given))
+        patch.setattr(Sequence, "accept", lambda *given: spend(ACCEPT_S, accept(*given)))
+        engine = engine_on(machine, tiny, [], kv_blocks=800, block_size=16)
+        return measure_all(
+            engine, link_bytes_s=LINK_BYTES_S, packet_bytes=30_000, ram_bytes=20_000_000, meta={}, repeats=1
+        )
+
+
+def test_an_op_alone_costs_what_it_costs_beyond_the_links_time(found):
+    kinds = set()
+    for key, points in found.samples[ALONE].items():
+        kind = LaneKind(key.split(":")[0])
+        kinds.add(kind)
+        for features, seconds in points:
+            assert seconds == pytest.approx(own_s(kind, features), rel=1e-6), (key, features)
+    assert kinds == set(LaneKind) and set(LINKS) < kinds
+
+
+def test_company_costs_at_most_the_whole_slow_down(found):
+    for key, points in found.samples[BESIDE_GPU].items():
+        if key.startswith("cpu"):
+            for features, seconds in points:
+                assert 1 <= seconds / own_s(LaneKind.CPU, features) <= 1.5 + 1e-9
+
+
+def test_slow_downs_are_those_of_the_machine(found):
+    for group, factors in SLOWDOWNS.items():
+        assert found.together[group] == pytest.approx(factors, rel=0.02), group
+    assert found.together["h2d+pin"] == pytest.approx({"h2d": 1.0, "pin": 1.0}, rel=0.02)
+
+
+def test_host_times_are_those_of_the_machine(found):
+    assert found.host.submit_s == pytest.approx(SUBMIT_S, rel=1e-6)
+    assert found.host.wake_s == pytest.approx(WAKE_S, rel=1e-6)
+    assert found.host.handover_s == pytest.approx(HANDOVER_S, rel=0.05)  # some ops are submitted late
+    assert found.host.pass_s == pytest.approx(PASS_S, rel=1e-3)
+    assert found.host.sequence_s == pytest.approx(LAY_OUT_S + 2 * ACCEPT_S, rel=1e-3)
+
+
+def test_packets_of_different_sizes_count_by_the_byte_on_links_alone():
+    spans = [span(lane, 0, s, kind, work=Work(link_bytes=nbytes)) for lane, kind in ((H2D, "weights"), (GPU, "experts"))
+             for s, nbytes in ((1, 10), (2, 40), (9, 90))]  # fmt: skip
+    spans += [span(D2H, 0, 5, "offload qkv", work=Work(link_bytes=1)), span(H2D, 0, 50, "weights")]
+    measured = together.Together.__new__(together.Together)
+    measured._engine = SimpleNamespace(machine=SimpleNamespace(spans=spans))
+    assert measured._median_s(H2D, end_s=9.0) == pytest.approx(0.1)
+    assert measured._median_s(GPU, end_s=9.0) == 2

@@ -1,0 +1,197 @@
+"""Every op's work against a count by hand from the shapes: what the simulator, pacing and planners go by."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import harness.engine.ops
+from harness.calibration.probes import CpuExpert
+from harness.engine.activations import Activations
+from harness.engine.batch import assemble
+from harness.engine.ops import collective, compute, data, host, host_experts, paged, warm_up
+from harness.engine.sequences import State
+from harness.machine.base import LaneKind, Op, Work
+from harness.machine.costs import LaneCost, Roofline
+from harness.machine.simulated import SimulatedMachine
+from harness.memory import ops as memory_ops
+from harness.memory.kv_cache import BlockAllocator, KVCache
+from harness.memory.weights import WeightStore
+from harness.model.planned import PlannedModel
+from harness.model.spec import ModelSpec
+from tests.unit.engine.fakes import SPEC as FAKE
+from tests.unit.engine.fakes import sequences
+
+# No two dimensions alike: hidden 80, queries 6 x 16 = 96, keys 2 x 16 = 32, experts 112, bfloat16.
+SPEC: ModelSpec = replace(FAKE, hidden_dim=80, num_heads=6, expert_dim=112, vocab_size=400, dtype="bfloat16")
+PROMPTS, CONTEXTS = (30, 50), (17, 33, 64)
+N, PREFILL, DECODE, SEEN = 83, 80, 3, 114  # rows: all, of prompts, decoding; tokens in the contexts
+KV = 2 * 32 * 2  # bytes of a token's keys and values in a layer
+EXPERT = 3 * 80 * 112  # weights
+BLOCKS = 3 + 5 + 8  # of 8 tokens for the contexts
+ROUTED = np.array([0, 100, 20, 0, 16, 10, 9, 11])  # of 83 tokens with two experts each
+
+free = Roofline(lanes={kind: LaneCost() for kind in LaneKind})
+machine = SimulatedMachine(
+    capacities_bytes={"device": 10**9, "device1": 10**9, "pinned": 10**9, "host": 10**9}, costs=free, host_bytes_s=1e9
+)
+store = WeightStore(machine, PlannedModel(SPEC), tier="pinned")
+cache = KVCache(machine, SPEC, capacity_bytes=10**7, block_size=8)
+on_device_cache = KVCache(machine, SPEC, capacity_bytes=10**7, block_size=8, tier="device")
+acts = Activations(machine, SPEC, max_tokens=N, name="a", host_experts=True, device_blocks=100)
+other = Activations(machine, SPEC, max_tokens=N, name="b", rank=1)
+buffer = machine.tiers["pinned"].reserve("page", 5000)
+parts = store.layers[0]
+
+
+def batch_on(*, device: bool):
+    allocator = BlockAllocator(100, 8, on_device=device)
+    work = sequences(*((prompt, 5) for prompt in PROMPTS), *((context - 1, 5) for context in CONTEXTS))
+    for sequence in work[2:]:
+        sequence.state, sequence.generated, sequence.num_cached = State.DECODING, [7], sequence.prompt_len
+    for sequence in work:
+        allocator.grow(sequence, sequence.num_tokens)
+        sequence.kv_on_device = device
+    return assemble(0, work[:2], work[2:], allocator)
+
+
+here, there = batch_on(device=False), batch_on(device=True)
+own, experts = (None, SPEC, here, acts), tuple(parts[f"expert.{e}"] for e in range(8))
+
+
+def moved(nbytes: float) -> Work:
+    """Over the link, out of one memory and into the other."""
+    return Work(device_bytes=nbytes, host_bytes=nbytes, link_bytes=nbytes)
+
+
+def pairs(length: int) -> int:
+    """Each token sees itself and those before it."""
+    return sum(position + 1 for position in range(length))
+
+
+CASES: list[tuple[Op, Work]] = [
+    (compute.Embed(*own, store.embedding), Work(device_bytes=2 * N * 80 * 2)),
+    (
+        compute.AttentionIn(*own, parts["attention_in"], 0),
+        Work(flops=2 * N * 80 * (96 + 32 + 32), device_bytes=2 * (80 + 80 * 160) + N * (80 + 160) * 2),
+    ),
+    (
+        compute.PrefillAttention(*own, 0),
+        Work(flops=sum(map(pairs, PROMPTS)) * 2 * 2 * 96, device_bytes=PREFILL * (96 + 32 + 32 + 96) * 2),
+    ),
+    (
+        compute.AttentionOut(*own, parts["attention_out"], 0),
+        Work(
+            flops=2 * N * (96 * 80 + 80 * 8),
+            device_bytes=2 * (96 * 80 + 80 * 8 + 80) + N * (96 + 80 + 80 + 80) * 2,
+        ),
+    ),
+    (
+        compute.Experts(*own, experts, tuple(range(8)), 0, ROUTED),
+        Work(flops=2 * 166 * EXPERT, device_bytes=6 * EXPERT * 2 + 166 * (80 + 3 * 112 + 80) * 2),
+    ),
+    (
+        compute.Experts(*own, experts[1:3], (1, 2), 0, ROUTED),
+        Work(flops=2 * 120 * EXPERT, device_bytes=2 * EXPERT * 2 + 120 * (80 + 3 * 112 + 80) * 2),
+    ),
+    (
+        compute.Experts(*own, experts[:4], (0, 1, 2, 3), 0),
+        Work(flops=2 * N * EXPERT, device_bytes=4 * EXPERT * 2 + N * (80 + 3 * 112 + 80) * 2),
+    ),
+    (
+        host_experts.ExpertOnHost(*own, experts[2], 2, 0, ROUTED, first=True),
+        Work(flops=2 * 20 * EXPERT, host_bytes=EXPERT * 2 + 20 * (80 + 3 * 112 + 80) * 2),
+    ),
+    (compute.Combine(*own, 0, (acts.moe_out,)), Work(device_bytes=N * 80 * (2 + 4 + 2))),
+    (compute.Head(*own, store.head), Work(flops=2 * 5 * 80 * 400, device_bytes=2 * (80 * 400 + 80))),
+    (
+        compute.DecodeAttentionDevice(*own, 0, range(1, 3), acts.moe_out),
+        Work(flops=(33 + 64) * 2 * 2 * 96, device_bytes=(33 + 64) * KV),
+    ),
+    (host.AppendKv(SPEC, here, acts, 0, cache), Work(host_bytes=2 * N * KV)),
+    (host.DecodeAttention(SPEC, here, acts, 0, cache), Work(flops=SEEN * 2 * 2 * 96, host_bytes=SEEN * KV)),
+    (paged.AppendKvOnDevice(SPEC, there, acts, 0, on_device_cache), Work(device_bytes=2 * N * KV)),
+    (
+        paged.DecodeAttentionPaged(None, SPEC, there, acts, 0, on_device_cache),
+        Work(flops=SEEN * 2 * 2 * 96, device_bytes=SEEN * KV),
+    ),
+    (data.UploadTokens(SPEC, there, acts), Work(link_bytes=4 * N * 8 + BLOCKS * 4)),
+    (data.UploadTokens(SPEC, here, acts), Work(link_bytes=4 * N * 8)),
+    (data.OffloadQkv(SPEC, here, acts, 0), moved(N * KV + DECODE * 96 * 2)),
+    (data.OffloadQkv(SPEC, here, acts, 0, queries=False), moved(N * KV)),
+    (data.LoadAttention(SPEC, here, acts, 0), moved(DECODE * 96 * 2)),
+    (data.LoadKv(SPEC, here, acts, 0, cache, range(3), acts.moe_out), moved(SEEN * KV)),
+    (data.LoadKv(SPEC, here, acts, 0, cache, range(2), acts.moe_out), moved((17 + 33) * KV)),
+    (data.OffloadHidden(SPEC, here, acts, 0, buffer), moved(N * 80 * 2)),
+    (data.LoadHidden(SPEC, here, acts, 0, buffer), moved(N * 80 * 2)),
+    (data.FetchSampled(SPEC, here, acts), Work(link_bytes=5 * 8)),
+    (data.FetchRouting(SPEC, here, acts, 0), Work(link_bytes=N * 2 * 8)),
+    (data.FetchRoute(SPEC, here, acts, 0), Work(link_bytes=N * 2 * (8 + 4))),
+    (host_experts.OffloadExpertInput(SPEC, here, acts, 0), moved(N * (80 * 2 + 2 * (8 + 4)))),
+    (host_experts.LoadExpertSums(SPEC, here, acts, 0), moved(N * 80 * 4)),
+    (
+        collective.OutputProjection(*own, parts["attention_out"], 0),
+        Work(flops=2 * N * 96 * 80, device_bytes=2 * 96 * 80 + N * (96 * 2 + 80 * 4)),
+    ),
+    (
+        collective.AfterAttention(*own, parts["attention_out"], 0),
+        Work(flops=2 * N * 80 * 8, device_bytes=2 * 80 * 8 + N * 80 * (4 * 2 + 4)),
+    ),
+    (collective.SendHidden(SPEC, here, acts, 0, other), Work(device_bytes=N * 80 * 2, link_bytes=N * 80 * 2)),
+    (  # of two GPUs each sends one half of its partial sums and one half of the results
+        collective.AllReduce(SPEC, here, acts, 0, partials=(acts, other), to="normed"),
+        Work(device_bytes=N * 80 * (4 + 2 + 2 * 2), link_bytes=N * 80 * 2),
+    ),
+    (
+        collective.AllReduce(SPEC, here, acts, 0, partials=(acts, other), to="hidden"),
+        Work(device_bytes=N * 80 * (4 + 2 + 2 + 2 * 2), link_bytes=N * 80 * 2),
+    ),
+    (memory_ops.CopyWeights(experts[0], buffer, layer=0, packet_bytes=1000), moved(2 * EXPERT)),
+    (memory_ops.CopyShare(experts[0], buffer, share=range(100, 350), layer=0, packet_bytes=100), moved(250)),
+    (memory_ops.CopyPage(buffer, acts.hidden, nbytes=4321, layer=0, packet_bytes=1000), moved(4321)),
+    (
+        memory_ops.StagePage(buffer, acts.hidden, nbytes=4321, layer=0, packet_bytes=1000),
+        Work(host_bytes=2 * 4321, link_bytes=4321),
+    ),
+    (
+        memory_ops.AllGather((buffer, acts.hidden), 1, nbytes=4096, layer=0),
+        Work(device_bytes=2 * 2048, link_bytes=2048),
+    ),
+    (
+        CpuExpert(None, SPEC, experts[0], buffer, 12),
+        Work(flops=2 * 12 * EXPERT, host_bytes=2 * EXPERT + 12 * 2 * 80 * 2),
+    ),
+]
+
+
+@pytest.mark.parametrize(("op", "expected"), CASES, ids=[type(op).__name__ for op, _ in CASES])
+def test_work_is_what_the_shapes_say(op, expected):
+    """Within 3 %: attention counts half a token less than each token and those before it, a part its norms or not."""
+    assert op.work() == pytest.approx(expected, rel=0.03)
+
+
+def test_no_op_was_forgotten():
+    found = [each for module in (memory_ops, *_modules(harness.engine.ops)) for each in vars(module).values()]
+    ops = {each for each in found if isinstance(each, type) and issubclass(each, Op) and each.kind != Op.kind}
+    run_before_anything_is_timed = {memory_ops.Poison, memory_ops.PoisonBlocks, memory_ops.ReadPart, warm_up.WarmUp}
+    forgotten = ops - run_before_anything_is_timed - {type(op) for op, _ in CASES}
+    assert not forgotten, "count their work by hand in CASES"
+
+
+def _modules(package):
+    return [
+        importlib.import_module(f"{package.__name__}.{each.name}") for each in pkgutil.iter_modules(package.__path__)
+    ]
+
+
+@pytest.mark.parametrize(("length", "window"), [(40, 100), (40, 40), (300, 100), (1000, 64)])
+def test_a_sliding_window_leaves_each_token_what_lies_within(length, window):
+    spec = replace(SPEC, sliding_window=window)
+    one = replace(here, prefill_lens=(length,))
+    exact = sum(min(position + 1, window) for position in range(length))
+    op = compute.PrefillAttention(None, spec, one, acts, 0)
+    assert op.work().flops == pytest.approx(exact * 4 * 96, rel=0.03)

@@ -1,0 +1,76 @@
+"""Planners that fill the device: what the pipeline behind them then takes fits, and hardly anything is left."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from harness.config import ConfigError
+from harness.engine.activations import device_bytes_per_token
+from harness.engine.engine import Engine
+from harness.engine.limits import SLACK_BYTES
+from harness.settings import load_strategy
+from tests.composing import composed
+from tests.unit.strategies.test_offload_planner import engine
+
+CROWD = [400] * 100  # more tokens than any of these devices holds activations of
+
+
+def filled(name: str, on: Engine, **changes) -> None:
+    """Build the strategy, whose planner is the only one to know how much room there is."""
+    module, config = load_strategy({**composed(f"strategy={name}")["strategy"], **changes})
+    module.build(config, on)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "num_batches"),
+    [
+        ("moelens", {"n_real": 100_000}, 2),
+        ("moelens", {"n_real": 100_000, "attention": "gpu", "gpu_kv_staging_mb": 900.0}, 2),
+        ("ondemand", {"max_pass_tokens": 100_000}, 1),
+        ("ondemand", {"max_pass_tokens": 100_000, "prefetch": True}, 1),
+    ],
+)
+def test_activations_take_what_layers_and_staging_leave_of_the_device(name, changes, num_batches):
+    on = engine(CROWD, tier="pinned")
+    filled(name, on, **changes)
+    token_bytes = num_batches * device_bytes_per_token(on.spec)
+    assert on.machine.tiers["device"].free_bytes < SLACK_BYTES + token_bytes
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_batch_of_deepspeed_takes_what_layers_leave_of_the_device(prefetch):
+    """Each sequence as long as the longest: activations of its prompt and whole blocks for its context."""
+    on = engine([200, *CROWD], tier="pinned", new=33)
+    filled("deepspeed_zero", on, prefetch=prefetch)
+    sequence_bytes = 400 * device_bytes_per_token(on.spec) + 27 * (16 * on.spec.kv_bytes_per_token + 4)
+    assert 0 <= on.machine.tiers["device"].free_bytes - SLACK_BYTES < sequence_bytes
+
+
+def test_pinned_memory_that_is_missing_is_not_told_as_the_devices():
+    on = engine(CROWD, tier="pinned")
+    pinned = on.machine.tiers["pinned"]
+    pinned.reserve("others", pinned.free_bytes - 1_000_000)
+    with pytest.raises(ConfigError, match=r"^hardware.pinned_memory_gb: .* room for 24 tokens .*, 431 are needed"):
+        filled("moelens", on)
+
+
+def test_where_no_request_of_deepspeed_fits_every_holder_is_named():
+    """The sizes in brackets add up to what is needed."""
+    on = engine([50], tier="pinned")
+    device = on.machine.tiers["device"]
+    device.reserve("others", device.free_bytes - on.store.layer_bytes)
+    with pytest.raises(ConfigError, match=r"^hardware.device_memory_gb: .* is too small: ") as refused:
+        filled("deepspeed_zero", on)
+    needed, named = re.findall(r"small: ([0-9.]+) GB are needed \((.*)\)$", refused.value.message)[0]
+    units = {"KB": 1e-6, "MB": 1e-3, "GB": 1.0}
+    sizes = [float(size) * units[unit] for size, unit in re.findall(r" ([0-9.]+) (KB|MB|GB)", named)]
+    assert all(f"{name} " in named for name in ("others", "2 layer buffers", "the smallest request"))
+    assert sum(sizes) == pytest.approx(float(needed), rel=1e-3)
+
+
+def test_a_batch_of_deepspeed_is_refused_only_for_requests_that_there_are():
+    filled("deepspeed_zero", engine([50] * 8, tier="pinned"), batch_size=100_000)
+    with pytest.raises(ConfigError, match=r"^strategy.batch_size: must be at most \d+, which fill the device"):
+        filled("deepspeed_zero", engine(CROWD, tier="pinned"), batch_size=100_000)
