@@ -72,10 +72,11 @@ def test_a_strategy_that_takes_too_long_is_cut_off_and_keeps_its_records(tmp_pat
         signal.pthread_kill(main, signal.SIGINT)
 
     @contextmanager
-    def boxed(seconds):
-        with record_module.boxed(1e6) as over:
+    def boxed(seconds, over):
+        with record_module.boxed(1e6, over):
+            over.set()
             threading.Thread(target=end_the_box, daemon=True).start()
-            yield over
+            yield
 
     monkeypatch.setattr(runs, "boxed", boxed)
     scale = dry_scale()
@@ -238,11 +239,24 @@ def test_a_stage_ends_with_the_budget_and_keeps_what_it_has_found(tmp_path, caps
         )
 
 
-def test_an_interrupt_at_the_end_of_a_box_arrives_within_it():
-    """The time is over just when the work is done: nothing of it may be left for whoever comes next."""
-    before = signal.getsignal(signal.SIGINT)
+def test_a_budget_that_is_spent_already_cuts_off_and_nothing_else(tmp_path, capsys):
+    """The interrupt may come before the block has begun: it is the budget's then too, and ends no session of tests."""
+    record = Record(tmp_path, {"title": "t", "facts": {}}, budget_s=0.0, after=lambda content: None)
+    for number in range(20):
+        assert record.run(f"late {number}", lambda left_s: {"ok": eventually(lambda: False)}, needs_s=-1e6) is None
+        assert record.content["stages"][f"late {number}"]["status"] == "cut off"
+    assert runs.run(["strategy=ondemand", f"results_dir={tmp_path}"], box_s=0.0)["error"] == "cut off after 0 s"
+
+
+@pytest.mark.parametrize("before", [signal.default_int_handler, signal.SIG_IGN])
+def test_an_interrupt_at_the_end_of_a_box_arrives_within_it(before, request):
+    """The time is over just when the work is done: nothing of it may be left for whoever comes next. A shell's
+    background jobs ignore interrupts, and do so again behind the box."""
+    ours = signal.signal(signal.SIGINT, before)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, ours))
     for _ in range(30):
-        with suppress(KeyboardInterrupt), record_module.boxed(1e-3) as over:
+        over = threading.Event()
+        with suppress(KeyboardInterrupt), record_module.boxed(1e-3, over):
             eventually(over.is_set)
         assert signal.getsignal(signal.SIGINT) is before
     time.sleep(0.01)
@@ -309,7 +323,7 @@ def test_as_many_layers_as_the_host_holds(host_gb, layers):
 
 def test_without_a_gpu_it_says_so(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("harness.machine.cuda.device_found", lambda: False)
-    assert gpu.main(["--out", str(tmp_path)]) == 2
+    assert gpu.main(["--out", str(tmp_path), "--stages", "tokens"]) == 2
     assert "torch finds no GPU" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         gpu.main(["--stages", "tokens,ceiling"])

@@ -22,12 +22,11 @@ Stage = Callable[[float], dict[str, Any]]  # seconds that are left -> what it fo
 
 
 @contextmanager
-def boxed(seconds: float) -> Iterator[threading.Event]:
-    """An interrupt as by a user once the time is over, also in a job that a shell has put into the background, where
-    interrupts are ignored; the event tells that it was this one."""
+def boxed(seconds: float, over: threading.Event) -> Iterator[None]:
+    """Interrupt the block once the time is over, as a user would, even where a shell lets its background jobs ignore
+    interrupts. `over` is set first: whoever catches the interrupt knows it for this one, however early it comes."""
     thread = threading.main_thread().ident
     assert thread is not None and threading.current_thread().ident == thread, "interrupts reach the main thread only"
-    over = threading.Event()
 
     def interrupt() -> None:
         over.set()
@@ -36,16 +35,21 @@ def boxed(seconds: float) -> Iterator[threading.Event]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(max(seconds, 0.0), interrupt)
     timer.daemon = True
-    timer.start()
     try:
         with interrupts_kept():
             try:
-                yield over
+                timer.start()  # the time may be over before this returns
+                yield
             finally:
                 timer.cancel()
-                timer.join()  # an interrupt that is on its way arrives here, not at whoever comes next
+                if timer.is_alive():
+                    timer.join()  # an interrupt that is on its way arrives here, not at whoever comes next
     finally:
-        signal.signal(signal.SIGINT, before)
+        try:
+            signal.signal(signal.SIGINT, before)
+        except KeyboardInterrupt:  # it runs the handlers of what has arrived, before it sets the new one
+            signal.signal(signal.SIGINT, before)
+            raise
 
 
 class DeviceLost(RuntimeError):
@@ -98,7 +102,7 @@ class Record:
         self.keep(name, {key: value for key, value in self.found(name).items() if key == "runs"})
         over = threading.Event()
         try:
-            with boxed(self.left_s) as over:
+            with boxed(self.left_s, over):
                 found = stage(self.left_s)
         except KeyboardInterrupt:
             if not over.is_set():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,17 +39,20 @@ def run(overrides: Sequence[str], *, box_s: float) -> dict[str, Any]:
     """One run of run.py; what its summary says, the folder, and `error` where it did not end well."""
     folder: Path | None = None
     error = None
+    over = threading.Event()
     try:
         values = composed_values(list(overrides))
-        with boxed(box_s):
+        with boxed(box_s, over):
             _, folder = run_experiment(values)
-    except KeyboardInterrupt as cut:  # by the box; a second one, of a user, comes from outside of this call
+    except KeyboardInterrupt as cut:
+        if not over.is_set():
+            raise  # a user's, or a box around this one
         folder = Path(str(cut)) if str(cut) else folder  # without a text it came before or after the run
         error = f"cut off after {box_s:.0f} s"
     except RunFailed as failed:
         folder, error = failed.folder, str(failed).splitlines()[0]
     except Exception as other:
-        error = explained(other) or f"{type(other).__name__}: {other}"
+        error = str(explained(other) or f"{type(other).__name__}: {other}")
     return {**_summary(folder), **({"error": error} if error else {}), "folder": str(folder) if folder else None}
 
 
