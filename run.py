@@ -34,7 +34,8 @@ class JobFailed(Exception):
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def run(cfg: DictConfig) -> float:
-    """One job; the median throughput of its repeats, so that optimising sweepers have something to maximise."""
+    """Run one job and return the median throughput of its repeats, so that optimising sweepers have something to
+    maximise."""
     from harness.experiment import run_experiment
     from harness.settings import repeats_of
 
@@ -59,7 +60,7 @@ def run(cfg: DictConfig) -> float:
 
 
 def show(summary: dict[str, Any], folder: Path) -> None:
-    """Print the summary. Where that fails the run itself went well all the same, and its folder has it all."""
+    """Print the summary. If printing fails, the run itself still went well, and its folder holds everything."""
     from harness.record.terminal import print_summary
 
     try:
@@ -69,7 +70,7 @@ def show(summary: dict[str, Any], folder: Path) -> None:
 
 
 def main() -> int:
-    """The exit code: 0, 1 for a run that failed, 2 for bad input, 130 for Ctrl-C, 143 for SIGTERM."""
+    """Return the exit code: 0, 1 for a run that failed, 2 for bad input, 130 for Ctrl-C, 143 for SIGTERM."""
     try:
         # Before Hydra, which would show its usage, and take `--vers` for its own version.
         require_known_options(sys.argv[1:], OPTIONS)
@@ -90,7 +91,8 @@ def main() -> int:
 
 
 def tell(error: Exception) -> int:
-    """Print what went wrong in one line; the exit code. What nobody foresaw is raised again, with its traceback."""
+    """Print what went wrong in one line, and return the exit code. An error that nobody foresaw is raised again, with
+    its traceback."""
     from harness.experiment import RunFailed
     from harness.record.files import RecordError
 
@@ -116,7 +118,8 @@ def tell(error: Exception) -> int:
 
 
 def plugin_behind(error: Exception) -> str | None:
-    """Name the plugin of Hydra, a launcher or a sweeper, that raised the error; errors of jobs are none of its own."""
+    """Name the plugin of Hydra (a launcher or a sweeper) that raised the error. Errors of jobs do not come from a
+    plugin."""
     modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     return next((name.split(".")[1] for name in reversed(modules) if name.startswith("hydra_plugins.")), None)
 

@@ -1,4 +1,4 @@
-"""C++ kernels of the cpu and link lanes, called with torch CPU tensors, the GIL released.
+"""The C++ kernels of the cpu and link lanes take torch CPU tensors and release the GIL.
 
 Importing this package never fails and loads nothing: transformers looks for a package of this name and reads its
 `__version__` (which is below any it accepts, so it leaves ours alone). The extension is loaded by the first call.

@@ -1,4 +1,4 @@
-"""The compiled half of the package, loaded on first use."""
+"""Load the compiled half of the package on first use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 
 @functools.cache
 def native() -> ModuleType:
-    """The extension `kernels._native`; `ImportError` with one line that says how to build it."""
+    """Return the extension `kernels._native`. Raises `ImportError` with one line that says how to build it."""
     try:
         return importlib.import_module("kernels._native")
     except ImportError as error:

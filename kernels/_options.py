@@ -1,4 +1,4 @@
-"""Checks of arguments that are no tensors: each raises a TypeError or ValueError that names the argument."""
+"""Check arguments that are no tensors: each check raises a TypeError or ValueError that names the argument."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
 
 
 def integer(name: str, value: Any, least: int, hint: str = "", *, most: int = _INT32_MAX) -> int:
-    """From `least` to `most`, by default what the extension's 32 bits hold; `hint` says what `least` means."""
+    """Check for an integer from `least` to `most`, by default what the extension's 32 bits hold. `hint` says what
+    `least` means."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -26,7 +27,7 @@ def integer(name: str, value: Any, least: int, hint: str = "", *, most: int = _I
 
 
 def finite(name: str, value: Any) -> None:
-    """A number that is finite in float32 too."""
+    """Check for a number that is finite in float32 too."""
     if not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {value!r}")
     magnitude: Any = abs(value)
@@ -35,7 +36,7 @@ def finite(name: str, value: Any) -> None:
 
 
 def at_least_zero(name: str, value: Any) -> None:
-    """A number from 0 on, infinity included."""
+    """Check for a number from 0 on, infinity included."""
     if not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {value!r}")
     if not float(value) >= 0:  # NaN too

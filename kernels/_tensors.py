@@ -1,4 +1,4 @@
-"""Checks of tensor arguments, as `check.cpu("q", q, 3)`: each raises a `ValueError` that names the argument.
+"""Check tensor arguments, as in `check.cpu("q", q, 3)`: each check raises a `ValueError` that names the argument.
 
 They stand between Python and raw addresses, so they must be complete; they run on every call, so they must be cheap
 (all checks of one kernel call together take a few microseconds).
@@ -32,7 +32,8 @@ def float_code(name: str, tensor: torch.Tensor) -> int:
 
 
 def sum_code(name: str, tensor: torch.Tensor) -> int:
-    """The types in which products with bfloat16 weights come and go."""
+    """Return the extension's code of the tensor's type, which must be one that products with bfloat16 weights take and
+    give."""
     if tensor.dtype is not torch.bfloat16 and tensor.dtype is not torch.float32:
         raise ValueError(f"{name}: expected bfloat16 or float32, got {tensor.dtype}")
     return DTYPE_CODES[tensor.dtype]
@@ -49,7 +50,7 @@ def shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
 
 
 def rows(name: str, tensor: torch.Tensor) -> int:
-    """All dimensions but the first must be contiguous; the first dimension's stride, in elements, is returned."""
+    """Check that all dimensions but the first are contiguous, and return the first dimension's stride in elements."""
     if tensor.is_contiguous():
         return tensor.numel() // (tensor.shape[0] or 1)
     shape, strides = tensor.shape, tensor.stride()
@@ -72,8 +73,8 @@ Span = tuple[int, int]  # [start, end) addresses
 
 
 def spans(**tensors: torch.Tensor) -> dict[str, Span]:
-    """Where tensors lie that `rows` accepted. A storage may have been freed or shrunk under its tensor: that is refused
-    here, so that every tensor whose address goes to C++ must come by."""
+    """Return where tensors lie that `rows` accepted. Refuses a storage that was freed or shrunk under its tensor, so
+    every tensor whose address goes to C++ must pass through here."""
     return {name: _span(name, tensor) for name, tensor in tensors.items()}
 
 
@@ -91,7 +92,7 @@ def _span(name: str, tensor: torch.Tensor) -> Span:
 
 
 def disjoint(name: str, spans: dict[str, Span], *others: str) -> None:
-    """No other tensor lies where `name` does; without `others`, none of `spans`."""
+    """Check that none of the tensors `others` lies where `name` does; without `others`, none of all in `spans`."""
     start, end = spans[name]
     for other_name in others or spans:
         other_start, other_end = spans[other_name]
@@ -100,7 +101,7 @@ def disjoint(name: str, spans: dict[str, Span], *others: str) -> None:
 
 
 def disjoint_rows(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """For two tensors of one shape and dtype that `rows` accepted, whose rows may alternate at a common stride."""
+    """Check two tensors of one shape and dtype that `rows` accepted, whose rows may alternate at a common stride."""
     (start, end), (other_start, other_end) = _span(name, tensor), _span(other_name, other)
     if start >= other_end or other_start >= end:
         return

@@ -1,4 +1,4 @@
-"""Decode attention over a paged KV cache, and latent attention over a compressed one."""
+"""Compute decode attention over a paged KV cache, and latent attention over a compressed one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def decode_attention(
     num_threads: int = 1,
     mode: str = "float32",
 ) -> None:
-    """One query token per sequence against its cached keys and values, written to `out`.
+    """Attend with one query token per sequence to its cached keys and values, and write the result to `out`.
 
     q, out:           [seqs, heads, head_dim]; may be strided in dim 0; `out` has q's dtype or float32
     k_cache, v_cache: [num_blocks, kv_heads, block_size, head_dim]; may be strided in dim 0; same dtype
@@ -69,7 +69,7 @@ def latent_attention(
     num_threads: int = 1,
     mode: str = "float32",
 ) -> None:
-    """Multi-head latent attention (DeepSeek-V2 and V3, Moonlight) in the compressed space.
+    """Compute multi-head latent attention (DeepSeek-V2 and V3, Moonlight) in the compressed space.
 
     q:     [seqs, heads, latent_dim + rope_dim], the no-rope query times the key up-projection (absorbed), then the
            rotated rope part; may be strided in dim 0
@@ -96,7 +96,7 @@ def latent_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Values: a cache of their own, or the first elements of the keys' rows (latent attention)."""
+    """The values of attention: a cache of their own, or the first elements of the keys' rows (latent attention)."""
 
     name: str
     tensor: torch.Tensor
@@ -133,7 +133,7 @@ def _decode(
     out: torch.Tensor,
     options: _Options,
 ) -> None:
-    """The checks and the call that the two attentions share."""
+    """Make the checks and the call that the two attentions share."""
     num_seqs, num_heads, head_dim = q.shape
     num_blocks, num_kv_heads, block_size, _ = k_cache.shape
     check.cpu("block_tables", block_tables, 2)

@@ -1,4 +1,4 @@
-"""Writing new keys and values into the paged KV cache."""
+"""Write new keys and values into the paged KV cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts about the processor and the calling thread."""
+"""Tell facts about the processor and the calling thread."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from kernels._extension import native
 
 
 def isa() -> str:
-    """The code path in use: "amx", "avx512bf16", "avx512", "avx2" or "portable".
+    """Return the code path in use: "amx", "avx512bf16", "avx512", "avx2" or "portable".
 
-    The environment's KERNELS_ISA forces one.
-
-    ValueError where KERNELS_ISA names an unknown path or one this processor lacks.
+    The environment's KERNELS_ISA forces one. Raises ValueError where KERNELS_ISA names an unknown path or one that this
+    processor lacks.
     """
     return native().isa()
 
 
 def num_cores() -> int:
-    """Cores this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
 def thread_cpu_s() -> float:
-    """CPU seconds the calling thread has used."""
+    """Return the CPU seconds that the calling thread has used."""
     return native().thread_cpu_s()

@@ -1,4 +1,4 @@
-"""The gated feed-forward network of one expert, on the CPU."""
+"""Compute the gated feed-forward network of one expert on the CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _METHODS = ("auto", "kernel", "gemm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gating:
-    """How gate and up projections become the input of the down projection.
+    """The way in which gate and up projections become the input of the down projection.
 
     silu, gelu, gelu_tanh: activation(gate) * up
     clamped_swiglu:        (up' + 1) * gate' * sigmoid(alpha * gate'), gate' = min(gate, limit), up' within +-limit
@@ -58,7 +58,7 @@ def expert_ffn(
     num_threads: int = 1,
     method: str = "auto",
 ) -> None:
-    """out = row_weights * down(gating(gate(x), up(x))), or += with `accumulate`, for the tokens of one expert.
+    """Compute out = row_weights * down(gating(gate(x), up(x))), or += with `accumulate`, for the tokens of one expert.
 
     x, out:      [tokens, hidden] bfloat16 or float32 each; may be strided in dim 0
     gate, up:    [expert_dim, hidden] bfloat16; may be strided in dim 0, so that halves of a stacked tensor

@@ -1,4 +1,5 @@
-"""The expert FFN through torch's GEMM, and when that is the faster way: with bfloat16 units (AMX), for many tokens."""
+"""Compute the expert FFN through torch's GEMM, and decide when that is faster: with bfloat16 units (AMX), for many
+tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _thresholds: dict[tuple[int, int], int] = {}  # by the kernel's and torch's numb
 
 
 def gemm_is_faster(num_tokens: int, num_threads: int) -> bool:
-    """By the environment's KERNELS_GEMM_TOKENS, or a measurement of some 0.1 s at the first call that needs it."""
+    """Decide by the environment's KERNELS_GEMM_TOKENS, or by a measurement of some 0.1 s at the first call that needs
+    it."""
     asked = os.environ.get(THRESHOLD_VARIABLE)
     if asked:
         if asked != "never" and not asked.isdecimal():
@@ -36,7 +38,7 @@ def gemm_is_faster(num_tokens: int, num_threads: int) -> bool:
 
 
 def measured_threshold(num_threads: int) -> int:
-    """The least of 16, 64 and 256 tokens from which on torch beats the kernel on these very threads."""
+    """Return the least of 16, 64 and 256 tokens from which on torch beats the kernel on these very threads."""
     from kernels.ffn import expert_ffn
 
     generator = torch.Generator().manual_seed(0)
@@ -57,7 +59,7 @@ def measured_threshold(num_threads: int) -> int:
 
 
 def _best_s(call: Callable[[], None]) -> float:
-    """Shortest of a few runs: the minimum is what a stolen core disturbs least."""
+    """Return the shortest of a few runs in seconds: a stolen core disturbs the minimum least."""
     times_s = []
     for _ in range(3):
         start_s = time.perf_counter()
@@ -78,7 +80,7 @@ def gemm_ffn(
     biases: tuple[torch.Tensor | None, ...],
     accumulate: bool,
 ) -> None:
-    """`expert_ffn` with its arguments checked."""
+    """Do the work of `expert_ffn` with arguments that are already checked."""
     gate_bias, up_bias, down_bias = biases
     x = x.bfloat16()
     gated = _gated(_projected(x, gate, gate_bias), _projected(x, up, up_bias), gating)

@@ -1,4 +1,4 @@
-"""Matrix product with bfloat16 weights read in place."""
+"""Multiply with a matrix of bfloat16 weights that are read in place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def linear(
     *,
     num_threads: int = 1,
 ) -> torch.Tensor:
-    """x @ weight.T with float32 sums.
+    """Compute x @ weight.T with float32 sums.
 
     x:      [rows, depth] bfloat16 or float32; may be strided in dim 0
     weight: [outputs, depth] bfloat16; may be strided in dim 0

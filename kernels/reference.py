@@ -1,4 +1,4 @@
-"""Oracles in float64: slow, plain, and sharing no code with the kernels."""
+"""The oracles of the kernels in float64: they are slow and plain, and share no code with the kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def gather_cache(cache: torch.Tensor, block_table: torch.Tensor, context_len: int) -> np.ndarray:
-    """The `context_len` cached rows of one sequence as float64 [tokens, kv_heads, head_dim]."""
+    """Gather the `context_len` cached rows of one sequence as float64 [tokens, kv_heads, head_dim]."""
     num_kv_heads, block_size, head_dim = cache.shape[1:]
     rows = np.zeros((context_len, num_kv_heads, head_dim))
     for token in range(context_len):
@@ -19,7 +19,7 @@ def gather_cache(cache: torch.Tensor, block_table: torch.Tensor, context_len: in
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:
-    """Over the last axis; a row of -inf only gives zeros."""
+    """Compute the softmax over the last axis; a row that holds only -inf gives zeros."""
     top = scores.max(axis=-1, keepdims=True)
     weights = np.exp(scores - np.where(np.isneginf(top), 0.0, top))
     total = weights.sum(axis=-1, keepdims=True)
@@ -27,7 +27,8 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def round_bf16(values: np.ndarray) -> np.ndarray:
-    """Nearest bfloat16, ties to even, kept as float64. Goes through float32, as the kernels' accumulators do."""
+    """Round to the nearest bfloat16, ties to even, kept as float64. The values go through float32, as the kernels'
+    accumulators do."""
     return torch.from_numpy(np.asarray(values, dtype=np.float32)).bfloat16().double().numpy()
 
 
@@ -43,7 +44,8 @@ def decode_attention(
     sinks: torch.Tensor | None = None,
     bf16_round: bool = False,
 ) -> torch.Tensor:
-    """float64 [seqs, heads, head_dim]; arguments as `kernels.decode_attention`."""
+    """Compute decode attention as float64 [seqs, heads, head_dim]; the arguments are as in
+    `kernels.decode_attention`."""
     num_seqs, num_heads, head_dim = q.shape
     group = num_heads // k_cache.shape[1]
     out = np.zeros((num_seqs, num_heads, head_dim))
@@ -76,7 +78,7 @@ def _attended(cache: torch.Tensor, block_table: torch.Tensor, first: int, last: 
 def kv_append(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """One assignment a token, through torch's own dtype conversion."""
+    """Assign one token after another, through torch's own dtype conversion."""
     block_size = k_cache.shape[2]
     for token, slot in enumerate(slots.tolist()):
         k_cache[slot // block_size, :, slot % block_size] = k[token].to(k_cache.dtype)
@@ -94,7 +96,7 @@ def latent_attention(
     *,
     scale: float,
 ) -> torch.Tensor:
-    """Attention with keys and values decompressed a token, as the model defines it: float64 [seqs, heads, value_dim].
+    """Attend to keys and values decompressed for each token, as the model defines it: float64 [seqs, heads, value_dim].
 
     q_nope [seqs, heads, nope_dim], q_rope [seqs, heads, rope_dim], key_up [heads, nope_dim, latent_dim],
     value_up [heads, value_dim, latent_dim], cache [num_blocks, block_size, latent_dim + rope_dim].
@@ -117,7 +119,7 @@ def latent_attention(
 
 
 def gated(gate: np.ndarray, up: np.ndarray, activation: str, alpha: float = 1.702, limit: float = 7.0) -> np.ndarray:
-    """The input of the down projection, by each activation's definition."""
+    """Compute the input of the down projection by each activation's definition."""
     with np.errstate(over="ignore"):
         if activation == "silu":
             return gate / (1 + np.exp(-gate)) * up
@@ -142,7 +144,7 @@ def expert_ffn(
     up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """float64 [tokens, hidden]; arguments as `kernels.expert_ffn`."""
+    """Compute one expert as float64 [tokens, hidden]; the arguments are as in `kernels.expert_ffn`."""
 
     def project(inputs: np.ndarray, weight: torch.Tensor, bias: torch.Tensor | None) -> np.ndarray:
         return inputs @ weight.double().numpy().T + (0 if bias is None else bias.double().numpy())

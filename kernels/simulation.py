@@ -24,7 +24,7 @@ def shared_memory(host_bytes_s: float, *, proportional: bool) -> NativeSharing:
 
 
 def measured_together(speeds_by_set: Iterable[Mapping[str, float]]) -> NativeSharing:
-    """From the speeds of the kinds of each set of kinds; all sets there are."""
+    """Build the native sharing from the speeds of the kinds in each set of kinds; every possible set must be there."""
     table = [[1.0] * _MAX_KINDS for _ in range(1 << len(LANE_KINDS))]
     for by_kind in speeds_by_set:
         numbers = {LANE_KINDS.index(kind): speed for kind, speed in by_kind.items()}
@@ -34,7 +34,7 @@ def measured_together(speeds_by_set: Iterable[Mapping[str, float]]) -> NativeSha
 
 
 def speeds_under(sharing: NativeSharing, running: Sequence[tuple[str, int, float]]) -> list[float]:
-    """Of lanes (kind, rank, demand in bytes per second) that run together."""
+    """Return the speeds of lanes (kind, rank, demand in bytes per second) that run together."""
     ranks = sorted({rank for _, rank, _ in running})
     lanes = [(LANE_KINDS.index(kind), ranks.index(rank)) for kind, rank, _ in running]
     found: list[float] = sharing.speeds(lanes, [demand for _, _, demand in running])
@@ -46,5 +46,5 @@ def span_log(*, keeps_rows: bool) -> NativeSpanLog:
 
 
 def virtual_lanes(log: NativeSpanLog, **classes: Any) -> NativeLanes:
-    """`classes`: what the loop has to know of the classes of ops and tickets."""
+    """Build the native lanes; `classes` says what the loop has to know of the classes of ops and tickets."""
     return native().VirtualLanes(lane_kinds=LANE_KINDS, log=log, **classes)

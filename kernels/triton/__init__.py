@@ -1,4 +1,4 @@
-"""GPU kernels in Triton, for the gpu lane: routing, grouped experts, and attention over flat tokens and over KV caches.
+"""The GPU kernels in Triton serve the gpu lane: routing, grouped experts, and attention over flat tokens and KV caches.
 
 Triton is optional. Nothing here imports it before the first kernel is called; `serves` says whether a tensor's device
 has these kernels, and is what ops ask before they use one. None of the kernels waits for the device: grids come from
@@ -48,12 +48,12 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=1)
 def available() -> bool:
-    """Whether Triton is installed: PyTorch for CUDA brings it along, and the extra `test` where there is no GPU."""
+    """Return whether Triton is installed: PyTorch for CUDA brings it along, and without a GPU the extra `test` does."""
     return find_spec("triton") is not None
 
 
 def serves(tensor: Any) -> bool:
-    """Whether work on this tensor is done by these kernels: it lies on a GPU, and Triton is installed."""
+    """Return whether these kernels work on this tensor: it lies on a GPU, and Triton is installed."""
     return bool(tensor.is_cuda) and available()
 
 

@@ -1,5 +1,7 @@
-"""Checks of tensor arguments, as `check.tensor("ids", ids, (n, k), torch.int64, like)`; each raises a ValueError that
-names the argument. They stand between Python and raw addresses."""
+"""Check tensor arguments, as in `check.tensor("ids", ids, (n, k), torch.int64, like)`.
+
+Each check raises a ValueError that names the argument. The checks stand between Python and raw addresses.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def floats(name: str, tensor: torch.Tensor, num_dims: int) -> None:
-    """bfloat16, float16 or float32, contiguous, of so many dimensions."""
+    """Check for bfloat16, float16 or float32, contiguous, with `num_dims` dimensions."""
     if tensor.dtype not in FLOATS:
         raise ValueError(f"{name}: expected bfloat16, float16 or float32, got {tensor.dtype}")
     if tensor.dim() != num_dims:
@@ -19,7 +21,7 @@ def floats(name: str, tensor: torch.Tensor, num_dims: int) -> None:
 
 
 def tensor(name: str, value: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> None:
-    """Contiguous, of this shape and dtype, on the device of `like`."""
+    """Check for a contiguous tensor of this shape and dtype on the device of `like`."""
     if tuple(value.shape) != shape:
         raise ValueError(f"{name}: expected shape {shape}, got {tuple(value.shape)}")
     if value.dtype is not dtype:

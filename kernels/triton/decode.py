@@ -1,4 +1,4 @@
-"""Attention of one new token a sequence over its keys and values on the device, staged there or in a paged cache."""
+"""Attend with one new token per sequence to its keys and values on the device, staged there or in a paged cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LENGTHS = 128  # earlier sequences whose contexts a program adds up at once
 
 @triton.jit
 def _blocks_before(positions, row, BLOCK_SIZE: tl.constexpr, LENGTHS: tl.constexpr):
-    """Blocks of the contexts of all sequences in front of `row`."""
+    """Count the blocks in the contexts of all sequences before `row`."""
     total = tl.zeros((), tl.int64)
     for first in range(0, row, LENGTHS):
         earlier = first + tl.arange(0, LENGTHS)
@@ -31,7 +31,7 @@ def _attend(
     HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIMS: tl.constexpr, LENGTHS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """One sequence's query heads of one KV head. BLOCK_SIZE 0: staged; `scale` contains log2(e)."""
+    """Attend with one sequence's query heads of one KV head. BLOCK_SIZE 0 means staged; `scale` contains log2(e)."""
     sequence, kv_head = tl.program_id(0), tl.program_id(1)
     length = tl.load(positions + sequence).to(tl.int32) + 1
     if BLOCK_SIZE == 0:
@@ -89,7 +89,7 @@ def staged_decode_attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """One query token per sequence against keys and values that lie one sequence behind the other.
+    """Attend with one query token per sequence to keys and values that lie one sequence behind the other.
 
     q, out:    [seqs, heads, head_dim]
     staging:   q's dtype, flat: for each sequence keys [kv_heads, context, head_dim], then its values
@@ -116,7 +116,7 @@ def paged_decode_attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """The same over a paged cache in device memory, laid out as the host's.
+    """Attend as `staged_decode_attention` does, over a paged cache in device memory that is laid out as the host's.
 
     k_cache, v_cache: [num_blocks, kv_heads, block_size, head_dim] in q's dtype; may be strided in dim 0
     blocks:           int32, flat: the blocks of the first sequence's context, then those of the second, and so on;

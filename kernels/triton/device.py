@@ -1,4 +1,4 @@
-"""What the kernels share on the device, and facts about where they run.
+"""The kernels share these helpers on the device, and facts about where they run.
 
 Sizes that change from pass to pass, and pointers into the middle of a buffer, are `do_not_specialize` everywhere:
 Triton would compile a kernel again, inside a pass, for the first size that 16 divides.
@@ -29,13 +29,14 @@ INTERPRETED = not isinstance(product, JITFunction)  # decided by TRITON_INTERPRE
 
 
 def widens(tensor: torch.Tensor) -> bool:
-    """The interpreter multiplies bfloat16 bit patterns as if they were integers; wide operands give what a GPU does."""
+    """Return whether to widen operands: Triton's interpreter multiplies bfloat16 bit patterns as if they were integers.
+    Wide operands give what a GPU does."""
     return INTERPRETED and tensor.dtype is torch.bfloat16
 
 
 @lru_cache(maxsize=16)
 def chip(device: torch.device) -> Chip:
-    """Facts about a device that tile sizes depend on."""
+    """Return the facts about a device that tile sizes depend on."""
     if device.type != "cuda":
         return Chip()
     properties: Any = torch.cuda.get_device_properties(device)

@@ -18,7 +18,8 @@ _COLUMNS = 1024  # of a row that one program of `_combine` sums
 
 @triton.jit
 def _tile(tile, starts, tile_ends, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """(expert, rows of its pairs in sorted order, the row behind its last); expert = NUM_EXPERTS behind all tiles."""
+    """Return a tile's expert, the rows of its pairs in sorted order, and the row behind its last. Behind all tiles the
+    expert is NUM_EXPERTS."""
     expert = tl.arange(0, EXPERTS)
     ends = tl.load(tile_ends + expert, mask=expert < NUM_EXPERTS, other=2147483647)
     found = tl.sum((ends <= tile).to(tl.int32))
@@ -31,7 +32,7 @@ def _tile(tile, starts, tile_ends, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.conste
 
 @triton.jit
 def _matrix(table, expert, COLUMN: tl.constexpr, ADDRESSES: tl.constexpr, kind: tl.constexpr):
-    """Pointer to one matrix or bias of one expert."""
+    """Return the pointer to one matrix or bias of one expert."""
     address = tl.load(table + expert * ADDRESSES + COLUMN)
     return tl.multiple_of(address.to(tl.pointer_type(kind)), 16)
 
@@ -57,7 +58,8 @@ def _gate_up(
     EXPERTS: tl.constexpr, ADDRESSES: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIASES: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """h [pairs, EXPERT_DIM], sorted by expert. Tiles that share weights run side by side and share them in L2."""
+    """Compute h [pairs, EXPERT_DIM], sorted by expert. Tiles that share weights run side by side and share them in
+    L2."""
     kind: tl.constexpr = x.dtype.element_ty
     expert, row, stop = _tile(tl.program_id(0) % num_tiles, starts, tile_ends, NUM_EXPERTS, EXPERTS, ROWS)
     if expert >= NUM_EXPERTS:
@@ -96,7 +98,7 @@ def _down(
     ADDRESSES: tl.constexpr, HAS_BIASES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """y [pairs, HIDDEN], sorted by expert, not yet weighted, rounded as the model rounds an expert's output."""
+    """Compute y [pairs, HIDDEN], sorted by expert, not yet weighted, rounded as the model rounds an expert's output."""
     kind: tl.constexpr = h.dtype.element_ty
     expert, row, stop = _tile(tl.program_id(0) % num_tiles, starts, tile_ends, NUM_EXPERTS, EXPERTS, ROWS)
     if expert >= NUM_EXPERTS:
@@ -126,7 +128,7 @@ def _down(
 def _combine(
     y, places, weights, out, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """out [tokens, HIDDEN] += a token's weighted expert outputs, summed in the order of its choices."""
+    """Add to `out` [tokens, HIDDEN] each token's weighted expert outputs, summed in the order of its choices."""
     token = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = column < HIDDEN
@@ -142,7 +144,7 @@ def _combine(
 
 
 def expert_scratch_bytes(num_tokens: int, top_k: int, num_experts: int, num_present: int, shape: ExpertShape) -> int:
-    """Scratch memory that `grouped_experts` uses for so many tokens at once."""
+    """Return the bytes of scratch memory that `grouped_experts` uses for so many tokens at once."""
     pairs = num_tokens * min(top_k, num_present)
     products = Scratch.nbytes(shape.dtype, pairs * shape.expert_dim, pairs * shape.hidden)
     return Scratch.slack_bytes() + products + grouping.scratch_bytes(num_tokens, top_k, num_experts, num_present)
@@ -159,7 +161,7 @@ def grouped_experts(
     num_present: int,
     scratch: torch.Tensor | None = None,
 ) -> None:
-    """out += sum over a token's choices of weight * down(activation(gate(x), up(x))), for the experts of `table`.
+    """Add to `out` each token's sum of weight * down(activation(gate(x), up(x))) over its chosen experts in `table`.
 
     x:       [tokens, hidden] in the weights' dtype
     ids:     int64 [tokens, top_k], a token's own all different; weights: float32 [tokens, top_k]
@@ -195,7 +197,7 @@ def grouped_experts(
 def _tokens_at_once(
     num_tokens: int, nbytes: int, top_k: int, num_experts: int, num_present: int, shape: ExpertShape
 ) -> int:
-    """Halved until they fit: the runs are of one size, and few sizes are ever seen."""
+    """Halve the number of tokens until they fit: then the runs are of one size, and few sizes are ever seen."""
     while num_tokens > 1 and expert_scratch_bytes(num_tokens, top_k, num_experts, num_present, shape) > nbytes:
         num_tokens = cdiv(num_tokens, 2)
     least = expert_scratch_bytes(1, top_k, num_experts, num_present, shape)
@@ -215,7 +217,7 @@ def launch(
     memory: torch.Tensor,
     mean_rows: float,
 ) -> None:
-    """One run with tiles for `mean_rows` tokens an expert."""
+    """Launch one run with tiles for `mean_rows` tokens an expert."""
     num_tokens, top_k = ids.shape
     num_experts = table.shape[0]
     wide, narrow = (_tiles(x, mean_rows, num_weights) for num_weights in (2, 1))

@@ -37,7 +37,7 @@ class Groups:
 
 @triton.jit
 def _members(pair, ids, table, num_pairs, NUM_EXPERTS: tl.constexpr, ADDRESSES: tl.constexpr, EXPERTS: tl.constexpr):
-    """int32 [pairs, EXPERTS], 1 where the pair goes to that expert of the table."""
+    """Return int32 [pairs, EXPERTS], 1 where the pair goes to that expert of the table."""
     expert_id = tl.load(ids + pair, mask=pair < num_pairs, other=-1)
     known = (expert_id >= 0) & (expert_id < NUM_EXPERTS)
     present = tl.load(table + tl.where(known, expert_id, 0) * ADDRESSES) != 0
@@ -62,7 +62,7 @@ def _offsets(
     counts, starts, tile_ends, num_chunks,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each chunk's count of each expert becomes the place of its first pair."""
+    """Turn each chunk's count of each expert into the place of its first pair."""
     expert, row = tl.arange(0, EXPERTS), tl.arange(0, BLOCK)
     is_expert = expert < NUM_EXPERTS
     totals = tl.zeros((EXPERTS,), tl.int32)
@@ -105,8 +105,11 @@ def scratch_bytes(num_tokens: int, top_k: int, num_experts: int, num_present: in
 
 
 def group(ids: torch.Tensor, table: torch.Tensor, num_present: int, tile_rows: int, scratch: Scratch) -> Groups:
-    """ids int64 [tokens, top_k], a token's own all different; table as `address_table`, of which `num_present` experts
-    have weights. Everything lies in `scratch`."""
+    """Group the pairs of token and expert by expert; all results lie in `scratch`.
+
+    ids: int64 [tokens, top_k], a token's own all different
+    table: as `address_table`, of which `num_present` experts have weights
+    """
     num_tokens, top_k = ids.shape
     num_experts, num_pairs = table.shape[0], ids.numel()
     most_pairs, num_chunks = num_tokens * min(top_k, num_present), cdiv(num_pairs, _CHUNK)

@@ -1,4 +1,4 @@
-"""Where the experts' weights lie: tables of device addresses, so that kernels read weight buffers in place."""
+"""Tell kernels where the experts' weights lie: tables of device addresses let them read weight buffers in place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}  # as 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation:
-    """How gate and up projections become the input of the down projection; see `kernels.Gating`."""
+    """The way in which gate and up projections become the input of the down projection; see `kernels.Gating`."""
 
     name: str = "silu"
     alpha: float = 1.702
@@ -85,7 +85,8 @@ class ExpertMatrices:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """In the order of a table's columns; 0 where there is no bias. Raises ValueError on one that is not aligned."""
+        """The addresses in the order of a table's columns, 0 where there is no bias. Raises ValueError on one that is
+        not aligned."""
         found = [matrix.data_ptr() for matrix in (self.gate, self.up, self.down, *self.biases)]
         if any(address % ALIGNMENT_BYTES for address in found):
             raise ValueError(f"matrices: expected to begin at multiples of {ALIGNMENT_BYTES} bytes, got {found}")
@@ -94,7 +95,7 @@ class ExpertMatrices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertShape:
-    """What all experts of a layer have in common; strides in elements between rows."""
+    """The properties that all experts of a layer share, with strides in elements between rows."""
 
     hidden: int
     expert_dim: int
@@ -106,7 +107,8 @@ class ExpertShape:
 
 
 def address_table(addresses: Mapping[int, tuple[int, ...]], num_experts: int, device: torch.device) -> torch.Tensor:
-    """int64 [num_experts, ADDRESSES] on the device: each present expert's `ExpertMatrices.addresses`, 0 for the others.
+    """Build the table int64 [num_experts, ADDRESSES] on the device: each present expert's `ExpertMatrices.addresses`, 0
+    for the others.
 
     Made once for each set of places: streams have few slots. The table says where weights lie, not that they lie there;
     the caller keeps the memory.

@@ -1,4 +1,4 @@
-"""Causal attention of prefilling sequences that lie one behind the other, all in one launch."""
+"""Compute causal attention of prefilling sequences that lie one behind the other, all in one launch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def _attend(
     HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIMS: tl.constexpr,
     VALUE_DIMS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """One head's ROWS queries. Row r at position p of its sequence sees rows r - p to r: positions say it all. Blocks
-    go from the last, which have the most keys, to the first. `scale` contains log2(e)."""
+    """Attend with ROWS queries of one head. Row r at position p of its sequence sees rows r - p to r: positions say it
+    all. Blocks go from the last, which have the most keys, to the first. `scale` contains log2(e)."""
     block, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     kv_head = head // GROUP
     NUM_KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
@@ -80,7 +80,7 @@ def causal_attention(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Attention inside each sequence, written to `out`; grouped queries share a KV head.
+    """Attend inside each sequence and write the result to `out`; grouped queries share a KV head.
 
     q:         [tokens, heads, head_dim]; k [tokens, kv_heads, head_dim]; v [tokens, kv_heads, value_dim], one dtype
     positions: int64 [tokens], counted from 0 in each sequence, which starts where the position is 0

@@ -1,4 +1,4 @@
-"""Router logits to experts and their weights, in one kernel."""
+"""Turn router logits into experts and their weights, in one kernel."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def choose_experts(
     scale: float = 1.0,
     choice_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `top_k` experts of each token by score, best first, the lower id among equals, and their weights.
+    """Choose each token's `top_k` experts by score, best first, the lower id among equals, with their weights.
 
     logits:      [tokens, experts], any float type, contiguous
     ids:         int64 [tokens, top_k]; weights: float32 [tokens, top_k]; made where not given

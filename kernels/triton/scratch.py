@@ -30,10 +30,10 @@ class Scratch:
 
     @staticmethod
     def nbytes(dtype: torch.dtype, *counts: int) -> int:
-        """Of tensors with so many elements, taken one after another."""
+        """Return the bytes of tensors with so many elements, taken one after another."""
         return sum(_aligned(count * dtype.itemsize) for count in counts)
 
     @staticmethod
     def slack_bytes() -> int:
-        """To add once for a memory that starts anywhere."""
+        """Return the bytes to add once for a memory that starts anywhere."""
         return _ALIGNMENT_BYTES

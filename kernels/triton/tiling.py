@@ -36,7 +36,7 @@ _MOST_COLUMNS = 128  # of one weight
 
 
 def expert_tiles(element_bytes: int, rows_per_expert: float, num_weights: int, chip: Chip) -> Tiles:
-    """For a product of the tokens of one expert with `num_weights` matrices at once.
+    """Choose tiles for a product of one expert's tokens with `num_weights` matrices at once.
 
     The tile's rows are the power of two that holds the mean number of tokens an expert gets, within what the table has.
     """
@@ -50,12 +50,12 @@ def expert_tiles(element_bytes: int, rows_per_expert: float, num_weights: int, c
 
 
 def row_choices(element_bytes: int) -> tuple[int, ...]:
-    """All tile heights that `expert_tiles` may choose."""
+    """Return all tile heights that `expert_tiles` may choose."""
     return tuple(_HALF if element_bytes == 2 else _FLOAT)
 
 
 def prefill_tiles(element_bytes: int, head_dim: int, chip: Chip) -> Tiles:
-    """Rows are queries, columns keys, depth the padded head dimension."""
+    """Choose tiles whose rows are queries, columns keys, and depth the padded head dimension."""
     if element_bytes != 2:
         rows, columns, num_warps = 16, 32, 4
     elif head_dim > 128:
@@ -66,7 +66,7 @@ def prefill_tiles(element_bytes: int, head_dim: int, chip: Chip) -> Tiles:
 
 
 def decode_tiles(element_bytes: int, head_dim: int, group_size: int, chip: Chip) -> Tiles:
-    """Rows are the query heads of one KV head, padded; columns keys."""
+    """Choose tiles whose rows are the query heads of one KV head, padded, and whose columns are keys."""
     rows = _LEAST_ROWS
     while rows < group_size:
         rows *= 2
@@ -75,6 +75,6 @@ def decode_tiles(element_bytes: int, head_dim: int, group_size: int, chip: Chip)
 
 
 def _attention_stages(element_bytes: int, rows: int, columns: int, head_dim: int, chip: Chip) -> int:
-    """Keys and values of a step beside the queries."""
+    """Choose how many steps' keys and values stand in shared memory at once, beside the queries."""
     left_bytes = chip.shared_bytes - rows * head_dim * element_bytes
     return max(1, min(3, left_bytes // (2 * columns * head_dim * element_bytes)))

@@ -17,7 +17,7 @@ from kernels.triton.tiling import row_choices
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shapes:
-    """What the kernels of one model are compiled for."""
+    """The shapes that the kernels of one model are compiled for."""
 
     experts: ExpertShape
     num_experts: int
@@ -33,8 +33,10 @@ class Shapes:
 
 
 def warm_up(shapes: Shapes, device: torch.device) -> None:
-    """Launches every kernel in every tile size that a pass may choose, on one token and on no expert's weights, so that
-    all are compiled and loaded. Takes seconds, the first time on a machine a minute; Triton keeps the results on disk.
+    """Launch every kernel in every tile size that a pass may choose, so that all are compiled and loaded.
+
+    Each runs on one token and no expert's weights. This takes seconds, the first time on a machine a minute; Triton
+    keeps the results on disk.
     """
     experts, dtype = shapes.experts, shapes.experts.dtype
 
