@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -56,15 +57,11 @@ class MicroBatch:
     positions: np.ndarray  # int64 [tokens]
     slots: np.ndarray  # int64 [tokens], KV slot = block * block_size + offset
     prefill_lens: tuple[int, ...]  # padding included
-    context_lens: np.ndarray  # int32 [decode], the new token included
-    block_tables: np.ndarray  # int32 [decode, blocks]
-    padding: np.ndarray  # int32 [decode], tokens in the cache that stand for the padding of the prompt
-    padding_tables: np.ndarray  # int32 [decode, blocks], from the block in which the padding begins
+    kv_reads: KvReads  # of the decoding rows
     last_rows: np.ndarray  # int64 [sequences], the row whose hidden state gives the next token
     partitions: tuple[int, ...]
     num_host_prefill_tokens: int  # whose keys and values go to the host cache
     num_host_decode: int
-    block_size: int  # tokens of a KV block
     kv_tickets: list[Ticket] = field(default_factory=list)  # ops that touch the KV blocks of these sequences
     routing_tickets: dict[int, Ticket] = field(default_factory=dict)  # by layer, where routing is recorded
 
@@ -126,20 +123,67 @@ class MicroBatch:
             start += length
 
 
+@dataclass(frozen=True, eq=False)
+class KvReads:
+    """What decode attention reads: the query of row `queries[i]` over the first `lens[i]` tokens in blocks `tables[i]`.
+
+    The first `num_rows` entries are the decoding rows' contexts, in the order of the rows. Those behind them are
+    shadows: the padding of a prompt, which a padded system reads behind a mask. The result of a shadow is dropped.
+    """
+
+    queries: np.ndarray  # int64 [entries], decoding rows
+    tables: np.ndarray  # int32 [entries, blocks]
+    lens: np.ndarray  # int32 [entries], of a context with the new token
+    num_rows: int
+    block_size: int  # tokens of a KV block
+
+    @property
+    def num_shadows(self) -> int:
+        return len(self.lens) - self.num_rows
+
+    @property
+    def contexts(self) -> KvReads:
+        """These without the shadows."""
+        return self if not self.num_shadows else self._take(slice(0, self.num_rows), 0, self.num_rows)
+
+    def among(self, start: int, stop: int) -> KvReads:
+        """The entries of the rows from `start` to `stop`, which are then counted from 0."""
+        kept: Any = slice(start, stop)
+        if self.num_shadows:
+            kept = (self.queries >= start) & (self.queries < stop)
+        return self._take(kept, start, stop - start)
+
+    def _take(self, kept: Any, start: int, num_rows: int) -> KvReads:
+        return KvReads(self.queries[kept] - start, self.tables[kept], self.lens[kept], num_rows, self.block_size)
+
+    @property
+    def positions(self) -> np.ndarray:
+        """int64 [entries], the last token that each entry reads, counted within it."""
+        return self.lens.astype(np.int64) - 1
+
+    @cached_property
+    def lens_by_row(self) -> np.ndarray:
+        """int64 [num_rows], tokens that each row's entries read together."""
+        found = self.lens[: self.num_rows].astype(np.int64)
+        np.add.at(found, self.queries[self.num_rows :], self.lens[self.num_rows :])
+        return found
+
+    @cached_property
+    def flat_blocks(self) -> np.ndarray:
+        """int32, the blocks that the first entry reads, then those of the second, and so on."""
+        used = -(-self.lens // self.block_size)
+        return self.tables[np.arange(self.tables.shape[1]) < used[:, None]]
+
+
 class CachedRows:
     """The rows of a micro-batch whose keys and values lie on one side: `prefill` and `decode` as slices of all rows."""
 
     def __init__(self, batch: MicroBatch, prefill: slice, decode: slice) -> None:
         first = batch.num_prefill_tokens
-        decoding = slice(decode.start - first, decode.stop - first)
         self.prefill, self.decode = prefill, decode
         self.num_decode = decode.stop - decode.start
         self.num_tokens = prefill.stop - prefill.start + self.num_decode
-        self.context_lens = batch.context_lens[decoding]  # int32 [decode]
-        self.block_tables = batch.block_tables[decoding]  # int32 [decode, blocks]
-        self.padding = batch.padding[decoding]  # int32 [decode]
-        self.padding_tables = batch.padding_tables[decoding]  # int32 [decode, blocks]
-        self._batch = batch
+        self.reads = batch.kv_reads.among(decode.start - first, decode.stop - first)
 
     @property
     def ranges(self) -> list[slice]:
@@ -150,18 +194,10 @@ class CachedRows:
             found = [self.prefill, self.decode]
         return [rows for rows in found if rows.start < rows.stop]
 
-    @cached_property
+    @property
     def read_lens(self) -> np.ndarray:
-        """int32 [decode], KV-cache tokens that decode attention reads: the context, and padding."""
-        return self.context_lens + self.padding
-
-    @cached_property
-    def padded(self) -> np.ndarray:
-        """int64 [padded], rows of `decode` that have padding."""
-        return np.flatnonzero(self.padding)
-
-    def padded_among(self, rows: range) -> list[int]:
-        return [row for row in self.padded.tolist() if row in rows]
+        """int64 [decode], KV-cache tokens that decode attention reads: the context, and padding."""
+        return self.reads.lens_by_row
 
     @cached_property
     def num_context_tokens(self) -> int:
@@ -171,16 +207,7 @@ class CachedRows:
     @cached_property
     def flat_blocks(self) -> np.ndarray:
         """int32, the blocks of the first decoding sequence's context, then those of the second, and so on."""
-        return self._flat(self.block_tables, self.context_lens)
-
-    @cached_property
-    def flat_padding_blocks(self) -> np.ndarray:
-        """The same of the padding of those that have any, from the block in which it begins."""
-        return self._flat(self.padding_tables, self.padding)
-
-    def _flat(self, tables: np.ndarray, lens: np.ndarray) -> np.ndarray:
-        used = -(-lens // self._batch.block_size)
-        return tables[np.arange(tables.shape[1]) < used[:, None]]
+        return self.reads.contexts.flat_blocks
 
     def num_seen_tokens(self, spec: ModelSpec, layer: int) -> int:
         """Those that lie within the layer's window."""
@@ -212,13 +239,6 @@ def assemble(index: int, prefill: Seq[Sequence], decode: Seq[Sequence], allocato
         slots.append(blocks[at // allocator.block_size] * allocator.block_size + at % allocator.block_size)
     assert all(s.num_cached == 0 for s in prefill), "a prefill starts from an empty cache"
     assert all(n == 1 for n in lens[len(prefill) :]), "a decoding sequence has exactly one new token"
-    width = max((len(s.blocks) for s in decode), default=0)
-    tables, padding_tables = np.zeros((2, len(decode), width), dtype=np.int32)
-    for row, sequence in enumerate(decode):
-        tables[row, : len(sequence.blocks)] = sequence.blocks
-        if sequence.padding:
-            behind = sequence.blocks[sequence.max_tokens // allocator.block_size :]
-            padding_tables[row, : len(behind)] = behind
     prefill_lens = tuple(lens[: len(prefill)])
     return MicroBatch(
         index=index,
@@ -228,13 +248,26 @@ def assemble(index: int, prefill: Seq[Sequence], decode: Seq[Sequence], allocato
         positions=np.concatenate(positions).astype(np.int64),
         slots=np.concatenate(slots).astype(np.int64),
         prefill_lens=prefill_lens,
-        context_lens=np.asarray([s.num_cached + 1 for s in decode], dtype=np.int32),
-        block_tables=tables,
-        padding=np.asarray([s.padding for s in decode], dtype=np.int32),
-        padding_tables=padding_tables,
+        kv_reads=_kv_reads(decode, allocator.block_size),
         last_rows=np.cumsum(lens, dtype=np.int64) - 1 - np.asarray(paddings, dtype=np.int64),
         partitions=tuple(sorted({s.partition for s in (*prefill, *decode)})),
         num_host_prefill_tokens=sum(n for s, n in zip(prefill, prefill_lens, strict=True) if not s.kv_on_device),
         num_host_decode=sum(not s.kv_on_device for s in decode),
-        block_size=allocator.block_size,
+    )
+
+
+def _kv_reads(decode: Seq[Sequence], block_size: int) -> KvReads:
+    """The contexts of decoding sequences, and the padding of those that have any, from the block where it begins."""
+    padded = [row for row, sequence in enumerate(decode) if sequence.padding]
+    runs = [(s.blocks, s.num_cached + 1) for s in decode]
+    runs += [(decode[row].blocks[decode[row].max_tokens // block_size :], decode[row].padding) for row in padded]
+    tables = np.zeros((len(runs), max((len(blocks) for blocks, _ in runs), default=0)), dtype=np.int32)
+    for table, (blocks, _) in zip(tables, runs, strict=True):
+        table[: len(blocks)] = blocks
+    return KvReads(
+        queries=np.asarray([*range(len(decode)), *padded], dtype=np.int64),
+        tables=tables,
+        lens=np.asarray([length for _, length in runs], dtype=np.int32),
+        num_rows=len(decode),
+        block_size=block_size,
     )

@@ -131,13 +131,13 @@ def shift_positions(batch) -> None:
 
 def drop_block(batch) -> None:
     """The second block of a context is lost, the first is read in its place."""
-    for table, length in zip(batch.block_tables, batch.context_lens, strict=True):
+    for table, length in zip(batch.kv_reads.tables, batch.kv_reads.lens, strict=True):
         if length > 8:
             table[1] = table[0]
 
 
 def cut_context(batch) -> None:
-    batch.context_lens[:] = batch.context_lens.clip(max=8)
+    batch.kv_reads.lens[:] = batch.kv_reads.lens.clip(max=8)
 
 
 def misplace_token(batch) -> None:

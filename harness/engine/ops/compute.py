@@ -6,13 +6,13 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
-from torch import arange, cat, empty_like, uint8
+from torch import arange, cat, uint8
 
 from harness.engine.activations import Activations, head_workspace_bytes
 from harness.engine.batch import MicroBatch
 from harness.engine.ops import on_gpu
 from harness.engine.ops.data import MicroBatchOp, device_rows
-from harness.engine.ops.views import matrices, rows, weights
+from harness.engine.ops.views import attend_each, matrices, rows, weights
 from harness.machine.base import Context, Work
 from harness.memory.tiers import Buffer
 from harness.memory.weights import PlacedPart
@@ -162,26 +162,23 @@ class DecodeAttentionDevice(ComputeOp):
         q = ctx.tensor(self.acts.q, (n, spec.num_heads, spec.head_dim), spec.dtype)
         k = ctx.tensor(self.acts.k, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)
         v = ctx.tensor(self.acts.v, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)
-        there, run = self.there, self.rows
-        lens = there.context_lens[run.start : run.stop].tolist()
         staging = ctx.tensor(self.staging, (2 * self._num_read * spec.kv_dim,), spec.dtype)
-        mine = slice(first + run.start, first + run.stop)
+        mine = slice(first + self.rows.start, first + self.rows.stop)
         positions = device_rows(ctx, self.batch, self.acts)[1, mine]
         _add_newest(staging, positions, k[mine], v[mine])
         out = rows(ctx, self.acts.attention, n, spec.q_dim, spec.dtype)[mine]
-        padded = there.padded_among(run)
-        padding = [int(there.padding[row]) for row in padded]
-        behind = staging[staging.numel() - 2 * sum(padding) * spec.kv_dim :]
-        if on_gpu.attends(spec, q):
-            if padded:  # read, and dropped
-                rows_of, last = on_gpu.numbers(np.array([padded, padding]) + np.array([[first], [-1]]), q.device)
-                wasted = q.index_select(0, rows_of)
-                on_gpu.decode_attention(spec, wasted, behind, last, empty_like(wasted))
-            return on_gpu.decode_attention(spec, q[mine], staging, positions, out)
-        for row, length, (keys, values) in zip(padded, padding, self._staged(behind, padding), strict=True):
-            self.family.decode_attention(spec, q[first + row], keys, values, length)
-        for at, (keys, values) in enumerate(self._staged(staging, lens)):
-            out[at] = self.family.decode_attention(spec, q[mine][at], keys, values, lens[at]).reshape(-1)
+        reads = self.there.reads.among(self.rows.start, self.rows.stop)
+        if reads.num_shadows and on_gpu.attends(spec, q):
+            positions = on_gpu.numbers(reads.positions, q.device)
+
+        def attend(q: Any, out: Any) -> None:
+            if on_gpu.attends(spec, q):
+                return on_gpu.decode_attention(spec, q, staging, positions, out)
+            lens = reads.lens.tolist()
+            for at, (keys, values) in enumerate(self._staged(staging, lens)):
+                out[at] = self.family.decode_attention(spec, q[at], keys, values, lens[at]).reshape(-1)
+
+        attend_each(reads, q[mine], out, attend)
 
     def _staged(self, staging: Any, lens: list[int]) -> list[tuple[Any, Any]]:
         """Keys and values of contexts that lie one after another, each [kv_heads, context, head_dim]."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
-
-import numpy as np
 
 from harness.engine.activations import Activations
 from harness.engine.batch import MicroBatch
@@ -119,9 +116,9 @@ class LoadAttention(MicroBatchOp):
 class LoadKv(MicroBatchOp):
     """The cached keys and values of decoding sequences, host blocks -> contiguous device staging, one by one.
 
-    Staging layout: for each sequence keys [kv_heads, context, head_dim], then its values; behind all of them the same
-    of padding. The newest token's place comes with whatever the cache holds there, so that a sequence is one contiguous
-    copy: its keys and values are on the device already, and so the rest can be fetched before they are computed.
+    Staging layout: for each entry of `KvReads` keys [kv_heads, tokens, head_dim], then its values. The newest token's
+    place comes with whatever the cache holds there, so that a sequence is one contiguous copy: its keys and values are
+    on the device already, and so the rest can be fetched before they are computed.
     """
 
     kind: ClassVar[str] = "load kv"
@@ -151,21 +148,13 @@ class LoadKv(MicroBatchOp):
         values = ctx.tensor(self.cache.values[self.layer], self.cache.shape, self.spec.dtype)
         heads, block_size, head_dim = self.cache.shape[1:]
         staging = ctx.tensor(self.to, (2 * self._num_tokens * heads * head_dim,), self.spec.dtype)
-        at = 0
-        for table, length in self._runs():
+        reads, at = self.there.reads.among(self.rows.start, self.rows.stop), 0
+        for table, length in zip(reads.tables, reads.lens.tolist(), strict=True):
             blocks = table[: -(-length // block_size)].tolist()
             for source in (keys, values):
                 target = staging[at : at + heads * length * head_dim].view(heads, length, head_dim)
                 ctx.move(target, source[blocks].transpose(0, 1).reshape(heads, -1, head_dim)[:, :length])
                 at += target.numel()
-
-    def _runs(self) -> Iterator[tuple[np.ndarray, int]]:
-        """Blocks, and tokens in them."""
-        there = self.there
-        for row in self.rows:
-            yield there.block_tables[row], int(there.context_lens[row])
-        for row in there.padded_among(self.rows):
-            yield there.padding_tables[row], int(there.padding[row])
 
 
 class OffloadHidden(MicroBatchOp):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
 import torch
 
 import kernels
 from harness.engine.activations import Activations
-from harness.engine.batch import CachedRows, MicroBatch
+from harness.engine.batch import KvReads, MicroBatch
 from harness.engine.ops.data import MicroBatchOp
+from harness.engine.ops.views import attend_each
 from harness.machine.base import Context, Work
 from harness.model.spec import ModelSpec
 
@@ -81,29 +81,25 @@ class DecodeAttention(KvOp):
         shape = (self.batch.num_tokens, spec.num_heads, spec.head_dim)
         q = ctx.tensor(self.acts.host_q, shape, spec.dtype)[here.decode]
         out = ctx.tensor(self.acts.host_attention, shape, spec.dtype)[here.decode]
-        paged_attention(spec, q, *self.cached(ctx), here, out, num_threads=ctx.num_threads())
+        paged_attention(spec, q, *self.cached(ctx), here.reads, out, num_threads=ctx.num_threads())
 
 
 def paged_attention(
-    spec: ModelSpec, q: Any, keys: Any, values: Any, here: CachedRows, out: Any, *, num_threads: int = 1
+    spec: ModelSpec, q: Any, keys: Any, values: Any, reads: KvReads, out: Any, *, num_threads: int = 1
 ) -> None:
-    """The paged kernel: q and out [decode, heads, head_dim]. Padding is read as well, as behind a mask; what comes of
-    it is dropped."""
+    """The paged kernel: q and out [decode, heads, head_dim]."""
 
-    def attend(q: Any, tables: np.ndarray, lens: np.ndarray, out: Any) -> None:
+    def attend(q: Any, out: Any) -> None:
         kernels.decode_attention(
             q,
             keys,
             values,
-            torch.from_numpy(tables),
-            torch.from_numpy(lens),
+            torch.from_numpy(reads.tables),
+            torch.from_numpy(reads.lens),
             out,
             scale=spec.head_dim**-0.5,
             sliding_window=spec.sliding_window or 0,
             num_threads=num_threads,
         )
 
-    if len(padded := here.padded):
-        wasted = q[torch.from_numpy(padded)]
-        attend(wasted, here.padding_tables[padded], here.padding[padded], torch.empty_like(wasted))
-    attend(q, here.block_tables, here.context_lens, out)
+    attend_each(reads, q, out, attend)

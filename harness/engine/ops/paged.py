@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from torch import empty_like
 
 from harness.engine.activations import Activations
 from harness.engine.batch import MicroBatch
 from harness.engine.ops import on_gpu
 from harness.engine.ops.data import device_rows
 from harness.engine.ops.host import KvOp, paged_attention
+from harness.engine.ops.views import attend_each
 from harness.machine.base import Context, Work
 from harness.model.spec import ModelSpec
 
@@ -77,38 +77,36 @@ class DecodeAttentionPaged(KvOp):
         out = ctx.tensor(self.acts.attention, shape, spec.dtype)[rows]
         keys, values = self.cached(ctx)
         if on_gpu.attends(spec, q):
-            positions = device_rows(ctx, self.batch, self.acts)[1, rows]
-            blocks = ctx.tensor(self.tables, self.batch.on_device.flat_blocks.shape, "int32")
-            if len(self.batch.on_device.padded):
-                self._read_padding_at_once(q, keys, values)
-            return on_gpu.paged_attention(spec, q, keys, values, blocks, positions, out)
-        attend = self.by_kernel if q.device.type == "cpu" else self.by_family
-        attend(q, keys, values, out)
+            self._by_gpu_kernel(ctx, q, keys, values, out)
+        else:
+            (self.by_kernel if q.device.type == "cpu" else self.by_family)(q, keys, values, out)
+
+    def _by_gpu_kernel(self, ctx: Context, q: Any, keys: Any, values: Any, out: Any) -> None:
+        """All sequences in one launch. Blocks and positions of shadows are known to the host alone."""
+        here = self.batch.on_device
+        positions = device_rows(ctx, self.batch, self.acts)[1, here.decode]
+        blocks = ctx.tensor(self.tables, here.flat_blocks.shape, "int32")
+        if here.reads.num_shadows:
+            positions, blocks = (on_gpu.numbers(x, q.device) for x in (here.reads.positions, here.reads.flat_blocks))
+
+        def attend(q: Any, out: Any) -> None:
+            on_gpu.paged_attention(self.spec, q, keys, values, blocks, positions, out)
+
+        attend_each(here.reads, q, out, attend)
 
     def by_kernel(self, q: Any, keys: Any, values: Any, out: Any) -> None:
         """The paged kernel, on one thread, where device memory is played by the host's."""
-        paged_attention(self.spec, q, keys, values, self.batch.on_device, out)
+        paged_attention(self.spec, q, keys, values, self.batch.on_device.reads, out)
 
     def by_family(self, q: Any, keys: Any, values: Any, out: Any) -> None:
         """The family's own math, sequence by sequence, where the GPU kernels do not know this model's attention."""
-        here = self.batch.on_device
-        self._read_padding(q, keys, values)
-        for row, length in enumerate(here.context_lens.tolist()):
-            out[row] = self._attend(q[row], keys, values, here.block_tables[row], length).view(out[row].shape)
+        reads = self.batch.on_device.reads
 
-    def _read_padding(self, q: Any, keys: Any, values: Any) -> None:
-        """As a padded system does; the result is dropped."""
-        here = self.batch.on_device
-        for row in here.padded.tolist():
-            self._attend(q[row], keys, values, here.padding_tables[row], int(here.padding[row]))
+        def attend(q: Any, out: Any) -> None:
+            for entry, length in enumerate(reads.lens.tolist()):
+                out[entry] = self._attend(q[entry], keys, values, reads.tables[entry], length).view(out[entry].shape)
 
-    def _read_padding_at_once(self, q: Any, keys: Any, values: Any) -> None:
-        """The same of all sequences in one launch."""
-        here = self.batch.on_device
-        rows_of, last = on_gpu.numbers(np.array([here.padded, here.padding[here.padded] - 1]), q.device)
-        wasted = q.index_select(0, rows_of)
-        blocks = on_gpu.numbers(here.flat_padding_blocks, q.device)
-        on_gpu.paged_attention(self.spec, wasted, keys, values, blocks, last, empty_like(wasted))
+        attend_each(reads, q, out, attend)
 
     def _attend(self, q: Any, keys: Any, values: Any, table: np.ndarray, length: int) -> Any:
         _, heads, block_size, head_dim = self.cache.shape

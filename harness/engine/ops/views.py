@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from harness.engine.batch import KvReads
+from harness.engine.ops import on_gpu
 from harness.machine.base import Context
 from harness.memory.tiers import Buffer
 from harness.memory.weights import PlacedPart
@@ -40,3 +43,15 @@ def _weight_views(ctx: Context, part: PlacedPart) -> dict[str, Any]:
 def rows(ctx: Context, buffer: Buffer, num_rows: int, width: int, dtype: str) -> Any:
     """A [num_rows, width] view."""
     return ctx.tensor(buffer, (num_rows, width), dtype)
+
+
+def attend_each(reads: KvReads, q: Any, out: Any, attend: Callable[[Any, Any], None]) -> None:
+    """Call `attend` with a query and a place for its result for each entry of `reads`; results of shadows are dropped.
+
+    q [rows, heads, head_dim]; out [rows, ...].
+    """
+    if not reads.num_shadows:
+        return attend(q, out)
+    found = out.new_empty((len(reads.lens), *out.shape[1:]))
+    attend(q.index_select(0, on_gpu.numbers(reads.queries, q.device)), found)
+    out.copy_(found[: reads.num_rows])

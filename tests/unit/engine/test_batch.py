@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.engine.batch import MicroBatch, assemble
+from harness.engine.batch import KvReads, MicroBatch, assemble
 from harness.engine.sequences import Sequence, State
 from harness.memory.kv_cache import BlockAllocator
 from harness.workload.request import Request
@@ -41,13 +41,19 @@ def batches(draw) -> tuple[list[Sequence], list[Sequence], BlockAllocator]:
     return prefill, decode, allocator
 
 
+def read_by(reads: KvReads) -> list[tuple[int, tuple[int, ...], int]]:
+    """Row, blocks and length of each entry; a table is filled up with zeros, which is nobody's block here."""
+    entries = zip(reads.queries.tolist(), reads.tables.tolist(), reads.lens.tolist(), strict=True)
+    return [(row, tuple(block for block in table if block), length) for row, table, length in entries]
+
+
 prompts_and_new = st.lists(st.tuples(st.integers(1, 20), st.integers(2, 9)), min_size=1, max_size=6)
 
 
 @settings(max_examples=100)
 @given(prompts_and_new, st.sampled_from((1, 3, 4, 16)))
 def test_padding_follows_the_prompt_and_lies_behind_all_that_is_to_come(sizes, block_size):
-    allocator, longest = BlockAllocator(400, block_size), max(prompt for prompt, _ in sizes)
+    allocator, longest = BlockAllocator(400, block_size, order=range(1, 400)), max(prompt for prompt, _ in sizes)
     padded = [
         Sequence(Request(request_id=i, prompt_ids=(7,) * prompt, max_new_tokens=new, text=None), State.PREFILL)
         for i, (prompt, new) in enumerate(sizes)
@@ -71,14 +77,23 @@ def test_padding_follows_the_prompt_and_lies_behind_all_that_is_to_come(sizes, b
     for one in padded:
         one.accept(9, None)
     decoding = assemble(0, [], padded, allocator)
-    assert decoding.context_lens.tolist() == [one.prompt_len + 1 for one in padded]
+    reads = decoding.on_host.reads
     assert decoding.on_host.read_lens.tolist() == [longest + 1] * len(padded)
-    flat = []
-    for one, table, row in zip(padded, decoding.padding_tables, decoding.on_host.padding, strict=True):
-        read = table[: -(-int(row) // block_size)].tolist()
-        assert set(read) <= set(one.blocks)
-        flat += read
-    assert decoding.on_host.flat_padding_blocks.tolist() == flat
+    assert read_by(reads) == [
+        *((row, tuple(one.blocks), one.prompt_len + 1) for row, one in enumerate(padded)),
+        *(
+            (r, tuple(one.blocks[one.max_tokens // block_size :]), one.padding)
+            for r, one in enumerate(padded)
+            if one.padding
+        ),
+    ]
+    for start in range(len(padded)):
+        some = reads.among(start, len(padded) - 1)
+        whole = [entry for entry in read_by(reads) if start <= entry[0] < len(padded) - 1]
+        assert [(row + start, blocks, length) for row, blocks, length in read_by(some)] == whole
+        assert some.num_rows == max(0, len(padded) - 1 - start)
+    used = [block for one in padded for block in one.blocks[: -(-(one.prompt_len + 1) // block_size)]]
+    assert decoding.on_host.flat_blocks.tolist() == used, "of contexts alone"
 
 
 @settings(max_examples=100)
@@ -113,16 +128,18 @@ def test_block_tables_lead_to_every_cached_token(case):
     if not decode:
         return
     batch, size = assemble(0, [], decode, allocator), allocator.block_size
-    assert batch.context_lens.tolist() == [one.num_tokens for one in decode]
+    reads = batch.kv_reads
+    assert reads.queries.tolist() == list(range(len(decode))), "without padding there are no shadows"
+    assert reads.lens.tolist() == [one.num_tokens for one in decode]
     for row, one in enumerate(decode):
-        for position in range(int(batch.context_lens[row])):
-            assert batch.block_tables[row, position // size] == one.blocks[position // size]
-        newest = batch.block_tables[row, (one.num_tokens - 1) // size] * size + (one.num_tokens - 1) % size
+        for position in range(int(reads.lens[row])):
+            assert reads.tables[row, position // size] == one.blocks[position // size]
+        newest = reads.tables[row, (one.num_tokens - 1) // size] * size + (one.num_tokens - 1) % size
         assert newest == batch.slots[row], "the new token is the last of its own context"
     used = [block for one in decode for block in one.blocks[: -(-one.num_tokens // size)]]
     assert batch.on_host.flat_blocks.tolist() == used, "without the blocks that hold nothing yet"
     assert not len(batch.on_device.flat_blocks)
-    assert batch.block_tables.shape[1] == max(len(one.blocks) for one in decode)
+    assert reads.tables.shape[1] == max(len(one.blocks) for one in decode)
 
 
 @settings(max_examples=40)
@@ -150,7 +167,7 @@ def test_dtypes_are_those_of_the_kernels():
     batch = assemble(0, [], [one], allocator)
     int64 = (batch.token_ids, batch.positions, batch.slots, batch.last_rows)
     assert {a.dtype for a in int64} == {np.dtype(np.int64)}
-    assert {a.dtype for a in (batch.context_lens, batch.block_tables, batch.on_host.flat_blocks)} == {
+    assert {a.dtype for a in (batch.kv_reads.lens, batch.kv_reads.tables, batch.on_host.flat_blocks)} == {
         np.dtype(np.int32)
     }
 
