@@ -1,1 +1,1 @@
-"""Micro-benchmarks of the kernels, and reports that run whole experiments."""
+"""The benchmarks measure single kernels; their reports also run whole experiments."""

@@ -1,4 +1,4 @@
-"""Options and shared parts of the kernel benchmarks.
+"""Define the options and shared parts of the kernel benchmarks.
 
 pytest benchmarks --benchmark-disable                     # a smoke test: small shapes, everything once
 pytest benchmarks --quick                                 # small shapes, timed: the numbers mean nothing
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Scale:
-    """How much of everything. A working set beyond the caches is what makes a number one of the memory's."""
+    """The sizes of everything in a benchmark. Only a working set beyond the caches makes a number tell about memory."""
 
     quick: bool
     working_set_bytes: int
@@ -67,7 +67,7 @@ def ceilings(scale: Scale) -> Any:
 
 @pytest.fixture(scope="session")
 def baseline_libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The compiled baselines by name; none, with a note in the results, on a machine without a compiler."""
+    """Return the compiled baselines by name; without a compiler there are none, and the results say so."""
     if compiled.compiler() is None:
         return {}
     folder: Path = tmp_path_factory.mktemp("baselines")
@@ -76,7 +76,7 @@ def baseline_libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
 
 @pytest.fixture(scope="session")
 def peer_pythons(pytestconfig: pytest.Config) -> dict[str, str]:
-    """Interpreters of the other projects' environments, by name."""
+    """Return the interpreters of the other projects' environments by name."""
     found = {name: pytestconfig.getoption(f"--{name}-python") for name in ("vllm", "llama")}
     return {name: python for name, python in found.items() if python}
 
@@ -91,7 +91,7 @@ def _facts() -> dict[str, Any]:
 
 @pytest.fixture
 def report(benchmark: Any, scale: Scale) -> Iterator[Any]:
-    """report(rounds, **values): adds both, and the machine, to the benchmark's JSON."""
+    """Yield report(rounds, **values), which adds both, and the machine, to the benchmark's JSON."""
 
     def add(rounds: Rounds, **values: Any) -> None:
         benchmark.extra_info.update(

@@ -37,7 +37,7 @@ def build(folder: Path) -> Path:
 
 
 def instructions_per_row(program: Path, path: str, group: int) -> float:
-    """Of one call, over the number of rows of K that it reads (as many of V)."""
+    """Return the instructions of one call over the number of rows of K that it reads (as many of V)."""
     options = ["--tool=callgrind", "--toggle-collect=counted", f"--callgrind-out-file={program}.out"]
     done = subprocess.run(
         ["valgrind", *options, str(program), path, str(group)], capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""Everything this project wants to know of a GPU, in one command of under nine minutes:
+"""Measure everything that this project wants to know of a GPU, in one command of under nine minutes:
 
     python benchmarks/gpu.py --out results/gpu            # on a machine with an NVIDIA GPU
     python benchmarks/gpu.py --dry --out /tmp/dry         # the same logic on the emulated machine, tiny, in a minute
@@ -63,7 +63,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 
 
 def build(left_s: float, *, dry: bool) -> dict[str, Any]:
-    """The extension, in place, unless it is there and newer than its sources; and the GPU kernels."""
+    """Build the extension in place, unless it is there and newer than its sources, and compile the GPU kernels."""
     environment = {**os.environ, "KERNELS_BUILD_JOBS": str(len(os.sched_getaffinity(0)))}
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
     subprocess.run(command, cwd=ROOT, env=environment, timeout=left_s, check=True, stdout=sys.stderr)
@@ -85,7 +85,7 @@ def facts(dry: bool) -> dict[str, Any]:
 
 
 def gpu_fact() -> str:
-    """Only processes that use the GPU ask: it makes a context there."""
+    """Describe the GPU. Only processes that use the GPU ask, since the question makes a context there."""
     import torch
 
     properties = torch.cuda.get_device_properties(0)
@@ -137,13 +137,13 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def child_command(given: Sequence[str], host_gb: float, stages: Sequence[str], left_s: float) -> list[str]:
-    """The same sizes, whatever memory is free when the process begins."""
+    """Give the command of a process with the same sizes, whatever memory is free when the process begins."""
     changes = ["--go-on", "--host-gb", f"{host_gb:.6f}", "--stages", ",".join(stages), "--budget-s", f"{left_s:.1f}"]
     return [sys.executable, str(Path(__file__).resolve()), *given, *changes]
 
 
 def go_on(args: argparse.Namespace, stages: list[str], scale: Any, record: Any) -> int:
-    """As one of the processes of a run. What hangs tells where, and ends."""
+    """Run stages as one of the processes of a run. A stage that hangs reports where, and the process ends."""
     from benchmarks.gpu_stages.processes import DEVICE_LOST
     from benchmarks.gpu_stages.record import DeviceLost
 
@@ -160,7 +160,7 @@ def go_on(args: argparse.Namespace, stages: list[str], scale: Any, record: Any) 
 
 
 def run_stages(args: argparse.Namespace, stages: list[str], scale: Any, record: Any) -> None:
-    """In the order of their worth; each knows what the ones before it found."""
+    """Run the stages in the order of their worth; each stage knows what the earlier ones found."""
     if "build" in stages:
         record.run("build", lambda left_s: build(left_s, dry=args.dry), needs_s=0.0)
     from benchmarks.gpu_stages import accuracy, ceilings, peer, runs

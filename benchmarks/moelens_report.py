@@ -1,4 +1,4 @@
-"""MoE-Lens on this machine: speed-up over no overlap, how close to the busiest lane, and Stage 2's accuracy.
+"""Measure MoE-Lens on this machine: its speed-up over no overlap, how close it gets to the busiest lane, and Stage 2.
 
     python benchmarks/moelens_report.py                       # everything, about 20 minutes on 2 cores
     python benchmarks/moelens_report.py --only balanced       # one part: speedup, balanced, stage2
@@ -72,7 +72,7 @@ def speedup(results_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def balanced(results_dir: Path) -> Iterator[dict[str, Any]]:
-    """gpu and h2d within a factor of two of each other: steady time over the busiest lane's work."""
+    """Measure with gpu and h2d within a factor of two of each other: steady time over the busiest lane's work."""
     rows: list[dict[str, Any]] = []
     for link_gb_s in (0.55, 0.65):
         summary, _ = run(["experiment=balanced", f"hardware.h2d_gb_s={link_gb_s}"], results_dir)
@@ -136,7 +136,7 @@ def stage2(results_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def accuracy_text(rows: list[dict[str, Any]]) -> str:
-    """Mean and spread of the accuracies; each low one with the two factors that make it up."""
+    """Tell mean and spread of the accuracies, and for each low one the two factors that make it up."""
     accuracies = [row["accuracy"] for row in rows]
     low = [row for row in rows if row["accuracy"] < LOW_ACCURACY]
     lines = [

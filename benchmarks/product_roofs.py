@@ -1,4 +1,4 @@
-"""Where the expert FFN's limit lies: the time of reading its weights, and that of its arithmetic out of registers.
+"""Find where the expert FFN's limit lies: in reading its weights, or in its arithmetic out of registers.
 
     python benchmarks/product_roofs.py      # needs a processor with AVX-512 and products of bfloat16
 
@@ -29,7 +29,7 @@ PEAK_ROUNDS, TURNS = 1_000_000, 15
 
 
 def peaks_and_ceiling() -> tuple[dict[str, float], float]:
-    """FLOP/s of each loop and bytes/s, the best of turns that alternate."""
+    """Measure FLOP/s of each loop and bytes/s, each the best of turns that alternate."""
     ceilings = Ceilings(WORKING_SET_BYTES)  # owns what is read
     read = ceilings.read(1)
     with tempfile.TemporaryDirectory() as folder:

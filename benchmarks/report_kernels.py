@@ -36,7 +36,7 @@ STATISTICS = ("min", "max", "median", "rounds")
 
 
 def measure(part: str, arguments: list[str]) -> dict[str, Any] | None:
-    """One part's rows, machine and command; None where the part was skipped."""
+    """Measure one part and return its rows, machine and command; None where the part was skipped."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "benchmark.json"
         command = [sys.executable, "-m", "pytest", str(PARTS[part]), "-q", f"--benchmark-json={path}", *arguments]
@@ -63,13 +63,13 @@ def measure(part: str, arguments: list[str]) -> dict[str, Any] | None:
 
 
 def folder_of(machine: dict[str, Any]) -> str:
-    """Of results: the processor's name and the code path, in letters that any file system takes."""
+    """Name the results' folder by the processor's name and the code path, in letters that any file system takes."""
     name = machine["processor"].replace("(R)", "").replace("(TM)", "")
     return "-".join(re.findall("[a-z0-9]+", f"{name} {machine['isa']}".lower()))
 
 
 def page_texts(folder: Path) -> dict[str, str]:
-    """What every part's place on the page says: a section a machine."""
+    """Write what every part's place on the page says, with a section for each machine."""
     texts: dict[str, list[str]] = {}
     for machine in sorted(path for path in folder.iterdir() if path.is_dir()):
         results = {path.stem: json.loads(path.read_text()) for path in sorted(machine.glob("*.json"))}

@@ -21,7 +21,7 @@ OUT = ROOT / "results" / "reference" / "simulator" / "simulator.json"
 
 
 def measured() -> list[dict[str, object]]:
-    """A row a benchmark: ops a second in the median round, in the fastest and in the slowest."""
+    """Return a row for each benchmark: ops a second in the median round, in the fastest and in the slowest."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "benchmark.json"
         test = str(ROOT / "benchmarks" / "test_simulator.py")

@@ -1,4 +1,4 @@
-"""Strategies beside each other on this machine, at several link rates, with what models and simulator say of each.
+"""Compare strategies on this machine, at several link rates, with what models and simulator say of each.
 
     python benchmarks/strategies_report.py                                   # every strategy, three link rates
     python benchmarks/strategies_report.py --strategies ondemand,moelens --links 0.5 --repeats 1
@@ -61,7 +61,7 @@ class Variant:
 
 
 def decided(variant: Variant, plan: Mapping[str, Any]) -> list[str]:
-    """Overrides for what the variant's settings leave to its planner, as the plan of a run has it."""
+    """Return overrides for what the variant's settings leave to its planner, as the plan of a run has it."""
     strategy = composed_values(variant.overrides(()))["strategy"]
     policy = strategy.get("policy", {})
     return [f"strategy.{name}={plan[name]}" for name, value in strategy.items() if value is None and name in plan] + [
@@ -75,7 +75,8 @@ def takes_policy(name: str) -> bool:
 
 
 def with_policy_of(folder: Path, strategies: Sequence[str], link_gb_s: float) -> list[Variant]:
-    """The strategies that take a policy, with the one that a run of `GIVES_POLICY` has planned."""
+    """Return the strategies that take a policy, each with the policy that the run of `GIVES_POLICY` in `folder` has
+    planned."""
     plan = read_json(folder / "plan.json")["plan"]
     given = tuple(f"strategy.policy.{name}={plan[name]}" for name in GIVEN)
     takers = (name for name in strategies if name != GIVES_POLICY and takes_policy(name))
@@ -85,7 +86,7 @@ def with_policy_of(folder: Path, strategies: Sequence[str], link_gb_s: float) ->
 def rows(
     strategies: Sequence[str], links_gb_s: Sequence[float], repeats: int, common: Sequence[str], results_dir: Path
 ) -> Iterator[Row]:
-    """By link rate, own policies first."""
+    """Yield rows by link rate, with each strategy's own policy first."""
     planned = {link: [Variant(name, link) for name in strategies] for link in links_gb_s}
     found: dict[Variant, list[Run]] = {}
     refused: dict[Variant, str] = {}
@@ -112,8 +113,8 @@ def rows(
 
 
 def simulated_tok_s(variant: Variant, common: Sequence[str], folder: Path) -> float | None:
-    """Under the policy of the run in `folder`. None, and a line that says why, where the calibration or the plan does
-    not fit."""
+    """Simulate under the policy of the run in `folder`. Returns None, and prints why, where the calibration or the plan
+    does not fit."""
     planned = decided(variant, read_json(folder / "plan.json")["plan"])
     values = composed_values(["machine=simulated", *variant.overrides(common), *planned, "hardware=local"])
     try:

@@ -39,7 +39,7 @@ def make_shape(name: str, scale: Scale) -> DecodeShape:
 
 
 class Contest:
-    """All contestants of one shape, their outputs checked."""
+    """A contest has all contestants of one shape, with their outputs checked."""
 
     def __init__(self, shape: DecodeShape, libraries: dict[str, Any], pythons: dict[str, str]) -> None:
         self.shape = shape
@@ -56,7 +56,7 @@ class Contest:
             peer.close()
 
     def others(self, num_threads: int) -> dict[str, Stopwatch]:
-        """Everyone but the chosen code path of our kernel."""
+        """Return every contestant but the chosen code path of our kernel."""
         contestants = {
             f"ours, {isa}": self.paged.ours_on(isa, num_threads)
             for isa in native().supported_isas()
@@ -69,7 +69,8 @@ class Contest:
         return contestants
 
     def errors(self) -> dict[str, float]:
-        """Largest difference from float64, over the outputs' standard deviation; every contestant runs once."""
+        """Run every contestant once and return its largest difference from float64, over the outputs' standard
+        deviation."""
         found = {}
         for name, run in self.others(1).items():
             if name.startswith(("ours", "scalar", "auto")):

@@ -1,4 +1,4 @@
-"""Writing new keys and values into the paged cache, against the machine's copy ceiling.
+"""Measure writing new keys and values into the paged cache, against the machine's copy ceiling.
 
 Prefill appends whole sequences; decoding one token to each sequence, whose rows lie far apart.
 """
@@ -24,7 +24,7 @@ TOKEN_BYTES = 2 * NUM_KV_HEADS * HEAD_DIM * 2  # K and V
 
 
 def make_slots(pattern: str, num_tokens: int) -> torch.Tensor:
-    """Blocks in random order: filled one after the other, or one token of each at a time."""
+    """Make slots of blocks in random order: filled one after the other, or one token of each at a time."""
     blocks = torch.randperm(num_tokens // BLOCK_SIZE, generator=torch.Generator().manual_seed(3))
     slots = blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)
     return (slots if pattern == "prefill" else slots.T).reshape(-1)

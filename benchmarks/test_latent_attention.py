@@ -1,4 +1,4 @@
-"""Latent (MLA) attention over compressed KV, against the read and GEMM ceilings and torch.
+"""Measure latent (MLA) attention over compressed KV, against the read and GEMM ceilings and torch.
 
 All heads share one compressed row a token, so that work for each byte grows with the heads: with DeepSeek-V2-Lite's 16
 it is arithmetic, not memory, that limits.
@@ -50,7 +50,8 @@ class Latent:
         return lambda: latent_attention(*arguments, scale=SCALE, num_threads=num_threads)
 
     def by_torch(self) -> Callable[[], None]:
-        """Rows of a sequence lie together, unlike ours: the cache is read as if it were not paged."""
+        """Attend with torch to a sequence's rows that lie together, unlike ours: the cache is read as if it were not
+        paged."""
         rows = self.cache.reshape(-1, ROW_DIM)
         out = torch.empty(self.out.shape, dtype=torch.bfloat16)
         starts = torch.cumsum(self.lengths, 0) - self.lengths
@@ -65,7 +66,7 @@ class Latent:
         return run
 
     def expected(self, seq: int) -> np.ndarray:
-        """float64 [heads, latent_dim]"""
+        """Compute float64 [heads, latent_dim]."""
         rows = gather_cache(self.cache[:, None], self.tables[seq], int(self.lengths[seq]))[:, 0]
         return softmax(self.q[seq].double().numpy() @ rows.T * SCALE) @ rows[:, :LATENT_DIM]
 

@@ -1,4 +1,4 @@
-"""How fast buffers of growing size are read: shows from where on a working set is beyond what the caches hold.
+"""Measure how fast buffers of growing size are read, which shows when a working set exceeds the caches.
 
 The size a machine reports for its last cache says little where a virtual machine has a share of it.
 """

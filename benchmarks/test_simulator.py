@@ -1,4 +1,4 @@
-"""Ops a second of the simulated machine, on a stream of ops like VSLPipe's.
+"""Measure the ops a second of the simulated machine, on a stream of ops like VSLPipe's.
 
     pytest benchmarks/test_simulator.py --benchmark-columns=median,iqr,ops,rounds
     python benchmarks/report_simulator.py                # the same, kept in results/reference/simulator
@@ -51,7 +51,7 @@ Submission = tuple[Lane, Op, bool]
 
 
 def weights(slots: list[dict[str, object]], layer: int, index: int) -> Iterator[Submission]:
-    """About ten parts a layer, into the slot that the layer before the last has left."""
+    """Yield about ten parts a layer, into the slot that the layer before the last has left."""
     for name, nbytes in PART_BYTES.items():
         work = Work(device_bytes=nbytes, host_bytes=nbytes, link_bytes=nbytes)
         packets = max(1, round(nbytes / PACKET_BYTES))
@@ -65,7 +65,7 @@ def weights(slots: list[dict[str, object]], layer: int, index: int) -> Iterator[
 def half_ops(
     acts: dict[str, object], slot: dict[str, object], layer: int, half: int, tokens: int
 ) -> Iterator[Submission]:
-    """GA, C and GB of one half: what `strategies.moelens.vslpipe` submits for a layer."""
+    """Yield GA, C and GB of one half: what `strategies.moelens.vslpipe` submits for a layer."""
     act = acts.__getitem__
     context_bytes = 4096.0 * (300 + (layer * 7 + half * 3 + tokens) % 50) * tokens
     dense = Work(flops=tokens * 1e8, device_bytes=50e6)
@@ -93,7 +93,7 @@ def half_ops(
 
 
 def stream(num_passes: int = NUM_PASSES, num_layers: int = NUM_LAYERS, ranks: int = 1) -> list[list[Submission]]:
-    """Submissions by pass. Further ranks repeat the same on lanes and keys of their own."""
+    """Return submissions by pass. Further ranks repeat the same on lanes and keys of their own."""
     names = (
         "tokens hidden q k v attention normed expert_ids expert_weights moe_out host_q host_k host_v host_attention"
     ).split()
@@ -131,7 +131,7 @@ def report(benchmark: object, num_ops: int) -> None:
 
 
 def case(ranks: int) -> list[list[Submission]]:
-    """As many ops whatever the number of ranks; four lanes each, all on one host memory."""
+    """Return as many ops whatever the number of ranks; each rank has four lanes, and all share one host memory."""
     return stream(ranks=ranks, num_passes=NUM_PASSES // ranks)
 
 
@@ -169,6 +169,6 @@ def test_end_to_end(benchmark, ranks):
 
 
 def test_building_ops(benchmark):
-    """For comparison: what the ops of such a stream cost to make."""
+    """Measure, for comparison, what the ops of such a stream cost to make."""
     benchmark.pedantic(stream, rounds=NUM_ROUNDS)
     report(benchmark, sum(map(len, stream())))

@@ -1,4 +1,4 @@
-"""Copies at an emulated link's speed, and waiting without the GIL."""
+"""Copy at an emulated link's speed, and wait without the GIL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Simulated runs pass by pass: what happened in each and how long every lane was busy, without keeping their spans."""
+"""Simulate runs pass by pass: record what happened in each and how long every lane was busy, without keeping their
+spans."""
 
 from __future__ import annotations
 
@@ -19,12 +20,13 @@ LANES = ("gpu", "cpu", "h2d", "d2h")
 
 
 def planned(arguments: Sequence[str]) -> Plan:
-    """What `python -m harness.plan` would be given, planned and not yet simulated."""
+    """Plan what `python -m harness.plan` would be given, without simulating it yet."""
     return make_plan(composed(*arguments), simulate=False)
 
 
 class Recorder:
-    """Passes with each lane's busy time. Spans are folded into it pass by pass: a run has millions of them."""
+    """A recorder of passes with each lane's busy time. Spans are folded into it pass by pass: a run has millions of
+    them."""
 
     def __init__(self, machine: Machine) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -33,7 +35,7 @@ class Recorder:
         self._reaching_over: list[Span] = []  # into the next pass
 
     def on_pass(self, record: PassRecord) -> None:
-        """The pass before is settled now: transfers that reach into this one have ended and are recorded."""
+        """Settle the pass before: transfers of it that reach into this pass have ended and are recorded."""
         self.settle()
         self._last = record
 
@@ -49,11 +51,11 @@ class Recorder:
 
 
 class _Enough(Exception):
-    """Nothing behind this pass is asked for."""
+    """The signal that nothing behind this pass is asked for."""
 
 
 def simulated_passes(plan: Plan, *, until: Callable[[PassRecord], bool] = lambda record: False) -> list[dict[str, Any]]:
-    """All passes, or those before the first one for which `until` holds. A plan is simulated once."""
+    """Simulate all passes, or those before the first one for which `until` holds. A plan is simulated once."""
     plan.machine.drain()
     plan.machine.spans.clear()  # set-up is not part of what is simulated
     recorder = Recorder(plan.machine)
@@ -72,8 +74,8 @@ def simulated_passes(plan: Plan, *, until: Callable[[PassRecord], bool] = lambda
 
 
 def continued_s(simulated_s: Sequence[float], num_steps: int, *, fitted: int) -> float:
-    """Seconds of all decode steps: beyond the simulated ones they go on as the last `fitted` of those do, linear in
-    the context."""
+    """Return the seconds of all decode steps. Beyond the simulated ones they go on as the last `fitted` of those do,
+    linear in the context."""
     missing = np.arange(len(simulated_s), num_steps)
     if not len(missing):
         return float(sum(simulated_s))
@@ -83,7 +85,7 @@ def continued_s(simulated_s: Sequence[float], num_steps: int, *, fitted: int) ->
 
 
 def columns(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """One list a fact, over passes; seconds to the millisecond."""
+    """Return one list for each fact, over passes, with seconds to the millisecond."""
     counts = ("num_prefill_tokens", "num_decode_tokens", "num_preemptions", "kv_blocks_used", "generated_tokens")
     found: dict[str, list[float]] = {"end_s": [round(row["end_s"], 3) for row in rows]}
     found |= {name: [row[name] for row in rows] for name in counts}
@@ -121,8 +123,11 @@ _FITTED_STEPS = 16  # a KV block's tokens: a step that opens blocks counts as of
 
 
 def first_batch(plan: Plan, *, max_steps: int | None = None) -> Batch:
-    """The first batch of a plan whose scheduler runs one batch after another, of requests that all generate the same
-    number of tokens; null `max_steps`: all its decode steps are simulated, otherwise so many of them."""
+    """Simulate the first batch of a plan whose scheduler runs one batch after another.
+
+    All of its requests generate the same number of tokens. Null `max_steps` simulates all its decode steps, otherwise
+    so many of them.
+    """
     passes: list[PassRecord] = []
 
     def is_over(record: PassRecord) -> bool:
@@ -152,6 +157,6 @@ def _length_s(row: Mapping[str, Any]) -> float:
 
 
 def _busy(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Busy share of each lane over these passes; 0 over none."""
+    """Return the busy share of each lane over these passes; 0 over none."""
     length_s = sum(map(_length_s, rows))
     return {lane: sum(row["busy_s"][lane] for row in rows) / length_s if rows else 0.0 for lane in LANES}

@@ -1,4 +1,4 @@
-"""Reports by name: numbers to a JSON file with what made them, tables beside it and on the terminal, pictures of it.
+"""Make reports by name: numbers and what made them in a JSON file, tables (also on the terminal), and pictures.
 
 python -m paper_figures.PAPER                       # every picture that its committed numbers allow
 python -m paper_figures.PAPER NAME ... --out FOLDER # compute these reports again
@@ -36,7 +36,7 @@ class Report:
 
 
 def made_by(command: str) -> dict[str, Any]:
-    """What the numbers of a report begin with."""
+    """Say how the numbers of a report were made, which stands at their beginning."""
     return {"date": date.today().isoformat(), "code": code_version(), "command": command, "environment": environment()}
 
 

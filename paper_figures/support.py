@@ -1,4 +1,4 @@
-"""What all papers' figures share: where results lie, and how a figure says what its numbers are."""
+"""All papers' figures share these helpers: where results lie, and how a figure says what its numbers are."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FOOT_CHARACTERS_AN_INCH = 16
 
 
 def composed(*overrides: str) -> dict[str, Any]:
-    """The configuration as run.py gets it."""
+    """Compose the configuration as run.py gets it."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         cfg = compose("config", overrides=["machine=simulated", *overrides])
     values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
@@ -47,7 +47,7 @@ def model_spec(name: str) -> ModelSpec:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, off screen. Raises ConfigError where matplotlib, an optional dependency, is missing."""
+    """Make an empty figure, off screen. Raises ConfigError where matplotlib, an optional dependency, is missing."""
     try:
         import matplotlib
     except ImportError as error:
@@ -63,7 +63,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: Path, *, label: str, note: str) -> None:
-    """Every figure says at its foot what its numbers are, and where they come from."""
+    """Save a figure; at its foot it says what its numbers are, and where they come from."""
     from matplotlib import pyplot
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,14 +74,14 @@ def save(figure: Figure, path: Path, *, label: str, note: str) -> None:
 
 
 def markdown_table(columns: Mapping[str, Callable[[Any], str]], rows: Iterable[Any]) -> str:
-    """Columns by heading, each with the text that it has in a row."""
+    """Write a table; `columns` gives each heading the text that stands there for a row."""
     lines = ["| " + " | ".join(columns) + " |", "|" + " ---: |" * len(columns)]
     lines += ["| " + " | ".join(cell(row) for cell in columns.values()) + " |" for row in rows]
     return "\n".join(lines) + "\n"
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Lists of plain numbers stay on one line each."""
+    """Write JSON in which lists of plain numbers stay on one line each."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_text(data) + "\n", encoding="utf-8")
 

@@ -1,4 +1,5 @@
-"""Timelines of recorded runs, one below the other on one scale: `python -m paper_figures.timelines RUN_FOLDER ...`.
+"""Draw timelines of recorded runs, one below the other on one scale: `python -m paper_figures.timelines RUN_FOLDER
+...`.
 
 Shows a few neighbouring layers of one decode pass in the middle of each run, every lane a row, every slice a packet as
 it was recorded. `--layers` says how many, `--out` where the picture goes. Numbers go to a JSON file beside it first.
@@ -38,7 +39,7 @@ _ROW_INCHES, _FRAME_INCHES = 0.24, 0.62
 
 
 def window(folder: Path, num_layers: int) -> dict[str, Any]:
-    """Spans of `num_layers` layers in the middle of a decode pass of the run in `folder`; times in ms.
+    """Read the spans of `num_layers` layers in the middle of a decode pass of the run in `folder`; times in ms.
 
     The window lasts from the gpu lane's first op of the first layer until its first op of the layer behind the last
     one; what other lanes do meanwhile may belong to other layers.
@@ -74,7 +75,7 @@ def _decode_pass(folder: Path) -> Mapping[str, Any]:
 
 
 def _middle(record: Mapping[str, Any], spans: Sequence[Span], num_layers: int) -> tuple[float, float, list[int]]:
-    """Where the window begins and ends, and the layers in it."""
+    """Find where the window begins and ends, and the layers in it."""
     first_start_s: dict[int, float] = {}
     for span in spans:
         inside = record["start_s"] <= span.start_s < record["end_s"]
@@ -90,7 +91,8 @@ def _middle(record: Mapping[str, Any], spans: Sequence[Span], num_layers: int) -
 
 
 def draw(windows: Sequence[Mapping[str, Any]], *, letters: Mapping[str, str] | None = None) -> Figure:
-    """One block a run; all on one time scale. `letters` by kind of op stand, with the micro-batch, in wide slices."""
+    """Draw one block a run, all on one time scale. `letters` by kind of op stand, with the micro-batch, in wide
+    slices."""
     from matplotlib.patches import Patch
 
     heights = [len(w["lanes"]) for w in windows]

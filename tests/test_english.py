@@ -15,9 +15,7 @@ MAX_WORDS = 25
 FOLDERS = ("harness", "strategies", "kernels", "benchmarks", "paper_figures", "tests")
 # Folders and files whose docstrings are not rewritten yet. The list only ever gets shorter.
 PENDING: tuple[str, ...] = (
-    "benchmarks",
     "harness",
-    "paper_figures",
     "strategies",
     "tests",
 )
@@ -39,16 +37,16 @@ VERBS = """
     expose express extend fail fall feed fetch fill find finish fit fold follow forget format free gather generate
     get give go group grow halve hand handle help hide hold ignore imagine implement import index insert inspect
     install interrupt issue iterate join judge keep know last launch lay lead leave let lie limit link list load
-    lock look lose make map mark match maximise measure meet merge minimise model move multiply name need normalise
-    note notice observe offer open order override own pace pack pad pair parse pass pause permute pick pin plan play
-    poison post predict prefetch prepare print probe produce project protect prove provide pull push put quantise
-    queue raise reach read rebuild receive record recover reduce refer refuse register reject release remember
-    remove rename render repeat replace replay report represent request require reserve reset resolve restore
-    restrict resume retry return rotate round route run sample save say scale scan scatter schedule search see
-    select send separate serve set settle shift show shuffle simulate size skip sleep solve sort span split spread
-    stage stand start state stay stop store stream stub sum summarise supply swap switch take tell test tie time
-    total trace track translate treat try turn unpack update upload use validate verify wait walk warm weigh
-    withdraw work wrap write yield
+    lock look loop lose make map mark match maximise measure meet merge minimise model move multiply name need
+    normalise note notice observe offer open order override own pace pack pad pair parse pass pause permute pick pin
+    place plan play poison post predict prefetch prepare print probe produce project protect prove provide pull push
+    put quantise queue raise reach read rebuild receive recompute record recover reduce refer refuse register reject
+    release remember remove rename render repeat replace replay report represent request require reserve reset
+    resolve restore restrict resume retry return rotate round route run sample save say scale scan scatter schedule
+    search see select send separate serve set settle shift show shuffle simulate size skip sleep solve sort span
+    split spread stage stand start state stay stop store stream stub sum summarise supply swap switch take tell test
+    tie time total trace track translate treat try turn unpack update upload use validate verify view wait walk warm
+    weigh withdraw work wrap write yield
 """.split()
 AUXILIARIES = "is are was were has have does do can cannot may must will would should".split()
 
@@ -59,7 +57,12 @@ def third_person(verb: str) -> str:
     return f"{verb}es" if verb.endswith(("s", "sh", "ch", "x", "z", "o")) else f"{verb}s"
 
 
-THIRD_PERSON = {third_person(verb) for verb in VERBS}
+# Third-person forms that are more often the plural of a noun: "Spans of a pass" has no verb.
+PLURALS = """
+    copies costs counts groups limits links lists loads marks matches models names overrides passes places plans records
+    reports requests routes runs samples scales searches sizes spans stages tests times totals traces units uses
+""".split()
+THIRD_PERSON = {third_person(verb) for verb in VERBS} - set(PLURALS)
 
 
 def first_sentence(docstring: str) -> str:
@@ -140,6 +143,7 @@ def test_every_docstring_begins_with_one_plain_sentence():
         ("function", "The same of the padding of those that have any, from the block in which it begins."),
         ("function", "The paged kernel: q and out [decode, heads, head_dim]."),
         ("function", "Share of the window."),
+        ("function", "Spans of a pass in the middle of the run."),
         ("property", "Of this tier, and of what it lies within."),
         ("function", "Return " + "one, " * MAX_WORDS + "and so on."),
     ],

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria, Sto
 
 
 def random_model(entries: dict[str, Any]) -> Any:
-    """bfloat16 in pageable host memory; every matrix is filled from one random block, norms are 1."""
+    """Make a model in bfloat16 in pageable host memory. Every matrix is filled from one random block; norms are 1."""
     config = AutoConfig.for_model("mixtral", **entries)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -44,7 +44,7 @@ def random_model(entries: dict[str, Any]) -> Any:
 
 
 def offloaded(model: Any, device_gb: float) -> Any:
-    """On the first GPU within `device_gb`, a quarter of it for weights that stay."""
+    """Place the model on the first GPU within `device_gb`, a quarter of which is for weights that stay."""
     from accelerate import dispatch_model
 
     memory = torch.cuda.get_device_properties(0).total_memory
@@ -53,7 +53,7 @@ def offloaded(model: Any, device_gb: float) -> Any:
 
 
 def placed(model: Any, resident_bytes: float) -> dict[str, Any]:
-    """Whole layers on the GPU as far as that goes, the others in host memory."""
+    """Map whole layers to the GPU as far as `resident_bytes` goes, and the others to host memory."""
     from accelerate import infer_auto_device_map
 
     limits = {0: int(resident_bytes), "cpu": 1 << 42}
@@ -88,7 +88,7 @@ class Watch(StoppingCriteria):
 
 
 def generate(model: Any, asked: dict[str, Any], answer: dict[str, Any], path: Path) -> None:
-    """As many of the prompts at once as the device's memory holds: halved until they fit."""
+    """Generate for as many of the prompts at once as the device's memory holds: halve them until they fit."""
     prompts, device = asked["prompts"], "cpu" if asked["dry"] else "cuda"
     while not _fits(model, prompts, device, asked, Watch({**answer, "batch": len(prompts)}, path, asked["box_s"])):
         if len(prompts) == 1:

@@ -23,7 +23,7 @@ from harness.settings import parse_settings
 
 
 def calibrate(scale: Scale, rates: Sequence[str], out: Path) -> dict[str, Any]:
-    """Every op, lane by lane and together, on the machine of the runs; a copy of the table beside the results."""
+    """Measure every op, lane by lane and together, on the machine of the runs, and copy the table to the results."""
     overrides = [*scale.workload(), *rates, "model.path=random", f"machine={scale.machine}"]
     settings = parse_settings(composed_values(overrides))
     model = load_model(settings, has_tensors=True)
@@ -53,7 +53,7 @@ def calibrate(scale: Scale, rates: Sequence[str], out: Path) -> dict[str, Any]:
 
 
 def simulate(scale: Scale, rates: Sequence[str], runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Each measured strategy on the simulated machine with the table; accuracy = 1 - |simulated - measured| / measured.
+    """Simulate each measured strategy with the table; accuracy = 1 - |simulated - measured| / measured.
 
     A run that was cut off had another mix of passes than the whole workload: its accuracy says nothing, and is null.
     """

@@ -1,4 +1,4 @@
-"""What the GPU, its links and the host's memory can do at best, alone and together."""
+"""Measure what the GPU, its links and the host's memory can do at best, alone and together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.gpu_stages.plan import Scale
 
 
 def measure(scale: Scale) -> dict[str, Any]:
-    """Rates in GB/s and TFLOP/s; the links only where there is a device."""
+    """Measure rates in GB/s and TFLOP/s; the links are measured only where there is a device."""
     if not scale.dry:
         torch.cuda.set_per_process_memory_fraction(1.0)  # runs before this one limited it
     found: dict[str, Any] = {"host_gb_s": host_copy_gb_s(scale.memory_bytes)}
@@ -29,20 +29,20 @@ def measure(scale: Scale) -> dict[str, Any]:
 
 
 def gemm_tflop_s(device: str, size: int) -> float:
-    """Square bfloat16 matrices of random numbers: zeros are faster and prove nothing."""
+    """Multiply square bfloat16 matrices of random numbers: zeros are faster and prove nothing."""
     a, b = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
     return round(2 * size**3 / _seconds(lambda: torch.mm(a, b), device) * 1e-12, 3)
 
 
 def copy_gb_s(device: str, nbytes: int) -> float:
-    """Within the device's memory, bytes read and written both counted."""
+    """Copy within the device's memory, and count both bytes read and bytes written."""
     src = torch.ones(nbytes, dtype=torch.uint8, device=device)
     dst = torch.empty_like(src)
     return round(2 * nbytes / _seconds(lambda: dst.copy_(src), device) * 1e-9, 2)
 
 
 def host_copy_gb_s(nbytes: int) -> float:
-    """All cores copying, bytes read and written both counted."""
+    """Copy with all cores, and count both bytes read and bytes written."""
     threads = len(os.sched_getaffinity(0))
     parts = [(torch.ones(nbytes // threads, dtype=torch.uint8), torch.zeros(nbytes // threads, dtype=torch.uint8))
              for _ in range(threads)]  # fmt: skip
@@ -52,7 +52,7 @@ def host_copy_gb_s(nbytes: int) -> float:
 
 
 def _seconds(run: Callable[[], Any], device: str) -> float:
-    """The best of some repetitions, after a warm-up."""
+    """Return the seconds of the best of some repetitions, after a warm-up."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     for _ in range(3):
         run()
@@ -67,7 +67,7 @@ def _seconds(run: Callable[[], Any], device: str) -> float:
 
 
 def links(nbytes: int) -> dict[str, Any]:
-    """Pinned copies alone and both at once."""
+    """Measure pinned copies in each direction alone and in both at once."""
     from harness.machine.device.links import link_rates_gb_s
     from harness.machine.device.pinned import HostMemory
     from harness.machine.device.runtime import TorchCudaRuntime

@@ -17,7 +17,7 @@ _packed_before: dict[tuple[object, ...], bytes] = {}  # runs that have not chang
 
 
 def pack(folder: Path, out: Path) -> list[str]:
-    """`folder`/*.json and *.md, and `folder`/runs in volumes, to `out`. What had to be left out, a line each."""
+    """Pack `folder`/*.json and *.md, and `folder`/runs in volumes, to `out`. Returns a line for each thing left out."""
     out.mkdir(parents=True, exist_ok=True)
     for old in out.glob("runs-*.tar.gz"):
         old.unlink()
@@ -47,7 +47,7 @@ def pack(folder: Path, out: Path) -> list[str]:
 
 
 def _packed(run: Path, without: tuple[str, ...] = ()) -> bytes:
-    """A gzip member that holds the folder as a part of a tar file: without the end mark, so that others may follow."""
+    """Pack the folder as a part of a tar file in a gzip member: without the end mark, so that others may follow."""
     paths = [path for path in sorted(run.rglob("*")) if path.is_file() and path.name not in without]
     state = (run, *((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in paths))
     if state not in _packed_before:

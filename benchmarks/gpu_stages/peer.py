@@ -1,5 +1,7 @@
-"""Hugging Face accelerate's CPU offload on the same dimensions: started as a process of its own, since it needs the
-host memory that the harness had."""
+"""Run Hugging Face accelerate's CPU offload on the same dimensions.
+
+It runs as a process of its own, since it needs the host memory that the harness had.
+"""
 
 from __future__ import annotations
 

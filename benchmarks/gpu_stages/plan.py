@@ -1,4 +1,8 @@
-"""What is run at which size: on a GPU, or (dry) on the emulated machine within seconds, so that the logic is known."""
+"""Choose what is run at which size.
+
+The sizes are for a GPU, or (dry) for the emulated machine within seconds, so that the logic is tested before it meets a
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ _DRY_DIMENSIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Sizes of one invocation. `layers` is None for all that the model has."""
+    """The sizes of one invocation. `layers` is None for all that the model has."""
 
     dry: bool
     machine: str
@@ -40,7 +44,8 @@ class Scale:
     memory_bytes: int  # of the buffers whose bandwidth is measured
 
     def workload(self) -> list[str]:
-        """Overrides of run.py that every strategy, measured or simulated, shares; the machine and links apart."""
+        """Return the overrides of run.py that every strategy, measured or simulated, shares; the machine and links are
+        apart."""
         dimensions = _DRY_DIMENSIONS if self.dry else {} if self.layers is None else {"num_layers": self.layers}
         return [
             f"model={MODEL}",
@@ -77,7 +82,7 @@ def gpu_scale(
     names: str | None = None,
     most_layers: int | None = None,
 ) -> Scale:
-    """All layers, or `most_layers`, where the host's memory holds them beside a KV cache, else as many as it does."""
+    """Scale for all layers (or `most_layers`), or as many as the host's memory holds beside a KV cache."""
     dimensions = yaml.safe_load((ROOT / f"conf/model/{MODEL}.yaml").read_text())["spec"]
     hidden, expert = dimensions["hidden_dim"], dimensions["expert_dim"]
     kv_dim = dimensions["num_kv_heads"] * dimensions["head_dim"]
@@ -101,19 +106,19 @@ def gpu_scale(
 
 
 def free_host_gb() -> float:
-    """What the system and the control group give at this moment."""
+    """Return the GB that the system and the control group give at this moment."""
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([installed, *free_bytes_by_limit().values()]) / 1e9
 
 
 def strategies(names: str | None = None) -> dict[str, dict[str, Any]]:
-    """The YAMLs of conf/strategy, by name; all where no names are given."""
+    """Read the YAMLs of conf/strategy by name; all of them if no names are given."""
     paths = sorted((ROOT / "conf/strategy").glob("[!_]*.yaml"))
     found = {path.stem: yaml.safe_load(path.read_text()) for path in paths}
     return {name: found[name] for name in names.split(",")} if names else found
 
 
 def tiny_models() -> list[str]:
-    """Small checkpoints, one or more of each family that can be run."""
+    """List small checkpoints, one or more of each family that can be run."""
     paths = sorted((ROOT / "conf/model").glob("[!_]*-tiny.yaml"))
     return [path.stem for path in paths if yaml.safe_load(path.read_text()).get("recipe")]

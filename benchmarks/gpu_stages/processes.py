@@ -23,8 +23,8 @@ Command = Callable[[Sequence[str], float], list[str]]  # stages and seconds -> c
 
 
 def run_in_processes(stages: Sequence[str], record: Record, command: Command) -> None:
-    """All stages in the order of `GROUPS`. A process that broke off is followed by one for what it left undone; each
-    gets on, since what a process was at when it broke off counts as done."""
+    """Run all stages in the order of `GROUPS`. After a process that broke off, another one does what was left undone.
+    Each gets further, since the item at which a process broke off counts as done."""
     for group in GROUPS:
         left = [stage for stage in group if stage in stages]
         later = [stage for stage in stages if stage not in group] if "strategies" in left else []
@@ -36,12 +36,13 @@ def run_in_processes(stages: Sequence[str], record: Record, command: Command) ->
 
 
 def reserved_s(stages: Iterable[str], left_s: float) -> float:
-    """For these stages, where others come before them that take all the time they get: at most a third of it."""
+    """Return the seconds to keep for these stages, at most a third of the time left, while earlier ones take all they
+    get."""
     return min(sum(_RESERVED_S.get(stage, 0.0) for stage in stages), left_s / 3)
 
 
 def _run(command: list[str], timeout_s: float) -> str | None:
-    """None where the process came to its end, else how it ended."""
+    """Run a process; return None if it came to its end, else how it ended."""
     process = subprocess.Popen(command)
     try:
         code = process.wait(timeout_s)

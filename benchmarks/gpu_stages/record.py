@@ -69,17 +69,17 @@ class Record:
         self.save()
 
     def reload(self) -> None:
-        """As another process has left it."""
+        """Read the record again as another process has left it."""
         self.content = read_json(self._path)
 
     def found(self, name: str) -> dict[str, Any]:
-        """What a stage has found, as far as it got."""
+        """Return what a stage has found, as far as it got."""
         found: dict[str, Any] = self.content["stages"].get(name, {})
         return found
 
     def broken_off(self, names: Sequence[str], reason: str) -> list[str]:
-        """A process for these stages ended before it had done them all. Those that another one should do: what had not
-        begun, and what had begun run by run, from the next run on."""
+        """Note that a process for these stages ended before it had done them all. Returns the stages that another
+        process should do: those that had not begun, and those that had begun run by run, from the next run on."""
         undone = [name for name in names if self.found(name).get("status", _UNDER_WAY) == _UNDER_WAY]
         first = next((name for name in undone if self.found(name)), undone[0] if undone else None)
         if first is not None and "runs" not in self.found(first):
@@ -92,8 +92,10 @@ class Record:
         return self._budget_s - (time.monotonic() - self._started_s)
 
     def run(self, name: str, stage: Stage, *, needs_s: float) -> dict[str, Any] | None:
-        """The stage's results; None where it failed, or where there was or came to be no time: what it has kept until
-        then stays. `needs_s`: not begun with less."""
+        """Run a stage and return its results; not begun with less than `needs_s` left.
+
+        Returns None where it failed, or where there was or came to be no time: what it has kept until then stays.
+        """
         if self.left_s < needs_s:
             self._put(name, {"status": "skipped", "reason": f"{self.left_s:.0f} s left, it needs {needs_s:.0f} s"}, 0.0)
             return None
@@ -119,7 +121,7 @@ class Record:
         return found
 
     def keep(self, name: str, found: dict[str, Any]) -> None:
-        """What a stage that is under way has found so far."""
+        """Keep what a stage that is under way has found so far."""
         self.content["stages"][name] = {"status": _UNDER_WAY, **found}
         self.save()
 

@@ -36,7 +36,7 @@ _BROKEN_OFF = {"status": "failed", "error": "the process ended while this was un
 
 
 def run(overrides: Sequence[str], *, box_s: float) -> dict[str, Any]:
-    """One run of run.py; what its summary says, the folder, and `error` where it did not end well."""
+    """Run run.py once. Returns what its summary says, the folder, and `error` where it did not end well."""
     folder: Path | None = None
     error = None
     over = threading.Event()
@@ -65,14 +65,15 @@ def _summary(folder: Path | None) -> dict[str, Any]:
 
 
 def strategy_overrides(name: str, values: dict[str, Any], scale: Scale) -> list[str]:
-    """Packets are as large as the link needs, where the strategy cuts its transfers into packets. All take the weights
-    from pinned memory: beside that, the host would not hold them in pageable memory for those that stage them."""
+    """Make packets as large as the link needs, where the strategy cuts its transfers into packets. All strategies take
+    the weights from pinned memory: the host could not hold them in pageable memory too, for those that stage them."""
     changes = {"packet_mb": f"{scale.packet_mb:g}", "staging": "false"}
     return [f"strategy={name}", *(f"strategy.{key}={value}" for key, value in changes.items() if key in values)]
 
 
 def compile_kernels() -> dict[str, float]:
-    """The GPU kernels of every model that is run, so that no run waits for a compiler; seconds by model."""
+    """Compile the GPU kernels of every model that is run, so that no run waits for a compiler; return seconds by
+    model."""
     seconds = {}
     for model in (*tiny_models(), MODEL):
         settings = parse_settings(composed_values([f"model={model}"]))
@@ -87,8 +88,8 @@ Rows = dict[str, dict[str, Any]]  # what runs have found, by their names
 
 
 def check_tokens(scale: Scale, results: Path, left_s: float, keep: Any, done: Rows | None = None) -> dict[str, Any]:
-    """Every strategy on every tiny checkpoint, all tokens against Hugging Face, as far as the time goes. Those that
-    were `done` are not done again."""
+    """Run every strategy on every tiny checkpoint and compare all tokens with Hugging Face, as far as the time goes.
+    Cases in `done` are not run again."""
     rows = dict(done or {})
     cases = [(model, name) for model in tiny_models() for name in scale.strategies if f"{name} {model}" not in rows]
     end_s = time.monotonic() + left_s
@@ -135,7 +136,8 @@ def take_memory(scale: Scale) -> dict[str, Any]:
 def measure_strategies(
     scale: Scale, results: Path, rates: Sequence[str], left_s: float, keep: Any, done: Rows | None = None
 ) -> dict[str, Any]:
-    """Every strategy on the same weights, prompts and memory, one after the other; `done` as above."""
+    """Run every strategy on the same weights, prompts and memory, one after the other; `done` is as in
+    `check_tokens`."""
     rows = dict(done or {})
     todo = [(name, values) for name, values in scale.strategies.items() if name not in rows]
     end_s = time.monotonic() + left_s

@@ -1,4 +1,4 @@
-"""llama.cpp's flash attention for CPUs, as `ggml_flash_attn_ext` in a graph with one node for each sequence.
+"""Run llama.cpp's flash attention for CPUs, as `ggml_flash_attn_ext` in a graph with one node for each sequence.
 
 The libraries are those that `pip install llama-cpp-python` builds for this machine. K and V of a sequence lie together
 (llama.cpp has no paging), so no mask is needed; the layouts are llama.cpp's own, token by token with all KV heads, and

@@ -15,16 +15,16 @@ from benchmarks.support.decode_data import DecodeShape
 
 class Kernel(Protocol):
     def prepare(self, num_threads: int) -> None:
-        """Whatever a model does once for all its layers."""
+        """Prepare whatever a model does once for all its layers."""
 
     def run(self) -> None: ...
 
     def output(self) -> np.ndarray:
-        """float32 [seqs, heads, head_dim]"""
+        """Return the output as float32 [seqs, heads, head_dim]."""
 
 
 def serve(version: str, make: Any) -> None:
-    """`make(shape)` returns the kernels by name. Ends when stdin does."""
+    """Serve the kernels that `make(shape)` returns by name, until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     kernels: dict[str, Kernel] = make(DecodeShape.from_json(sys.stdin.readline()))

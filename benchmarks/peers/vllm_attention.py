@@ -47,7 +47,7 @@ class Paged:
         self._starts = torch.arange(len(shape.lengths) + 1, dtype=torch.int32)
 
     def _write(self, tables: np.ndarray) -> None:
-        """Through vLLM's own operator, which may reorder K for its code path."""
+        """Write K and V through vLLM's own operator, which may reorder K for its code path."""
         size = self.block_size
         for seq, k_bits, v_bits in data.sequences(self.shape):
             positions = np.arange(len(k_bits))

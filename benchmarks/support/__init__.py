@@ -1,1 +1,1 @@
-"""What the benchmarks share: data, interleaved rounds, ceilings, baselines and external peers."""
+"""The benchmarks share data, interleaved rounds, ceilings, baselines and external peers, which are all here."""

@@ -1,4 +1,4 @@
-"""What the kernels are meant to reach, beside what they did."""
+"""State what the kernels are meant to reach, and compare it with what they did."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Value = Callable[[Row], Found | None]  # None: the row is none of this aim's
 
 @dataclass(frozen=True)
 class Aim:
-    """At least `least` is aimed at.
+    """An aim is to reach at least `least`.
 
     A speed-up has a roof: what reading K and V at the machine's ceiling, with no arithmetic at all, would give. `limit`
-    says what a missed aim that has none ran into.
+    names what a missed aim without a roof ran into.
     """
 
     text: str
@@ -54,7 +54,7 @@ def _share(kernel: str, num_threads: int | None = None, most_rows: int | None = 
 
 
 def _fastest(part: str) -> Value:
-    """How many times faster than the fastest contestant whose name contains `part`, at decode attention."""
+    """Return how to read the speed-up at decode attention over the fastest contestant whose name contains `part`."""
 
     def value(row: Row) -> Found | None:
         if row["kernel"] != "decode_attention":
@@ -66,7 +66,8 @@ def _fastest(part: str) -> Value:
 
 
 def _in_cache(row: Row) -> str:
-    """KV that a core's L2 cache holds, in the same rounds: what is left when no memory is waited for."""
+    """Tell the speed on KV that a core's L2 cache holds, in the same rounds: what remains without waiting for
+    memory."""
     return f"from L2 {row['in_cache_gb_s']:.1f} GB/s, {percent(row['in_cache_gb_s'] / row['read_ceiling_gb_s'])}"
 
 
@@ -87,7 +88,7 @@ AIMS = (
 
 
 def summary(results: dict[str, dict[str, Any]]) -> str:
-    """A table of all aims that any of the results concerns, and one of each case in which one was missed."""
+    """Write a table of all aims that any of the results concerns, and one of each case that missed its aim."""
     aims = [["aim", "worst", "at", "best", "met"]]
     misses = [["missed", "at", "judged", "all rounds", "roof: reading at the ceiling", "what else limits"]]
     rows = [row for result in results.values() for row in result["rows"]]

@@ -1,4 +1,4 @@
-"""How fast this machine reads, copies and multiplies, measured as contestants of every benchmark."""
+"""Measure how fast this machine reads, copies and multiplies, as contestants of every benchmark."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_loop(buffer: np.ndarray, num_streams: int, num_threads: int) -> Stopwat
 
 
 class Ceilings:
-    """Two buffers of `num_bytes` in huge pages."""
+    """The ceilings are measured on two buffers of `num_bytes` in huge pages."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -33,13 +33,15 @@ class Ceilings:
         self._dst.fill(1)
 
     def read(self, num_threads: int) -> Stopwatch:
-        """Every byte of one buffer, `num_bytes` of traffic: the fastest loop of 1, 4 and 16 streams a thread."""
+        """Read every byte of one buffer, `num_bytes` of traffic: the fastest loop of 1, 4 and 16 streams a thread."""
         loops = [read_loop(self._src, num_streams, num_threads) for num_streams in READ_STREAMS]
         return lambda: min(loop() for loop in loops)
 
     def copy(self, num_threads: int) -> Stopwatch:
-        """One buffer to the other, `num_bytes` copied: the faster one of libc's memcpy, each thread with its part, and
-        of the kernels' own loop of non-temporal stores."""
+        """Copy one buffer to the other, `num_bytes`, in the faster of two ways.
+
+        These are libc's memcpy, each thread with its part, and the kernels' own loop of non-temporal stores.
+        """
         dst, src = self._dst.ctypes.data, self._src.ctypes.data
         part = self.num_bytes // num_threads
         threads = ThreadPoolExecutor(num_threads)
@@ -53,14 +55,14 @@ class Ceilings:
 
     @staticmethod
     def gemm(num_threads: int, dtype: torch.dtype = torch.float32) -> Stopwatch:
-        """Square matrices in torch's BLAS, `gemm_flops` of work: what arithmetic reaches in caches."""
+        """Multiply square matrices in torch's BLAS, `gemm_flops` of work: what arithmetic reaches in caches."""
         size = GEMM_SIZES[dtype]
         a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
         out = torch.empty(size, size, dtype=dtype)
         return with_threads(lambda: torch.mm(a, b, out=out), num_threads)
 
     def gflop(self, num_threads: int, shares: Mapping[torch.dtype, float]) -> Stopwatch:
-        """The time of 1e9 operations at `gemm`'s speeds, these shares of them in each type."""
+        """Return the time of 1e9 operations at the speeds of `gemm`, with these shares of them in each type."""
         loops = {dtype: self.gemm(num_threads, dtype) for dtype in shares}
         return lambda: sum(share * 1e9 / self.gemm_flops(dtype) * loops[dtype]() for dtype, share in shares.items())
 

@@ -16,7 +16,7 @@ FLAGS = {
 
 
 def compiler() -> str | None:
-    """The path of $CXX or of the first usual compiler; None where there is none."""
+    """Return the path of $CXX or of the first usual compiler; None where there is none."""
     for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
         if name and (path := shutil.which(name)):
             return path
@@ -31,7 +31,7 @@ def compiler_version() -> str | None:
 
 
 def build(source: str, flags: tuple[str, ...], folder: Path) -> ctypes.CDLL:
-    """`source` of benchmarks/baselines as a library in `folder`; an error shows what the compiler said."""
+    """Build `source` of benchmarks/baselines as a library in `folder`; an error shows what the compiler said."""
     path = compiler()
     assert path is not None, "asked to build without a compiler"
     library = folder / f"{Path(source).stem}-{abs(hash(flags)):x}.so"

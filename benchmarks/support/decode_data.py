@@ -1,4 +1,4 @@
-"""Shapes and data of decode attention, needing numpy only: peers build the same problem in their own environments.
+"""Make the shapes and data of decode attention with numpy only: peers build the same problem in their own environments.
 
 Token n of all sequences together has row n % NUM_ROWS of a small random table for K and V. Each contestant lays these
 rows out as its kernel wants them, so that a working set of any size is the same numbers for all.
@@ -40,7 +40,7 @@ class DecodeShape:
 
     @property
     def kv_bytes(self) -> int:
-        """What any kernel must read: K and V of every cached token, once."""
+        """The bytes that any kernel must read: K and V of every cached token, once."""
         return self.num_tokens * self.token_bytes
 
     @property
@@ -57,7 +57,7 @@ class DecodeShape:
 
 
 def ragged_lengths(shortest: int, longest: int, token_bytes: int, working_set_bytes: int) -> tuple[int, ...]:
-    """Uniform lengths, as many as `working_set_bytes` needs."""
+    """Return uniformly spread lengths, as many as `working_set_bytes` needs."""
     generator = np.random.default_rng(7)
     lengths: list[int] = []
     while sum(lengths) * token_bytes < working_set_bytes:
@@ -66,7 +66,7 @@ def ragged_lengths(shortest: int, longest: int, token_bytes: int, working_set_by
 
 
 def huge_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Zeros in transparent huge pages where the kernel grants them: the same footing for every contestant."""
+    """Return zeros in transparent huge pages where the system grants them: the same footing for every contestant."""
     num_bytes = max(1, prod(shape) * np.dtype(dtype).itemsize)
     memory = mmap.mmap(-1, num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -77,30 +77,30 @@ def huge_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def bf16_bits(values: np.ndarray) -> np.ndarray:
-    """float32 cut to bfloat16's bits."""
+    """Cut float32 values to bfloat16's bits."""
     return (np.ascontiguousarray(values, dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
-    """bfloat16 bits as float32."""
+    """Return bfloat16 bits as float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def queries(shape: DecodeShape) -> np.ndarray:
-    """bfloat16 bits [seqs, heads, head_dim]"""
+    """Return queries as bfloat16 bits [seqs, heads, head_dim]."""
     generator = np.random.default_rng(11)
     return bf16_bits(generator.standard_normal((len(shape.lengths), shape.num_heads, shape.head_dim)))
 
 
 def key_value_rows(shape: DecodeShape) -> tuple[np.ndarray, np.ndarray]:
-    """bfloat16 bits, each [NUM_ROWS, kv_heads, head_dim]"""
+    """Return K and V as bfloat16 bits, each [NUM_ROWS, kv_heads, head_dim]."""
     generator = np.random.default_rng(13)
     size = (NUM_ROWS, shape.num_kv_heads, shape.head_dim)
     return bf16_bits(generator.standard_normal(size)), bf16_bits(generator.standard_normal(size))
 
 
 def block_tables(shape: DecodeShape, block_size: int) -> np.ndarray:
-    """int32 [seqs, max_blocks], blocks in random order; -1 beyond each sequence's."""
+    """Return int32 [seqs, max_blocks] with blocks in random order, and -1 beyond each sequence's blocks."""
     counts = [-(-length // block_size) for length in shape.lengths]
     order = np.random.default_rng(17).permutation(sum(counts)).astype(np.int32)
     tables = np.full((len(counts), max(counts)), -1, dtype=np.int32)
@@ -126,7 +126,7 @@ def fill_paged(
 
 
 def sequences(shape: DecodeShape) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """(index, K, V) of each sequence; bfloat16 bits [tokens, kv_heads, head_dim]"""
+    """Yield (index, K, V) of each sequence, as bfloat16 bits [tokens, kv_heads, head_dim]."""
     k_rows, v_rows = key_value_rows(shape)
     start = 0
     for seq, length in enumerate(shape.lengths):
@@ -136,7 +136,7 @@ def sequences(shape: DecodeShape) -> Iterator[tuple[int, np.ndarray, np.ndarray]
 
 
 def expected(shape: DecodeShape, num_seqs: int) -> np.ndarray:
-    """float64 [num_seqs, heads, head_dim]: attention of the first sequences, straight from its definition."""
+    """Compute float64 [num_seqs, heads, head_dim]: attention of the first sequences, straight from its definition."""
     q = widen(queries(shape)).astype(np.float64)
     group = shape.num_heads // shape.num_kv_heads
     out = np.zeros((num_seqs, shape.num_heads, shape.head_dim))

@@ -1,4 +1,4 @@
-"""Signs that a virtual machine's neighbours took part in a measurement.
+"""Look for signs that a virtual machine's neighbours took part in a measurement.
 
 Stolen time is not all of it: a guest on the other hyperthread of the same core slows arithmetic down by a quarter while
 nothing is stolen. A small matrix product right before and after each run shows that.
@@ -38,7 +38,7 @@ class CoreProbe:
 
     @property
     def best(self) -> float:
-        """Of nearly all probes: the last few percent are the clock's errors."""
+        """The best speed of nearly all probes: the last few percent are the clock's errors."""
         return statistics.quantiles(self.speeds, n=20)[-1] if len(self.speeds) > 1 else self.speeds[0]
 
 
@@ -52,7 +52,8 @@ class Run(NamedTuple):
 
 
 def observed(run: Stopwatch, probe: CoreProbe) -> Run:
-    """/proc/stat counts in steps of 10 ms a core: in a run of less than a quarter second a single one is too much."""
+    """Run once between two probes. /proc/stat counts in steps of 10 ms a core: in a run of less than a quarter second a
+    single one is too much."""
     speed_before = probe()
     time.sleep(SETTLE_S)
     before = read_cpu_times()

@@ -46,7 +46,7 @@ class PagedAttention:
         return lambda: decode_attention(q, k, v, tables, lengths, self.out, scale=scale, num_threads=num_threads)
 
     def ours_on(self, isa: str, num_threads: int) -> Stopwatch:
-        """The code path of another instruction set; the process's own choice is put back after each run."""
+        """Time the code path of another instruction set; the process's own choice is put back after each run."""
         run = stopwatch(self.ours(num_threads))
 
         def timed() -> float:

@@ -57,7 +57,7 @@ class Peer:
         return lambda: float(self._ask(request)["seconds"])
 
     def output(self, kernel: str) -> np.ndarray:
-        """float32 [seqs, heads, head_dim] of the kernel's next run"""
+        """Return float32 [seqs, heads, head_dim] of the kernel's next run."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "out.npy"
             self._ask(json.dumps({"kernel": kernel, "num_threads": 1, "output": str(path)}))

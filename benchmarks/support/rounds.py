@@ -54,7 +54,7 @@ class Rounds:
         return run.disturbed(self._probe.best)
 
     def _judged(self, *names: str) -> list[list[Run]]:
-        """The runs of these contestants in each round that counts."""
+        """Return the runs of these contestants in each round that counts."""
         among = [[r[name] for name in names] for r in self.rounds if all(name in r for name in names)]
         return among if self._too_few_quiet(*names) else [runs for runs in among if self._quiet(runs)]
 
@@ -62,7 +62,7 @@ class Rounds:
         return not any(self._disturbed(run) for run in runs)
 
     def _too_few_quiet(self, *names: str) -> bool:
-        """Fewer than three rounds in which none of these was disturbed: all of their rounds count then."""
+        """Tell whether fewer than three rounds left all of these undisturbed: all of their rounds count then."""
         among = [[r[name] for name in names] for r in self.rounds if all(name in r for name in names)]
         return sum(map(self._quiet, among)) < min(MIN_UNDISTURBED, len(among))
 
@@ -73,16 +73,16 @@ class Rounds:
         return statistics.median(self.seconds(name))
 
     def ratio(self, slower: str, faster: str) -> float:
-        """How many times the time of `faster` does `slower` take: the median over rounds."""
+        """Return how many times the time of `faster` `slower` takes: the median over rounds."""
         return statistics.median(a.seconds / b.seconds for a, b in self._judged(slower, faster))
 
     def ratio_of_all(self, slower: str, faster: str) -> float:
-        """The same over all rounds, disturbed ones too."""
+        """Return the `ratio` over all rounds, including the disturbed ones."""
         pairs = [(r[slower], r[faster]) for r in self.rounds if slower in r and faster in r]
         return statistics.median(a.seconds / b.seconds for a, b in pairs)
 
     def spread(self, name: str) -> float:
-        """Distance of the quartiles over the median."""
+        """Return the distance of the quartiles over the median."""
         values = self.seconds(name)
         if len(values) < 2:
             return 0.0

@@ -1,4 +1,4 @@
-"""What reports over whole runs share: quiet runs of a configuration, and tables written after every row."""
+"""Give all reports over whole runs their quiet runs of a configuration, and tables written after every row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 
 def run(overrides: Iterable[str], results_dir: Path, *, verify: bool = False) -> tuple[dict[str, Any], Path]:
-    """Summary and folder of one ordinary run in this process."""
+    """Run once in this process, and return the run's summary and folder."""
     checked = () if verify else ("verify=off",)
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         cfg = compose("config", overrides=[*QUIET, *checked, f"results_dir={results_dir}", *overrides])
@@ -29,12 +29,12 @@ def run(overrides: Iterable[str], results_dir: Path, *, verify: bool = False) ->
 
 
 def lane_times(summary: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds each lane was busy in the steady window."""
+    """Return the seconds that each lane was busy in the steady window."""
     return {lane: share * summary["window_s"] for lane, share in summary["utilization"].items()}
 
 
 def markdown(rows: list[Row]) -> str:
-    """A table of plain values; "-" where a row has none."""
+    """Write a table of plain values; "-" where a row has none."""
 
     def cell(value: Any) -> str:
         return "-" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)

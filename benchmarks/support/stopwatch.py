@@ -1,4 +1,4 @@
-"""How contestants are timed."""
+"""Say how contestants are timed."""
 
 from __future__ import annotations
 

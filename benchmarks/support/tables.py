@@ -1,4 +1,4 @@
-"""Results of the kernel benchmarks as Markdown, and the places in docs/kernels.md where they stand."""
+"""Write results of the kernel benchmarks as Markdown, and put them in their places in docs/kernels.md."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def percent(value: float) -> str:
 
 
 def judged(row: Row) -> str:
-    """With too few undisturbed rounds all were judged, which is then said."""
+    """Tell how many rounds were judged. With too few undisturbed rounds all were, and the text says so."""
     judged, taken = row["num_judged"]["ours"], row["num_rounds"]
     return f"all {taken}, disturbed" if row["all_count"]["ours"] else f"{judged} of {taken}"
 
 
 def marked(row: Row, other: str, text: str) -> str:
-    """A quotient with another contestant's time; "(all)" where fewer than three rounds were quiet for both."""
+    """Mark a quotient with another contestant's time by "(all)" where fewer than three rounds were quiet for both."""
     return f"{text} (all)" if row["all_count"].get(other) else text
 
 
 def of_all_rounds(row: Row, other: str, value: float) -> float:
-    """What a quotient with another contestant's time is over all rounds, disturbed ones too."""
+    """Convert a quotient with another contestant's time to all rounds, including the disturbed ones."""
     return value * row["ratio_of_all"][other] / row["ratio"][other]
 
 
@@ -36,7 +36,7 @@ def _value(key: str, text: Callable[[Any], str] = lambda value: f"{value:.2f}") 
 
 
 def _share(key: str, ceiling: str) -> dict[str, Callable[[Row], str]]:
-    """A share of a ceiling in the rounds that count, and in all."""
+    """Make the columns for a share of a ceiling: in the rounds that count, and in all."""
     return {
         f"of {ceiling}": lambda row: marked(row, ceiling, percent(row[key])),
         "all rounds": lambda row: percent(of_all_rounds(row, ceiling, row[key])),
@@ -69,7 +69,7 @@ COLUMNS: dict[str, dict[str, Callable[[Row], str]]] = {
 
 
 def table(rows: list[list[str]]) -> str:
-    """The first row is the header."""
+    """Write a table whose header is the first row."""
     header, *body = rows
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *body))
 
@@ -82,7 +82,8 @@ def speeds(kernel: str, rows: list[Row]) -> str:
 
 
 def comparison(rows: list[Row]) -> str:
-    """How many times faster ours is than each other contestant: one column for each shape and number of threads."""
+    """Tell how many times faster ours is than each other contestant, with a column for each shape and number of
+    threads."""
     names = list(dict.fromkeys(name for row in rows for name in row.get("times_faster_than", {})))
     if not names:
         return ""
@@ -99,7 +100,7 @@ def _faster(row: Row, name: str) -> str:
 
 
 def linear_fit(rows: list[Row]) -> str:
-    """How well time = a + b tokens describes the time of one expert, for each number of threads."""
+    """Tell how well time = a + b tokens describes the time of one expert, for each number of threads."""
     lines = [["threads", "fixed ms", "us for each token", "largest deviation from the line", "R squared"]]
     for num_threads in sorted({row["num_threads"] for row in rows}):
         chosen = [row for row in rows if row["num_threads"] == num_threads]
@@ -115,7 +116,7 @@ def linear_fit(rows: list[Row]) -> str:
 
 
 def section(result: dict[str, Any]) -> str:
-    """Everything one part's page section shows: where it was measured, speeds, comparisons."""
+    """Write everything that one part's page section shows: where it was measured, speeds, comparisons."""
     machine = result["machine"]
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     peers = {version for row in result["rows"] for version in row.get("peers", {}).values()}

@@ -39,7 +39,8 @@ class TorchAttention:
         return [self._order[i : i + _BUCKET_SEQS] for i in range(0, len(self._order), _BUCKET_SEQS)]
 
     def _empty_bucket(self, seqs: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """K, V [seqs, kv_heads, tokens, head_dim], padded; mask [seqs, 1, 1, tokens]; the sequences' indices."""
+        """Allocate K, V [seqs, kv_heads, tokens, head_dim], padded; mask [seqs, 1, 1, tokens]; and the sequences'
+        indices."""
         lengths = torch.tensor([self.shape.lengths[seq] for seq in seqs])
         size = (len(seqs), self.shape.num_kv_heads, int(lengths.max()), self.shape.head_dim)
         k, v = (as_bf16(data.huge_array(size, np.uint16)) for _ in range(2))
@@ -48,7 +49,7 @@ class TorchAttention:
         return k, v, mask[:, None, None], torch.tensor(seqs)
 
     def _grouped(self, q: torch.Tensor) -> torch.Tensor:
-        """[..., heads, head_dim] as [..., kv_heads, group, head_dim]"""
+        """View [..., heads, head_dim] as [..., kv_heads, group, head_dim]."""
         return q.unflatten(-2, (self.shape.num_kv_heads, -1))
 
     def one_by_one(self) -> None:

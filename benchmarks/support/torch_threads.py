@@ -1,4 +1,4 @@
-"""torch as a contestant."""
+"""Run torch as a contestant."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.support.stopwatch import Stopwatch, stopwatch
 
 
 def with_threads(run: Callable[[], object], num_threads: int) -> Stopwatch:
-    """Times `run` with torch's own threads set to `num_threads`, which are put back after each run."""
+    """Time `run` with torch's own threads set to `num_threads`, which are put back after each run."""
 
     def timed() -> float:
         before = torch.get_num_threads()

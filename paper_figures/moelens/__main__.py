@@ -1,4 +1,4 @@
-"""MoE-Lens's figures: `python -m paper_figures.moelens [NAME ...] [--out FOLDER]`.
+"""Draw MoE-Lens's figures: `python -m paper_figures.moelens [NAME ...] [--out FOLDER]`.
 
 Without a name, what is committed and what takes no run is drawn to results/figures/moelens.
 """

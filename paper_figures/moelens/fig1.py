@@ -24,7 +24,7 @@ _PHASES = ("prefill", "decode")
 
 
 def settings() -> Mapping[str, Sequence[str]]:
-    """Overrides by name."""
+    """Return the overrides by name."""
     plan = artifact_plan(model_spec("mixtral-8x7b"), PROMPT, G)
     sizes = {"batch_size": plan.batch_size, "micro_batch_size": plan.micro_batch_size}
     given = [f"strategy.policy.{name}={size}" for name, size in sizes.items()] + [
@@ -73,7 +73,7 @@ def tables(data: dict[str, Any]) -> str:
 
 
 def draw(data: dict[str, Any]) -> Figure:
-    """Bars of link and GPU in both phases; a line where a value is published."""
+    """Draw bars of link and GPU in both phases, and a line where a value is published."""
     figure = new_figure(8.0, 3.2)
     blocks = figure.subplots(1, 2, sharey=True)
     for axes, phase in zip(blocks, _PHASES, strict=True):

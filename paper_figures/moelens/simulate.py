@@ -1,4 +1,4 @@
-"""Runs MoE-Lens on a simulated A40 over the MTBench settings of its Fig. 11 and 13, one JSON file a setting.
+"""Run MoE-Lens on a simulated A40 over the MTBench settings of its Fig. 11 and 13, one JSON file a setting.
 
     python -m paper_figures.moelens.simulate                          # all eight
     python -m paper_figures.moelens.simulate --kv 70 --g 32 64        # some of them
@@ -32,7 +32,8 @@ BLOCK_TOKENS = 16  # kv_block_tokens of conf/config.yaml
 
 
 def paper_requests(kv_gb: float, g: int, kv_bytes_per_token: int) -> int:
-    """K as MoE-Lens section 7 chooses it: 25,000 or 20,000 with 70 GB, five times what g passes admit with 210 GB."""
+    """Return K as MoE-Lens section 7 chooses it: 25,000 or 20,000 with 70 GB, five times what g passes admit with 210
+    GB."""
     if kv_gb == 70:
         return 25_000 if g == 32 else 20_000
     blocks = int(kv_gb * 1e9) // (BLOCK_TOKENS * kv_bytes_per_token)
@@ -40,7 +41,7 @@ def paper_requests(kv_gb: float, g: int, kv_bytes_per_token: int) -> int:
 
 
 def overrides(kv_gb: float, g: int, num_requests: int) -> list[str]:
-    """What `python -m harness.plan` or `python run.py` would be given for the same run."""
+    """Return what `python -m harness.plan` or `python run.py` would be given for the same run."""
     return [
         *("machine=simulated", "strategy=moelens", "model=mixtral-8x7b", "dataset=mtbench", "hardware=a40"),
         *("hardware.device_memory_gb=16", "strategy.packet_mb=100", f"kv_cache_gb={kv_gb:g}"),
@@ -49,7 +50,7 @@ def overrides(kv_gb: float, g: int, num_requests: int) -> list[str]:
 
 
 def simulate(kv_gb: float, g: int, scale: float) -> dict[str, Any]:
-    """One setting's plan, its passes as columns, and what it took."""
+    """Return one setting's plan, its passes as columns, and what it took."""
     began_s = time.monotonic()
     probe = planned(overrides(kv_gb, g, 1))
     wanted = paper_requests(kv_gb, g, probe.engine.spec.kv_bytes_per_token)

@@ -1,4 +1,4 @@
-"""What came out of `paper_figures.moelens.simulate`: a table, and MoE-Lens Fig. 11 (one panel) and 13 as simulated.
+"""Show what `paper_figures.moelens.simulate` found: a table, and MoE-Lens Fig. 11 (one panel) and 13 as simulated.
 
 `python -m paper_figures.moelens.simulated` writes summary.json and summary.md beside the runs. Reads results/ only.
 """
@@ -32,16 +32,14 @@ _SMOOTHED_PASSES = 5
 
 
 def runs(folder: Path = FOLDER) -> list[dict[str, Any]]:
-    """By KV cache, then generation length."""
+    """Read the runs, ordered by KV cache, then generation length."""
     found = [read_json(path) for path in folder.glob("kv*-g*.json")]
     return sorted(found, key=lambda run: (run["setting"]["kv_cache_gb"], run["setting"]["g"]))
 
 
 def summarize(run: dict[str, Any]) -> dict[str, Any]:
-    """Throughput over all passes; shares from the second pass to the last but one, as in every run's summary.
-
-    A stall is a run of passes without prefill while requests are still waiting, so before the last prefill.
-    """
+    """Summarise throughput over all passes, and shares from the second pass to the last but one, as in every run's
+    summary. A stall is a run of passes without prefill while requests are still waiting, so before the last prefill."""
     p = {name: np.array(values) for name, values in run["passes"].items()}
     all_s, steady_s = p["end_s"][-1] - p["start_s"][0], p["end_s"][-2] - p["end_s"][0]
     steady = slice(1, -1)
@@ -71,12 +69,12 @@ def summarize(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def _waiting(prefill: np.ndarray) -> int:
-    """Passes up to the last prefill: as long as there is anything to admit."""
+    """Count the passes up to the last prefill: as long as there is anything to admit."""
     return int(np.flatnonzero(prefill)[-1]) + 1
 
 
 def _while_waiting(p: dict[str, np.ndarray]) -> float:
-    """Busy share of the GPU from the second pass to the last that prefills: without the drain at the end."""
+    """Return the GPU's busy share from the second pass to the last that prefills: without the drain at the end."""
     last = _waiting(p["num_prefill_tokens"])
     return float(p["gpu_busy_s"][1:last].sum() / (p["end_s"][last - 1] - p["end_s"][0]))
 
@@ -92,14 +90,14 @@ def _stalls(prefill: np.ndarray) -> dict[str, Any]:
 
 
 def _decoding(decode: np.ndarray, prefill: np.ndarray) -> dict[str, Any]:
-    """How far the number of decoding sequences swings, in the second half of the time with requests waiting."""
+    """Measure how far the number of decoding sequences swings, in the second half of the time with requests waiting."""
     middle = decode[_waiting(prefill) // 2 : _waiting(prefill)]
     low, high = (float(np.percentile(middle, q)) for q in (5, 95))
     return {"decoding_low": low, "decoding_high": high}
 
 
 def tokens_a_second(run: dict[str, Any], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """(progress in seconds, rate) of a column of tokens, smoothed over a few passes."""
+    """Return (progress in seconds, rate) of a column of tokens, smoothed over a few passes."""
     ends = np.array(run["passes"]["end_s"])
     lengths = np.diff(ends, prepend=run["passes"]["start_s"][0])
     kernel = np.ones(_SMOOTHED_PASSES)
@@ -113,7 +111,7 @@ def compute() -> dict[str, Any]:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The columns that compare with the paper."""
+    """Write the columns that compare with the paper."""
     columns = {
         "KV GB": lambda r: f"{r['kv_cache_gb']:g}",
         "g": lambda r: str(r["g"]),
@@ -168,7 +166,7 @@ def draw_fig11(data: dict[str, Any]) -> Figure:
 
 
 def draw_fig13(data: dict[str, Any]) -> Figure:
-    """Rows: for each KV cache tokens a second, then each lane's busy time in every pass."""
+    """Draw a row with tokens a second for each KV cache, then each lane's busy time in every pass."""
     lengths = sorted({row["g"] for row in data["rows"]})
     caches = sorted({row["kv_cache_gb"] for row in data["rows"]})
     figure = new_figure(3.0 * len(lengths), 2.1 * 2 * len(caches))

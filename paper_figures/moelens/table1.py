@@ -1,4 +1,4 @@
-"""MoE-Lens Table 1: how much CPU memory MoE-Lightning's plans use, from MoE-Lightning's own planner and from ours.
+"""Compute MoE-Lens Table 1: how much CPU memory MoE-Lightning's plans use, by MoE-Lightning's own planner and by ours.
 
 The paper names neither model nor GPU memory, and 265 GB is no sum that its section 7 gives for Mixtral-8x7B. What fits
 is Mixtral-8x7B on a GPU of 16 GiB with 265 GiB of host memory, planned as MoE-Lightning's artifact plans
@@ -39,7 +39,7 @@ _RATES = ("cpu_gflop_s", "cpu_gb_s", "device_gb_s", "h2d_gb_s", "d2h_gb_s", "pin
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the artifact's planner takes for an L4 host; it knows no A40. Bytes a second."""
+    """The machine as the artifact's planner takes it for an L4 host, in bytes a second; the planner knows no A40."""
 
     device_bytes: float = DEVICE_GIB * GIB
     host_bytes: float = HOST_GIB * GIB
@@ -62,7 +62,7 @@ class ArtifactPlan:
 
 
 def artifact_plan(spec: ModelSpec, prompt: int, generated: int, machine: Machine | None = None) -> ArtifactPlan:
-    """The artifact's best plan."""
+    """Return the artifact's best plan."""
     on = machine or Machine()
     found = [plan for size in SIZES if (plan := _most_micro_batches(spec, prompt, generated, size, on)) is not None]
     return max(found, key=lambda plan: plan.rate)
@@ -78,7 +78,7 @@ def _most_micro_batches(spec: ModelSpec, prompt: int, generated: int, size: int,
 
 
 def _plans(spec: ModelSpec, prompt: int, generated: int, size: int, on: Machine) -> Iterator[ArtifactPlan]:
-    """With 1, 2, ... micro-batches as long as they fit; r_w is as large as the device allows."""
+    """Yield plans with 1, 2, ... micro-batches as long as they fit; r_w is as large as the device allows."""
     experts = spec.num_experts * spec.parts["expert"].nbytes  # of a layer
     others = spec.num_layers * (spec.q_dim + spec.kv_dim) * 2 * spec.hidden_dim * spec.dtype_bytes
     token = spec.hidden_dim * spec.dtype_bytes
@@ -107,7 +107,8 @@ def _plans(spec: ModelSpec, prompt: int, generated: int, size: int, on: Machine)
 
 
 def our_plan(prompt: int, generated: int, sizes: Sequence[int] = SIZES) -> dict[str, Any]:
-    """What the policy search here plans on an A40 with the same memory, and what the plan holds in host memory."""
+    """Return what the policy search here plans on an A40 with the same memory, and what the plan holds in host
+    memory."""
     spec, hardware = model_spec("mixtral-8x7b"), hardware_profile("a40")
     shape = WorkloadShape.of_lengths(
         prompt, generated, longest_prompt=LONGEST_PROMPT[prompt], num_requests=MOST_REQUESTS

@@ -88,7 +88,7 @@ def _gpu_rows(gpu: str, tflop_s: float, spec: ModelSpec) -> list[Row]:
 
 
 def _text_rows(spec: ModelSpec) -> list[Row]:
-    """Numbers in the text of section 5."""
+    """Return the numbers in the text of section 5."""
     a40 = hardware_profile("a40").gemm_flop_s(spec.dtype, peak=True) / 1e12
     binary, decimal = tokens_paper_units(a40, spec), tokens_decimal(a40, spec)
     kv_tb = [tokens * 512 * spec.kv_bytes_per_token / unit for tokens, unit in ((binary, 1e6 * 2**20), (decimal, 1e12))]

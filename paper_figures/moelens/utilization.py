@@ -1,4 +1,4 @@
-"""MoE-Lens Fig. 3 and 4: the GPU utilization that Stage 1 and Stage 2 predict for Mixtral-8x7B on an A40.
+"""Draw MoE-Lens Fig. 3 and 4: the GPU utilization that Stage 1 and Stage 2 predict for Mixtral-8x7B on an A40.
 
 `predicted`: equations only. The paper does not say which link rate these figures use; section 5.1, where they stand,
 calculates with 32 GB/s, and section 8.1 measures 19.5, which moves every point of saturation to 1.6 times the cache.
@@ -28,18 +28,18 @@ _CACHES_GB = [float(gb) for gb in range(5, 605, 5)]
 
 
 def _a40_tokens(spec: ModelSpec, link_gb_s: float) -> float:
-    """T_GPU delta: tokens that the GPU can process while the weights pass the link once."""
+    """Return T_GPU delta: the tokens that the GPU can process while the weights pass the link once."""
     return tokens_decimal(hardware_profile("a40").gemm_flop_s(spec.dtype, peak=True) / 1e12, spec, link_gb_s)
 
 
 def _stage1(p: float, g: int, kv_gb: float, pass_tokens: float, spec: ModelSpec) -> float:
-    """T_max / T_GPU; both are proportional to 1 / delta, so that a delta of 1 s serves."""
+    """Compute T_max / T_GPU; both are proportional to 1 / delta, so that a delta of 1 s serves."""
     tokens = kv_gb * 1e9 / spec.kv_bytes_per_token
     return stage1_tok_s(p, g, kv_tokens=tokens, delta_s=1.0, gpu_tok_s=pass_tokens) / pass_tokens
 
 
 def compute() -> dict[str, Any]:
-    """All series, utilization as a share of 1."""
+    """Compute all series, with utilization as a share of 1."""
     spec = model_spec("mixtral-8x7b")
     nominal, measured = _a40_tokens(spec, LINK_GB_S), _a40_tokens(spec, MEASURED_LINK_GB_S)
     return {
@@ -71,7 +71,8 @@ def compute() -> dict[str, Any]:
 
 
 def _stage2_series(num_requests: int, pass_tokens: float, spec: ModelSpec) -> list[float | None]:
-    """T (p+g) / (g T_GPU) for each cache, and None from where all requests fit it: the paper's equations end there."""
+    """Compute T (p+g) / (g T_GPU) for each cache, and None from where all requests fit it: the paper's equations end
+    there."""
     shares: list[float | None] = []
     for kv_gb in _CACHES_GB:
         blocks = int(kv_gb * 1e9) // (BLOCK_TOKENS * spec.kv_bytes_per_token)

@@ -1,4 +1,4 @@
-"""MoE-Lightning's figures: `python -m paper_figures.moelightning [NAME ...] [--out FOLDER]`.
+"""Draw MoE-Lightning's figures: `python -m paper_figures.moelightning [NAME ...] [--out FOLDER]`.
 
 Without a name, what is committed and what takes no run is drawn to results/figures/moelightning.
 """

@@ -23,7 +23,7 @@ _BLOCK_TOKENS, _KV_BYTES_PER_TOKEN = 16, 2**17  # kv_block_tokens of conf/config
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A system with a policy on a setting. Null sizes: the policy that its own search finds."""
+    """A system with a policy on a setting. Sizes are null where the system's own search finds the policy."""
 
     system: str
     strategy: str
@@ -41,7 +41,7 @@ class Case:
 
     @property
     def kv_gb(self) -> float:
-        """More than `KV_GB` where a given policy pads to more."""
+        """The GB of KV cache: `KV_GB`, or more where a given policy pads to more."""
         if not self.padded or self.batch_size is None:
             return KV_GB
         kept = -(-(LONGEST_PROMPT[self.dataset] + self.g - 1) // _BLOCK_TOKENS) * _BLOCK_TOKENS
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def overrides(self) -> list[str]:
-        """As `python -m harness.plan` takes them."""
+        """The overrides as `python -m harness.plan` takes them."""
         given = {"batch_size": self.batch_size, "micro_batch_size": self.micro_batch_size}
         field = "strategy" if self.strategy == "deepspeed_zero" else "strategy.policy"
         policy = [f"{field}.{name}={value}" for name, value in given.items() if value is not None]
@@ -67,7 +67,7 @@ class Case:
 
 
 def row(case: Case) -> dict[str, Any]:
-    """The facts of a case that tables and figures need; seconds, tokens a second, shares of 1."""
+    """Collect the facts of a case that tables and figures need, in seconds, tokens a second and shares of 1."""
     plan = planned(case.overrides)
     if not case.padded and case.batch_size is None:  # Algorithm 2 would take the longest of all requests
         policy = plan.strategy.plan
@@ -104,10 +104,8 @@ def _simulated(batch: Batch) -> dict[str, Any]:
 
 
 def predicted(prediction: Prediction | None, batch: Batch, num_layers: int) -> dict[str, Any] | None:
-    """What the performance model says of one full batch; null for a system without one.
-
-    A workload's last batch is smaller, and is part of the prediction of a run; here it is left out on both sides.
-    """
+    """Return what the performance model says of one full batch; null for a system without a model. A workload's last
+    batch is smaller, and is part of the prediction of a run; here it is left out on both sides."""
     if prediction is None:
         return None
     phases = {

@@ -1,4 +1,4 @@
-"""MoE-Lightning Fig. 10: how the best policy for Mixtral-8x7B on two A100 changes with link and host (predicted).
+"""Draw MoE-Lightning Fig. 10: how the best policy for Mixtral-8x7B on two A100 changes with link and host (predicted).
 
 The performance model and the policy search over rates as the paper idealises them: two GPUs count as one with twice the
 memory and rates (artifact, performance_model/3d_plot.py: 160 GB, 4 TB/s, 600 TFLOP/s), the host is 200 GB, 100 GB/s and
@@ -49,7 +49,8 @@ def cost_model(scale: float, link_gb_s: float) -> CostModel:
 
 
 def candidates(cost: CostModel, sizes: Sequence[int]) -> Iterator[tuple[float, Policy]]:
-    """(sequences a second of a layer, the best policy) for each micro-batch size and place of attention that fits."""
+    """Yield (sequences a second of a layer, the best policy) for each micro-batch size and place of attention that
+    fits."""
     for gpu_attention in (False, True):
         for size in sizes:
             given = GivenPolicy(gpu_attention=gpu_attention, gpu_ffn=True, micro_batch_size=size)
@@ -62,8 +63,10 @@ def candidates(cost: CostModel, sizes: Sequence[int]) -> Iterator[tuple[float, P
 
 
 def best(scale: float, link_gb_s: float, sizes: Sequence[int] = SIZES) -> dict[str, Any]:
-    """The best policy of one machine, the smallest batch of equals, and by how much it beats the best with attention on
-    the other side."""
+    """Return the best policy of one machine, and by how much it beats the best with attention on the other side.
+
+    Of equally good policies it is the one with the smallest batch.
+    """
     cost = cost_model(scale, link_gb_s)
     found = list(candidates(cost, sizes))
     rate = max(reached for reached, _ in found)
@@ -112,7 +115,7 @@ def tables(data: dict[str, Any]) -> str:
 
 
 def draw(data: dict[str, Any]) -> Figure:
-    """As in the paper: shares on the CPU over link and host, red points where the CPU attends."""
+    """Draw, as in the paper, shares on the CPU over link and host, with red points where the CPU attends."""
     scales, links = (sorted({r[name] for r in data["rows"]}) for name in ("scale", "link_gb_s"))
     figure = new_figure(9.4, 3.9)
     for axes, name, title in zip(

@@ -1,4 +1,4 @@
-"""MoE-Lightning Fig. 6 from recorded traces: CGOPipe, S2, S3 and S4 on the emulated machine under one policy.
+"""Draw MoE-Lightning Fig. 6 from recorded traces: CGOPipe, S2, S3 and S4 on the emulated machine under one policy.
 
 Four short runs of mixtral-mini, each N sequences in one batch; shown are neighbouring layers in the middle of a decode
 step. Prompts are long beside what this machine is emulated with elsewhere, and host memory is slower, so that attention
@@ -40,7 +40,7 @@ SETTING = (
 def overrides(
     strategy: str, *, n: int = N, mu: int = MU, prompt: int = PROMPT, steps: int = 6, model: str = "mixtral-mini"
 ) -> list[str]:
-    """As `python run.py` takes them."""
+    """Return the overrides as `python run.py` takes them."""
     policy = {"batch_size": n, "micro_batch_size": mu, "gpu_ffn": "true", "resident_weights": 0, "resident_kv": 0}
     return [
         *("machine=emulated", f"strategy={strategy}", f"model={model}", *SETTING),
@@ -55,7 +55,7 @@ _KV_BYTES = 6 * 2 * 2 * 64 * 2  # a token's of mixtral-mini: layers, keys and va
 
 
 def recorded(strategy: str, results: Path, **sizes: Any) -> dict[str, Any]:
-    """A run's window, with the seconds of all its decode steps; its folder is not kept."""
+    """Record a run and return its window, with the seconds of all its decode steps; its folder is not kept."""
     summary, folder = run_experiment(composed(f"results_dir={results}", *overrides(strategy, **sizes)))
     found = timelines.window(folder, LAYERS)
     return {
@@ -74,7 +74,7 @@ def compute(strategies: Sequence[str] = tuple(SCHEDULES), **sizes: Any) -> dict[
 
 
 def busy(window: dict[str, Any], lane: str) -> float:
-    """Share of the window."""
+    """Return the share of the window in which the lane is busy."""
     return sum(end - start for *_, start, end in window["lanes"].get(lane, ())) / window["length_ms"]
 
 

@@ -1,7 +1,9 @@
-"""How well MoE-Lightning's performance model (HRM, Eq. 12-14) predicts the simulator: a table and a scatter plot.
+"""Compare MoE-Lightning's performance model (HRM, Eq. 12-14) with the simulator that it predicts: a table and a scatter
+plot.
 
-Over every case of the reports `systems`, `table4` and `table5`, and more policies on S1. Both sides take their rates
-from one hardware profile, so what differs is what the model leaves out. One full batch is predicted and one simulated.
+It compares every case of the reports `systems`, `table4` and `table5`, and more policies on S1. Both sides take their
+rates from one hardware profile, so what differs is what the model leaves out. One full batch is predicted and one
+simulated.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ SIZES = ((12, 144), (12, 504), (36, 144), (72, 504), (72, 1152))  # mu, N beside
 
 
 def cases() -> list[Case]:
-    """More policies: MTBench, padded, g = 128, on S1."""
+    """Return more policies: MTBench, padded, g = 128, on S1."""
     return [
         Case(
             system=system, strategy=strategy, setting="S1", hardware=HARDWARE["S1"], g=128, padded=True,
@@ -38,15 +40,15 @@ def cases() -> list[Case]:
 
 
 def compute(chosen: Sequence[Case] | None = None, folder: Path = FOLDER) -> dict[str, Any]:
-    """Rows of the other reports are read from `folder`, those of `chosen` simulated."""
+    """Compare the rows of the other reports, read from `folder`, and those of `chosen`, which are simulated."""
     reported = [read_json(folder / f"{name}.json")["rows"] for name in SOURCES if (folder / f"{name}.json").exists()]
     rows = [r for rows in reported for r in rows] + [row(case) for case in (cases() if chosen is None else chosen)]
     return {"label": "simulated and predicted", "rows": [compared(r) for r in rows if r["predicted"] is not None]}
 
 
 def compared(row: dict[str, Any]) -> dict[str, Any]:
-    """Throughputs, and what each phase contributes: seconds that the batch takes longer than predicted, in shares of
-    all that it takes."""
+    """Compare throughputs, and what each phase contributes: the seconds that the batch takes longer than predicted, as
+    shares of all its seconds."""
     simulated, predicted = row["simulated"], row["predicted"]
     steps_s = [side["step_s"] * (row["g"] - 1) for side in (simulated, predicted)]
     total_s = simulated["prefill_s"] + steps_s[0]

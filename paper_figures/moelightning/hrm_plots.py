@@ -1,4 +1,5 @@
-"""MoE-Lightning Fig. 4 and 5: the Hierarchical Roofline Model of one layer of Mixtral-8x7B in decode on an L4 machine.
+"""Draw MoE-Lightning Fig. 4 and 5: the Hierarchical Roofline Model of one layer of Mixtral-8x7B in decode on an L4
+machine.
 
 `predicted`: rates from conf/hardware/l4.yaml, achieved ones drawn solid and peaks dashed; intensities from the model's
 dimensions. The paper draws other rates of its own for the same machine (l4.yaml has them).
@@ -27,8 +28,9 @@ _RANGE = (0.25, 8192.0)  # FLOPs per byte
 
 
 def l4_levels(hardware: HardwareConfig, dtype: str, *, peak: bool, attention: bool) -> Hierarchy:
-    """GPU, CPU and the link from CPU to GPU. Of what the CPU achieves in reading, attention has a measured rate of its
-    own. Its compute roof is that of matrix products: the one of attention was only seen where memory limits it."""
+    """Return the levels GPU, CPU and the link from CPU to GPU. In the rate at which the CPU reads, attention has a
+    measured value of its own. The compute roof is always that of matrix products: attention's own was only seen where
+    memory limits it."""
     h = hardware
     read = h.cpu_gb_s if attention else h.host_gb_s
     rates = (h.host_peak_gb_s, h.cpu_peak_gflop_s, h.device_peak_gb_s, h.h2d_peak_gb_s) if peak else (
@@ -42,14 +44,17 @@ def l4_levels(hardware: HardwareConfig, dtype: str, *, peak: bool, attention: bo
 
 
 def attention_intensity(spec: ModelSpec, context: int, kv_bits: int) -> float:
-    """FLOPs per byte of decode attention: keys and values once, with the query and the result of each sequence."""
+    """Return the FLOPs per byte of decode attention: keys and values once, with the query and the result of each
+    sequence."""
     cache_bytes = context * (spec.cached_k_dim + spec.cached_v_dim) * kv_bits / 8
     return context * spec.decode_pair_flops / (cache_bytes + (spec.q_dim + spec.o_dim) * spec.dtype_bytes)
 
 
 def experts_intensity(spec: ModelSpec, tokens: int) -> float:
-    """FLOPs per byte of weights, all experts being read once: about `tokens` top_k / experts in 16 bits, and more
-    where the tokens cannot reach all of them."""
+    """Return the FLOPs per byte of weights when all experts are read once.
+
+    That is about `tokens` top_k / experts in 16 bits, and more where the tokens cannot reach all of them.
+    """
     reached = spec.num_experts * (1 - (1 - spec.experts_per_token / spec.num_experts) ** tokens)
     flops = 2 * tokens * spec.experts_per_token * spec.expert_params
     return flops / (reached * spec.expert_params * spec.dtype_bytes)
@@ -148,7 +153,7 @@ def _vertical(axes: Any, intensity: float, name: str) -> None:
 
 
 def _mark(axes: Any, roofs: dict[str, float], point: str, name: str) -> None:
-    """A turning point lies on the link's roof."""
+    """Mark a turning point, which lies on the link's roof."""
     x = roofs[point]
     y = roofs["link_bytes_s"] * x
     axes.plot(x, y, "o", color="black", markersize=5, zorder=5)

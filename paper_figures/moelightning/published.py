@@ -1,4 +1,4 @@
-"""What MoE-Lightning and its artifact publish about settings S1 and S2: throughputs, policies and times.
+"""Hold what MoE-Lightning and its artifact publish about settings S1 and S2: throughputs, policies and times.
 
 Fig. 7's bars have no numbers in the paper; its artifact (github.com/caoshiyi/artifacts, branch asplos25, section D.5)
 has them. All of it is of MTBench and Mixtral-8x7B; throughput is in generated tokens a second.
@@ -71,7 +71,7 @@ class Helm:
 
 
 def _helm(task: str, setting: str, **systems: tuple[float, int, int]) -> list[Helm]:
-    """Of each system throughput, mu and N / mu."""
+    """Build a task's cells from each system's throughput, mu and N / mu."""
     names = {"flexgen_c": "FlexGen(c)", "flexgen": "FlexGen", "deepspeed": "DeepSpeed-Zero", "ours": "MoE-Lightning(p)"}
     return [
         Helm(task=task, setting=setting, system=names[key], tok_s=tok_s, sizes=_sizes(mu, n)[0])

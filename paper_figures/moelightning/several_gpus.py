@@ -1,5 +1,4 @@
-"""MoE-Lightning's S6 to S9 from the simulator: 2 and 4 T4 with tensor parallelism, against FlexGen's pipeline
-parallelism and DeepSpeed's sharding.
+"""Simulate MoE-Lightning's S6 to S9, 2 and 4 T4: its tensor parallelism, FlexGen's pipeline, DeepSpeed's sharding.
 
     python -m paper_figures.moelightning several_gpus --out FOLDER
     python -m paper_figures.moelightning.several_gpus --settings S6 S7 --g 32 --out FOLDER   # some; others are kept
@@ -83,7 +82,7 @@ class Batch:
 
 
 def overrides(setting: str, system: str, g: int, num_requests: int) -> list[str]:
-    """As `python -m harness.plan` takes them."""
+    """Return the overrides as `python -m harness.plan` takes them."""
     model, hardware, kv_gb = SETTINGS[setting]
     return [
         *(f"model={model}", f"hardware={hardware}", f"kv_cache_gb={kv_gb}", "strategy.packet_mb=1000000"),
@@ -94,8 +93,8 @@ def overrides(setting: str, system: str, g: int, num_requests: int) -> list[str]
 
 
 def simulated(plan: Plan, *, new_tokens: int, steps: int = STEPS) -> Batch:
-    """The first batch of a plan, of which all requests generate `new_tokens`. Its passes are as many prefills as
-    batches are in flight, and then as many for each decode step."""
+    """Simulate the first batch of a plan, of which all requests generate `new_tokens`. Its passes are as many prefills
+    as batches are in flight, and then as many for each decode step."""
     passes: list[PassRecord] = []
     last_step = min(steps, new_tokens - 1)
 
@@ -118,7 +117,7 @@ def simulated(plan: Plan, *, new_tokens: int, steps: int = STEPS) -> Batch:
 
 
 def row(setting: str, system: str, g: int) -> dict[str, Any]:
-    """A cell: the workload is cut to one batch of the size that the search finds for thousands of requests."""
+    """Simulate a cell: the workload is cut to one batch of the size that the search finds for thousands of requests."""
     searched = planned(overrides(setting, system, g, MOST_REQUESTS))
     num_gpus = len(searched.engine.ranks)
     together = num_gpus if system in ("FlexGen", "DeepSpeed-Zero") else 1
@@ -146,7 +145,7 @@ def row(setting: str, system: str, g: int) -> dict[str, Any]:
 
 
 def predicted_tok_s(plan: Plan, new_tokens: int) -> float | None:
-    """Of one full batch, or one each of those in flight; None for a system without a model."""
+    """Predict one full batch, or one each of those in flight, in tokens a second; None for a system without a model."""
     prediction = plan.strategy.prediction
     if prediction is None:
         return None
@@ -177,7 +176,7 @@ def report(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def joined(kept: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows in the order of a whole run, new ones in the place of old ones."""
+    """Join rows in the order of a whole run, with new ones in the place of old ones."""
 
     def key(r: dict[str, Any]) -> tuple[int, int, int]:
         return GENERATED.index(r["g"]), list(SETTINGS).index(r["setting"]), list(SYSTEMS).index(r["system"])
@@ -187,7 +186,7 @@ def joined(kept: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> li
 
 
 def scaling(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Throughput with 4 GPUs over that with 2, beside the range that the paper states for itself."""
+    """Compare throughput with 4 GPUs and with 2, and give the range that the paper states for itself."""
     by_key = {(r["setting"], r["system"], r["g"]): r["simulated_tok_s"] for r in rows}
     found = []
     for (two, four), published in SCALING.items():
@@ -200,7 +199,7 @@ def scaling(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def tables(data: dict[str, Any]) -> str:
-    """Markdown."""
+    """Write the tables as Markdown."""
     lines = [
         "# Several GPUs (simulated)\n",
         "| setting | g | system | N | μ | r_w | attention | sequences | simulated tok/s | predicted tok/s | s a step |",
@@ -221,7 +220,7 @@ def tables(data: dict[str, Any]) -> str:
 
 
 def draw(data: dict[str, Any]) -> Figure:
-    """Throughput over generation length, a block a setting; those of one model have one scale."""
+    """Draw throughput over generation length, with a block for each setting; settings of one model have one scale."""
     from matplotlib.ticker import LogLocator
 
     settings = list(dict.fromkeys(r["setting"] for r in data["rows"]))
@@ -265,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _simulate_more(args: Namespace) -> int:
-    """Add rows to those in the folder."""
+    """Simulate some cells and add their rows to those in the folder."""
     numbers = args.out / "several_gpus.json"
     kept = read_json(numbers)["rows"] if numbers.exists() else []
     rows = joined(kept, compute(args.settings, args.g, args.systems)["rows"])

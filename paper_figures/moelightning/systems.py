@@ -1,4 +1,4 @@
-"""MoE-Lightning Fig. 7, S1 and S2, from the simulator: every system over generation lengths, beside what is published.
+"""Simulate MoE-Lightning Fig. 7, S1 and S2: every system over generation lengths, next to what is published.
 
 Each system runs with the policy that its own search finds on our memory model, and, where one is published, with that.
 One that is padded has prompts of the longest prompt's length. Of decode the first steps are simulated; the rest is
@@ -49,7 +49,7 @@ def cases(settings: Sequence[str] = tuple(HARDWARE), generated: Sequence[int] = 
 
 
 def with_sizes(case: Case, sizes: Sizes) -> Case:
-    """The case with a published policy."""
+    """Return the case with a published policy."""
     return replace(
         case, batch_size=sizes.batch_size, micro_batch_size=sizes.micro_batch_size, policy_source="published"
     )
@@ -73,7 +73,8 @@ def compute(chosen: Sequence[Case] | None = None) -> dict[str, Any]:
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """MoE-Lightning over each baseline where both are known: published, with published policies, with searched ones."""
+    """Divide MoE-Lightning by each baseline where both are known: published, with published policies, with searched
+    ones."""
     found = []
     by_key = {(r["setting"], r["g"], r["system"], r["policy_source"]): r for r in rows}
     for setting, g in dict.fromkeys((r["setting"], r["g"]) for r in rows):
@@ -94,7 +95,7 @@ def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _with_source(by_key: dict[Any, Any], setting: str, g: int, system: str, source: str) -> Any:
-    """The system's row; one whose policy nobody publishes stands with its searched one."""
+    """Return the system's row; a system whose policy nobody publishes is represented by its searched one."""
     return by_key.get((setting, g, system, source)) or by_key.get((setting, g, system, "searched"))
 
 
@@ -137,7 +138,7 @@ def _number(value: float | None) -> str:
 
 
 def draw(data: dict[str, Any]) -> Figure:
-    """Published beside simulated bars, one block a setting and generation length."""
+    """Draw published next to simulated bars, one block a setting and generation length."""
     settings = list(dict.fromkeys(r["setting"] for r in data["rows"]))
     figure = new_figure(10.0, 3.2 * len(settings))
     blocks = figure.subplots(len(settings), 1, squeeze=False)[:, 0]

@@ -1,4 +1,4 @@
-"""MoE-Lightning Table 4 from the simulator: HELM tasks on S1 and S2 with the policies that the paper states, padded."""
+"""Simulate MoE-Lightning Table 4: HELM tasks on S1 and S2 with the policies that the paper states, padded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ OURS = "MoE-Lightning(p)"
 
 
 def cases() -> list[Case]:
-    """DeepSpeed has the largest batch that fits here: of the published ones 102 on S1 does not."""
+    """Return the cases of the table. DeepSpeed has the largest batch that fits here, since its published 102 on S1 does
+    not."""
     found = []
     for cell in TABLE4:
         case = Case(
@@ -36,7 +37,7 @@ def compute(chosen: Sequence[Case] | None = None) -> dict[str, Any]:
 
 
 def tables(data: dict[str, Any]) -> str:
-    """Speed-ups are MoE-Lightning's over the row's system."""
+    """Write tables in which speed-ups are MoE-Lightning's over the row's system."""
     ours = {(r["dataset"], r["setting"]): r for r in data["rows"] if r["system"] == OURS}
 
     def speed_up(r: dict[str, Any]) -> str:

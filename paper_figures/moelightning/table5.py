@@ -1,8 +1,8 @@
-"""MoE-Lightning Table 5 (S1, MTBench, g = 128): FlexGen with two policies and MoE-Lightning(p), from the simulator.
+"""Simulate MoE-Lightning Table 5 (S1, MTBench, g = 128): FlexGen with two policies and MoE-Lightning(p).
 
-Twice: with the rates of conf/hardware/t4.yaml, and with the two lower ones that its sources name for a T4 in the cloud
-and in long runs. For where the rest of the difference to the paper lies, the times of its runs are taken apart: N = 504
-at every g, so differences of runs are decode steps and the rest is prefill.
+Each case runs twice: with the rates of conf/hardware/t4.yaml, and with the two lower ones that its sources name for a
+T4 in the cloud and in long runs. To see where the rest of the difference to the paper lies, the paper's run times are
+taken apart: N = 504 at every g, so differences of runs are decode steps and the rest is prefill.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROFILES = {  # overrides; sources in conf/hardware/t4.yaml, at h2d_gb_s and gem
 
 
 def cases(g: int = G) -> list[tuple[str, str, Case]]:
-    """(name of the row, rates, case)."""
+    """Return (name of the row, rates, case)."""
     found = []
     for ablation in TABLE5:
         strategy, padded = STRATEGIES[ablation.system]
@@ -49,8 +49,10 @@ def compute(chosen: list[tuple[str, str, Case]] | None = None) -> dict[str, Any]
 
 
 def published_phases() -> dict[str, Any]:
-    """Seconds a decode step between two generation lengths of the artifact's runs, and what the shortest run leaves for
-    its prefill if its own steps take the least or the most of these."""
+    """Return the published seconds a decode step takes between two generation lengths of the artifact's runs.
+
+    Also what the shortest run leaves for its prefill if its own steps take the least or the most of these.
+    """
     steps = {
         f"{short}-{long}": (S1_SECONDS[long] - S1_SECONDS[short]) / (long - short)
         for short, long in pairwise(sorted(S1_SECONDS))
