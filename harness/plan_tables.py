@@ -12,7 +12,7 @@ from rich.text import Text
 from harness.engine.strategy import Strategy
 from harness.memory.tiers import RAM
 from harness.planning import DoesNotFit, Plan
-from harness.record.terminal import human_bytes, number, told_accuracy
+from harness.record.terminal import human_bytes, number, told_accuracy, told_estimated
 from harness.workload.config import DatasetConfig
 
 _MAX_HOLDERS = 8  # of a tier, shown by name
@@ -66,6 +66,8 @@ def throughput_table(plan: Plan) -> Table:
     shares = ", ".join(f"{lane} {share:.1%}" for lane, share in summary["utilization"].items() if share)
     table.add_row("  lanes busy", shares)
     table.add_row("  bottleneck", str(summary["bottleneck"]))
+    if (summary["estimated"] or {}).get("share"):
+        table.add_row("  ESTIMATED", Text(told_estimated(summary["estimated"]), style="bold yellow"))
     if prediction is not None and plan.stopped is None:
         told = told_accuracy(prediction.throughput_tok_s, observed, plan.machine.label)
         table.add_row("  prediction", told or "-")

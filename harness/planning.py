@@ -148,6 +148,7 @@ def simulated(
         machine=engine.machine.name,
         clock=engine.machine.clock,
         machine_facts=engine.machine.facts,
+        estimated_shares=engine.machine.estimated_shares,
         hardware=settings.hardware.name,
         gpu_tok_s=strategy.gpu_tok_s,
         ceilings_gb_s=settings.hardware.link_ceilings_gb_s,

@@ -176,6 +176,7 @@ def _facts(settings: Settings, state: RunState, status: str, error: str | None) 
         hardware=settings.hardware.name,
         clock=state.machine.clock if state.machine else "host",
         machine_facts=state.machine.facts if state.machine else {},
+        estimated_shares=state.machine.estimated_shares if state.machine else None,
         num_requests=settings.dataset.num_requests,
         num_finished=states.count(State.FINISHED),
         num_rejected=states.count(State.REJECTED),

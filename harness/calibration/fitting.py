@@ -53,7 +53,19 @@ def fit(samples: Sequence[Sample]) -> Interpolated | Plane:
         ordered = sorted((features[0], seconds) for features, seconds in points.items())
         rising = isotonic_regression([seconds for _, seconds in ordered]).x
         return Interpolated(at=tuple(x for x, _ in ordered), seconds=tuple(rising.tolist()))
-    return _plane(points)
+    return fit_plane(points)
+
+
+def fit_plane(points: dict[tuple[float, ...], float]) -> Plane:
+    """Least squares of errors relative to the fitted seconds. (Relative to the measured ones, a fit would follow the
+    fast ones among measurements that scatter.) Weights are non-negative: more work never takes less time."""
+    seconds = np.array(list(points.values()))
+    rows = np.array([(1.0, *features) for features in points])
+    fitted = np.full(len(seconds), max(float(seconds.mean()), 1e-9))
+    for _ in range(_ROUNDS):
+        found, _ = nnls(rows / fitted[:, None], seconds / fitted)
+        fitted = np.maximum(rows @ found, max(float(seconds.mean()) * 1e-3, 1e-9))
+    return Plane(fixed=float(found[0]), weights=tuple(float(w) for w in found[1:]))
 
 
 def typical(values: Sequence[float]) -> float:
@@ -77,15 +89,3 @@ def relative_spread(samples: Sequence[Sample]) -> float:
         grouped[tuple(features)].append(seconds)
     spreads = [np.subtract(*np.percentile(v, [75, 25])) / max(np.median(v), 1e-12) for v in grouped.values()]
     return float(np.median(spreads))
-
-
-def _plane(points: dict[tuple[float, ...], float]) -> Plane:
-    """Least squares of errors relative to the fitted seconds. (Relative to the measured ones, a fit would follow the
-    fast ones among measurements that scatter.) Weights are non-negative: more work never takes less time."""
-    seconds = np.array(list(points.values()))
-    rows = np.array([(1.0, *features) for features in points])
-    fitted = np.full(len(seconds), max(float(seconds.mean()), 1e-9))
-    for _ in range(_ROUNDS):
-        found, _ = nnls(rows / fitted[:, None], seconds / fitted)
-        fitted = np.maximum(rows @ found, max(float(seconds.mean()) * 1e-3, 1e-9))
-    return Plane(fixed=float(found[0]), weights=tuple(float(w) for w in found[1:]))

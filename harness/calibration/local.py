@@ -9,8 +9,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from harness.calibration.costs import CalibratedCosts
 from harness.calibration.measure import measure_all
-from harness.calibration.table import CalibratedCosts, CalibrationTable
+from harness.calibration.table import CalibrationTable
 from harness.config import file_name, require
 from harness.hardware.constants import Constant
 from harness.hardware.profile import HardwareConfig

@@ -49,5 +49,10 @@ def measure_all(
     made = {"repeats": repeats, "rejected": undisturbed.num_rejected, "disturbed": undisturbed.disturbed}
     limits = {"taken_limit": MAX_TAKEN_SHARE, "attempts": MAX_ATTEMPTS}
     return CalibrationTable(
-        meta={**meta, **made, **limits}, samples=ops.samples, together=together, memory=memory, host=host
+        meta={**meta, **made, **limits},
+        samples=ops.samples,
+        works=ops.works,
+        together=together,
+        memory=memory,
+        host=host,
     )

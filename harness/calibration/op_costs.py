@@ -28,7 +28,7 @@ from harness.calibration.table import (
 from harness.calibration.undisturbed import Undisturbed
 from harness.engine.emitter import Emitter
 from harness.engine.engine import Engine
-from harness.machine.base import GPU, Lane, LaneKind, Op, Ticket
+from harness.machine.base import GPU, Lane, LaneKind, Op, Ticket, Work
 from harness.memory.weights import WeightStream
 
 _LAYERS_BESIDE_LINK = 3
@@ -36,8 +36,8 @@ _FEED_EVERY_S = 2e-3
 
 
 class OpCosts:
-    """`samples` by company, and `handovers_s`: from the end of an op until the one on another, idle lane began that had
-    waited for it."""
+    """`samples` by company, the `works` of their ops, and `handovers_s`: from the end of an op until the one on
+    another, idle lane began that had waited for it."""
 
     def __init__(
         self, engine: Engine, bench: Bench, *, link_bytes_s: dict[LaneKind, float], undisturbed: Undisturbed,
@@ -48,6 +48,7 @@ class OpCosts:
         self._undisturbed = undisturbed
         self._max_tokens, self._max_context = max_tokens, max_context
         self.samples: dict[Company, dict[str, Points]] = {ALONE: {}}
+        self.works: dict[str, dict[tuple[float, ...], Work]] = {}
         self._spare: dict[Company, dict[str, Points]] = {}
         self.handovers_s: list[float] = []
 
@@ -71,6 +72,7 @@ class OpCosts:
         for ticket in tickets:
             key = table_key(ticket.lane, ticket.op, again=ticket.op.micro_batch == 1)
             grouped.setdefault((key, ticket.op.cost_features()), []).append(self._seconds(ticket))
+            self.works.setdefault(key, {}).setdefault(ticket.op.cost_features(), ticket.op.work())
         kept = self._spare if self._undisturbed.was_disturbed else self.samples
         points = kept.setdefault(company, {})
         for (key, features), seconds in grouped.items():

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from harness.calibration.estimates import LaneRates
 from harness.calibration.fitting import Interpolated, Plane, fit, relative_spread, typical_by_features
-from harness.machine.base import Lane, LaneKind, MachineError, Op, Work
+from harness.machine.base import Lane, LaneKind, Op, Work
 from harness.record.files import atomic_file
 
 Points = list[tuple[tuple[float, ...], float]]  # (features, seconds)
+Works = Mapping[str, Mapping[tuple[float, ...], Work]]  # by cost key with its lane, and features
 Company = frozenset[LaneKind]  # the other lanes, of gpu and h2d, that are busy while an op runs
 ALONE: Company = frozenset()
 BESIDE_LINK: Company = frozenset({LaneKind.H2D})
 BESIDE_GPU: Company = frozenset({LaneKind.GPU})
 BESIDE_GPU_AND_LINK: Company = BESIDE_GPU | BESIDE_LINK
-VERSION = 7
+VERSION = 8
+AGAIN = ", again"  # ends the key of an op that finds its weights in a cache
 LINKS = (LaneKind.H2D, LaneKind.D2H, LaneKind.PIN)  # lanes that a profile gives a rate in bytes
 
 
@@ -39,13 +43,15 @@ class HostTimes:
 class CalibrationTable:
     """`samples` are (features, seconds) by company, lane and cost key: what one op takes. On the links the seconds are
     those beyond bytes / rate, so that the table serves other link rates too. In company short ops lose most, to threads
-    that hand the interpreter to each other and to caches that streams sweep. `together` has, by the lanes active at the
-    same time ("cpu+gpu+h2d"), how many times longer *long* ops of each lane take than alone. `memory` is GB/s of host
-    memory as measured, for the reader.
+    that hand the interpreter to each other and to caches that streams sweep. `works` has, by the same key and features,
+    the work of such an op: from it follow the rates at which a lane's ops of other kinds are estimated. `together` has,
+    by the lanes active at the same time ("cpu+gpu+h2d"), how many times longer *long* ops of each lane take than alone.
+    `memory` is GB/s of host memory as measured, for the reader.
     """
 
     meta: Mapping[str, Any]
     samples: Mapping[Company, Mapping[str, Points]]
+    works: Works
     together: Mapping[str, Mapping[str, float]]
     memory: Mapping[str, list[float]]
     host: HostTimes
@@ -65,6 +71,21 @@ class CalibrationTable:
                 function = self.functions.get(candidate, {}).get(key)
                 if function is not None:
                     return function(op.cost_features())
+        return None
+
+    @cached_property
+    def rates(self) -> dict[Company, dict[LaneKind, LaneRates]]:
+        """What ops of each lane take by their work, in each company; of ops that use weights, the first to do so."""
+        return {company: _lane_rates(by_key, self.works) for company, by_key in self.samples.items()}
+
+    def estimated_seconds(self, lane: Lane, work: Work, company: Company = ALONE) -> float | None:
+        """Return what an op takes beyond the link's own time by its work, at the rates of its lane's measured ops in
+        the nearest company; None where none of them had such work."""
+        for candidate in _nearest(company):
+            rates = self.rates.get(candidate, {}).get(lane.kind)
+            seconds = None if rates is None else rates.seconds(work)
+            if seconds is not None:
+                return seconds
         return None
 
     def worst_fit(self) -> dict[str, float]:
@@ -108,11 +129,16 @@ class CalibrationTable:
             for company, by_key in table.samples.items():
                 for key, points in by_key.items():
                     samples.setdefault(company, {}).setdefault(key, []).extend(points)
+        works: dict[str, dict[tuple[float, ...], Work]] = defaultdict(dict)
+        for table in tables:
+            for key, by_features in table.works.items():
+                works[key].update(by_features)
         hosts = [asdict(table.host) for table in tables]
         disturbed = [name for table in tables for name in table.meta.get("disturbed", [])]
         return cls(
             meta={**first.meta, "merged": len(tables), "disturbed": disturbed},
             samples=samples,
+            works=works,
             together={
                 group: {lane: fmean(t.together[group][lane] for t in tables) for lane in factors}
                 for group, factors in first.together.items()
@@ -134,6 +160,7 @@ class CalibrationTable:
                 _company_name(company): {key: _grouped(points) for key, points in by_key.items()}
                 for company, by_key in self.samples.items()
             },
+            "works": {key: list(by_features.items()) for key, by_features in self.works.items()},
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as file:
@@ -161,6 +188,7 @@ class CalibrationTable:
                 _company(name): {key: points(rows) for key, rows in by_key.items()}
                 for name, by_key in values["samples"].items()
             },
+            works={key: {tuple(f): Work(*work) for f, work in rows} for key, rows in values["works"].items()},
             together=values["together"],
             memory=values["memory_gb_s"],
             host=HostTimes(**values["host"]),
@@ -169,13 +197,21 @@ class CalibrationTable:
 
 def table_key(lane: Lane, op: Op, *, again: bool = False) -> str:
     """What the table knows an op by. One that uses weights finds them in memory, or, the next time, in a cache."""
-    return f"{lane.kind}: {op.cost_key}{', again' if again and weight_keys(op) else ''}"
+    return f"{lane.kind}: {op.cost_key}{AGAIN if again and weight_keys(op) else ''}"
 
 
 def weight_keys(op: Op) -> tuple[Hashable, ...]:
     """Of the weights that a compute op reads; other ops have none."""
     keys: tuple[Hashable, ...] = getattr(op, "weight_keys", ())
     return keys
+
+
+def _lane_rates(by_key: Mapping[str, Points], works: Works) -> dict[LaneKind, LaneRates]:
+    measured: dict[LaneKind, list[tuple[Work, float]]] = defaultdict(list)
+    for key, points in by_key.items():
+        if not key.endswith(AGAIN):
+            measured[LaneKind(key.split(":")[0])] += [(works[key][features], seconds) for features, seconds in points]
+    return {kind: LaneRates.of(found) for kind, found in measured.items()}
 
 
 def _nearest(company: Company) -> Iterator[Company]:
@@ -201,34 +237,3 @@ def _grouped(points: Sequence[tuple[tuple[float, ...], float]]) -> list[tuple[tu
     for features, seconds in points:
         rows.setdefault(features, []).append(round(seconds, 7))
     return list(rows.items())
-
-
-@dataclass
-class CalibratedCosts:
-    """Costs for the simulated machine: the table, and links by their stated rates. Ops without any work are free.
-    `is_busy` tells whether a kind of lane has something to run at the moment when an op starts."""
-
-    table: CalibrationTable
-    link_bytes_s: Mapping[LaneKind, float]
-    is_busy: Callable[[LaneKind], bool]
-    _unread: set[Hashable] = field(default_factory=set)  # written over the link, and used by no op since
-
-    def seconds(self, lane: Lane, op: Op, work: Work) -> float:
-        kind = lane.kind
-        company = frozenset(other for other in BESIDE_GPU_AND_LINK if other is not kind and self.is_busy(other))
-        measured = self.table.seconds(lane, op, company, again=self._is_again(kind, op))
-        if measured is None:
-            if work == Work():
-                return 0.0
-            raise MachineError(f"{op} on {lane}: the calibration has no measurement of '{op.cost_key}'")
-        return measured + (work.link_bytes / self.link_bytes_s[kind] if kind in LINKS else 0.0)
-
-    def _is_again(self, kind: LaneKind, op: Op) -> bool:
-        """Whether another op has read the op's weights since they came; ops must be asked for as they start."""
-        if kind is LaneKind.H2D:
-            self._unread.update(op.writes)
-            return False
-        keys = weight_keys(op)
-        again = self._unread.isdisjoint(keys)
-        self._unread.difference_update(keys)
-        return again

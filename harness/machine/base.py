@@ -213,6 +213,10 @@ class MachineError(RuntimeError):
     """A run cannot go on: an op failed, or nothing can make progress any more."""
 
 
+# Of the time of an op's kind on a kind of lane, the share whose cost is an estimate; kinds without are left out.
+EstimatedShares = Mapping[tuple[LaneKind, str], float]
+
+
 class Machine(ABC):
     """See the module text. `label` goes on every number that comes from this machine."""
 
@@ -251,6 +255,12 @@ class Machine(ABC):
     def facts(self) -> dict[str, str]:
         """What else a reader of this machine's numbers must know; goes into the summary."""
         return {}
+
+    @property
+    def estimated_shares(self) -> EstimatedShares | None:
+        """Return what costs are estimates among measured ones; None where an op's time is its own or all follow
+        from stated rates."""
+        return None
 
     @abstractmethod
     def back(self, buffer: Buffer) -> None:

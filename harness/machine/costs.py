@@ -6,12 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from harness.machine.base import Lane, LaneKind, Op, Work
+from harness.machine.base import EstimatedShares, Lane, LaneKind, Op, Work
 
 
 class Costs(Protocol):
     def seconds(self, lane: Lane, op: Op, work: Work) -> float:
         """The whole op alone on its lane, overheads included. Asked once an op, when it begins."""
+
+
+class MeasuredCosts(Costs, Protocol):
+    """Costs that were measured, as far as they were."""
+
+    @property
+    def estimated_shares(self) -> EstimatedShares: ...
 
 
 @dataclass(frozen=True, kw_only=True)

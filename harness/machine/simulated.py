@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from harness.config import config, require
 from harness.hardware.profile import HardwareConfig
-from harness.machine.base import Lane, LaneKind, Machine, MachineError, Op, Ticket, TicketState
+from harness.machine.base import EstimatedShares, Lane, LaneKind, Machine, MachineError, Op, Ticket, TicketState
 from harness.machine.contention import Contention, MeasuredTogether, MemorySharing, SharedMemory
-from harness.machine.costs import Costs, LaneCost, Roofline
+from harness.machine.costs import Costs, LaneCost, MeasuredCosts, Roofline
 from harness.machine.hazards import Hazards
 from harness.machine.queues import dump, withdraw
 from harness.machine.simulation import host_bytes_s, profile_costs
@@ -93,15 +93,17 @@ class SimulatedMachine(Machine):
         self._num_submitted = 0
         self._num_idle_polls = 0
         self._pass_s = self._sequence_s = 0.0
+        self._measured: MeasuredCosts | None = None
         log.name(self._lane_names, self._lanes.kinds())
         self._take(costs, contention or SharedMemory(host_bytes_s or 0.0))
         self._lanes.host_times(submit_s, wake_s, 0.0)
         self.world = world
 
-    def calibrate(self, costs: Costs, together: Mapping[str, Mapping[str, float]], host: HostTimes) -> None:
+    def calibrate(self, costs: MeasuredCosts, together: Mapping[str, Mapping[str, float]], host: HostTimes) -> None:
         """Take measured costs, slow-downs of lanes together ("cpu+gpu": {"gpu": 1.1}) and host times instead of the
         profile's; before the first op."""
         assert not self._num_submitted, "ops have run already"
+        self._measured = costs
         self._take(costs, MeasuredTogether.of_slowdowns(together))
         self._lanes.host_times(host.submit_s, host.wake_s, host.handover_s)
         self._pass_s, self._sequence_s = host.pass_s, host.sequence_s
@@ -117,7 +119,13 @@ class SimulatedMachine(Machine):
 
     @property
     def facts(self) -> dict[str, str]:
-        return {"memory_sharing": self.contention.name}
+        kinds = ", ".join(f"{lane} {kind}" for lane, kind in sorted(self.estimated_shares or ()))
+        estimated = {"not measured": f"{kinds} (estimated by their lanes' measured rates)"} if kinds else {}
+        return {"memory_sharing": self.contention.name, **estimated}
+
+    @property
+    def estimated_shares(self) -> EstimatedShares | None:
+        return None if self._measured is None else self._measured.estimated_shares
 
     def is_busy(self, kind: LaneKind) -> bool:
         """Whether a lane of this kind has an op to run at this moment of the virtual clock."""

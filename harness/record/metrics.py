@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from harness.machine.base import HOST_KINDS, Lane, LaneKind
+from harness.machine.base import HOST_KINDS, EstimatedShares, Lane, LaneKind
 from harness.record.passes import PassRecord
 from harness.record.spans import Spans, SpanTable, Window, lane_order, union_s
 
@@ -175,6 +176,15 @@ def kind_totals(spans: Spans, window: Window) -> list[KindTotal]:
         for (lane_kind, kind), (busy, num_ops, flops, moved) in sums.items()
     ]
     return sorted(totals, key=lambda total: (-total.busy_s, lane_order(Lane(total.lane)), total.kind))
+
+
+def estimated(totals: Sequence[KindTotal], shares: EstimatedShares) -> dict[str, Any]:
+    """Return the `share` of all lanes' busy time whose costs are estimates, and by lane and kind of op what makes it
+    up, the largest first."""
+    all_s = sum(total.busy_s for total in totals)
+    found = {f"{t.lane} {t.kind}": _ratio(shares.get((t.lane, t.kind), 0.0) * t.busy_s, all_s) for t in totals}
+    by_kind = {name: share for name, share in found.items() if share > 0}
+    return {"share": sum(by_kind.values()), "by_kind": dict(sorted(by_kind.items(), key=lambda kind: -kind[1]))}
 
 
 def pass_activity(spans: Spans, window: Window) -> dict[str, dict[str, float]]:

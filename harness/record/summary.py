@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.machine.base import H2D, LaneKind
+from harness.machine.base import H2D, EstimatedShares, LaneKind
 from harness.record.files import plain
 from harness.record.latency import latency
 from harness.record.metrics import (
     bottleneck,
+    estimated,
     idle_share,
     kind_totals,
     link_rate,
@@ -32,7 +33,7 @@ class RunFacts:
     asked for; each ends finished or rejected. `gpu_tok_s` (the papers' T_GPU) is what the gpu lane would process if
     it never waited. `ceilings_gb_s` holds link ceilings by kind of lane. `verify` has mode, checked, mismatched,
     excused and tokens_checked. `token_times_s` has one row a finished request: when, on `clock`, each of its tokens
-    was there.
+    was there. `estimated_shares` are the machine's.
     """
 
     status: str
@@ -44,6 +45,7 @@ class RunFacts:
     hardware: str
     clock: str = "host"
     machine_facts: Mapping[str, str] = field(default_factory=dict)
+    estimated_shares: EstimatedShares | None = None
     num_requests: int = 0
     num_finished: int = 0
     num_rejected: int = 0
@@ -151,6 +153,7 @@ def _steady(facts: RunFacts, passes: Sequence[PassRecord], table: SpanTable, win
     processed_tok_s = sum(p.num_tokens for p in inside) / length_s if length_s > 0 else None
     h2d = link_rate(table, H2D, window)
     ranks = {lane.rank for lane in table.lanes}
+    totals = kind_totals(table, window)
     return {
         "window_s": length_s,
         "utilization": utilization(table, window),
@@ -163,7 +166,8 @@ def _steady(facts: RunFacts, passes: Sequence[PassRecord], table: SpanTable, win
         "overlap_ratio": overlap_ratio(table, window),
         "idle_share": idle_share(table, window) if length_s > 0 else None,
         "stolen_core_share": None if facts.clock == "virtual" else stolen_core_share(table, window),
-        "where_time_goes": kind_totals(table, window),
+        "where_time_goes": totals,
+        "estimated": None if facts.estimated_shares is None else estimated(totals, facts.estimated_shares),
         "bottleneck": bottleneck(table, window, facts.ceilings_gb_s),
         "num_ranks": len(ranks) or 1,
     }

@@ -137,6 +137,8 @@ def _rows(summary: Mapping[str, Any], full: str, empty: str) -> list[tuple[str, 
             ("virtual time in" if summary.get("clock") == "virtual" else "where time goes", _kinds(summary)),
             ("steady window", _window(summary)),
         ]
+    if (summary.get("estimated") or {}).get("share"):
+        rows.append(("estimated", Text(told_estimated(summary["estimated"]), style="bold yellow")))
     if summary.get("machine_facts"):
         rows.append((f"{summary['label']} with", ", ".join(f"{k} {v}" for k, v in summary["machine_facts"].items())))
     if summary.get("hardware_ratios"):
@@ -289,6 +291,12 @@ def _source(source: Any) -> Text:
     text = str(source or "unknown")
     loud = re.sub(r"\b(synthetic|random)\b", lambda word: word[0].upper(), text, flags=re.IGNORECASE)
     return Text(loud, style="" if loud == text else "bold yellow")
+
+
+def told_estimated(estimated: Mapping[str, Any]) -> str:
+    """Return, in words, how much of a calibrated machine's time was not measured, by lane and kind of op."""
+    kinds = ", ".join(f"{name} {share:.1%}" for name, share in estimated["by_kind"].items())
+    return f"{estimated['share']:.1%} of all lanes' time, by kinds of op that were not measured: {kinds}"
 
 
 def _paths(run_folder: Path, summary: Mapping[str, Any]) -> Text:

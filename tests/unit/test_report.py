@@ -55,7 +55,9 @@ def test_memory_is_told_at_its_peak():
     tier = Tier("device", 100)
     tier.release(tier.reserve("for a while", 70))
     tier.reserve("to the end", 40)
-    machine = SimpleNamespace(tiers={"device": tier}, label="x", clock="host", facts={}, link_ceilings_gb_s={})
+    machine = SimpleNamespace(
+        tiers={"device": tier}, label="x", clock="host", facts={}, estimated_shares=None, link_ceilings_gb_s={}
+    )
     facts = report._facts(parse_settings(composed()), RunState(machine=machine), "ok", None)
     assert (facts.peak_bytes, facts.capacity_bytes) == ({"device": 70}, {"device": 100})
     assert facts.memory_holders == {"device": {"to the end": 40}}

@@ -11,6 +11,7 @@ from itertools import combinations
 import pytest
 
 from harness.calibration import local, together, undisturbed
+from harness.calibration.costs import CalibratedCosts
 from harness.calibration.local import CalibrationTable, identity, link_rates, local_table, table_path
 from harness.calibration.measure import measure_all
 from harness.calibration.probes import Bench, Shape
@@ -21,14 +22,20 @@ from harness.engine.emitter import Emitter
 from harness.engine.engine import Engine
 from harness.hardware.calibrate import report
 from harness.machine.base import CPU, GPU, LaneKind
+from harness.machine.costs import Roofline
 from harness.machine.emulated import resource
+from harness.machine.simulated import SimulatedMachine
+from harness.machine.simulation import World
 from harness.machine.turn import Turn
 from harness.memory.ops import Poison
 from harness.plan import make_plan
 from harness.preparing import load_model
+from harness.record.terminal import told_estimated
+from harness.routing.kinds.uniform import UniformRouting
 from harness.settings import parse_settings
 from tests.composing import names_in
-from tests.contract.running import emulated, engine_on
+from tests.contract.running import CAPACITIES_BYTES, emulated, engine_on, requests, run_to_end
+from tests.contract.sketches import expert_placement, module_batching
 
 LOCAL = ("machine=simulated", "hardware=local")
 OVERRIDES = ("model=mixtral-tiny", "kv_cache_gb=0.002", "dataset.num_requests=6", "dataset.max_new_tokens=3")
@@ -108,7 +115,7 @@ def test_memory_was_measured_on_one_thread_and_on_all(calibrated):
 
 @pytest.mark.parametrize("strategy", [*([n] for n in names_in("strategy")), ["moelens", "strategy.attention=gpu"]])
 def test_the_simulator_runs_strategies_on_it(calibrated, strategy, tmp_path, monkeypatch):
-    """No op of theirs was forgotten: an op without a measurement is an error."""
+    """No op of theirs was forgotten: nothing is estimated."""
     monkeypatch.setenv("MOE_HARNESS_CACHE", str(tmp_path))
     values = composed_values([f"strategy={strategy[0]}", *strategy[1:], *LOCAL, *OVERRIDES])
     settings = parse_settings(values)
@@ -116,6 +123,49 @@ def test_the_simulator_runs_strategies_on_it(calibrated, strategy, tmp_path, mon
     summary = make_plan(values).summary
     assert summary["generated_tokens"] == 6 * 3
     assert summary["throughput_tok_s"] > 0
+    assert summary["estimated"] == {"share": 0.0, "by_kind": {}}
+
+
+def test_the_share_of_a_kind_that_is_missing_is_told(calibrated, tmp_path, monkeypatch):
+    """As much of the lanes' time as its spans take, added up one by one."""
+    monkeypatch.setenv("MOE_HARNESS_CACHE", str(tmp_path))
+    missing = {"gpu: combine", "cpu: append kv"}
+    samples = {
+        company: {key: points for key, points in by_key.items() if key not in missing}
+        for company, by_key in calibrated.samples.items()
+    }
+    values = composed_values(["strategy=ondemand", *LOCAL, *OVERRIDES])
+    settings = parse_settings(values)
+    spec = load_model(settings, has_tensors=False).spec
+    replace(calibrated, samples=samples).write(table_path(settings, spec))
+    plan = make_plan(values)
+    window, spent = plan.summary["window"], {}
+    for span in plan.machine.spans:
+        inside_s = min(span.end_s, window["end_s"]) - max(span.start_s, window["start_s"])
+        name = f"{span.lane} {span.kind}"
+        spent[name] = spent.get(name, 0.0) + max(inside_s, 0.0)
+    expected = {name: spent[name] / sum(spent.values()) for name in ("gpu combine", "cpu append kv")}
+    assert plan.summary["estimated"]["by_kind"] == pytest.approx(expected)
+    assert plan.summary["estimated"]["share"] == pytest.approx(sum(expected.values()))
+    assert min(expected.values()) > 0 and sum(expected.values()) < 0.9
+    assert plan.machine.facts["not measured"].startswith("cpu append kv, gpu combine (estimated")
+    told = told_estimated(plan.summary["estimated"])
+    assert told.startswith(f"{sum(expected.values()):.1%} of all lanes' time") and "gpu combine" in told
+
+
+@pytest.mark.parametrize("sketch", [module_batching, expert_placement])
+def test_ops_that_no_calibration_knows_run_on_it(sketch, calibrated, tiny):
+    machine = SimulatedMachine(capacities_bytes=CAPACITIES_BYTES, costs=Roofline(lanes={}), host_bytes_s=1e12)
+    machine.calibrate(CalibratedCosts(calibrated, RATES, machine.is_busy), calibrated.slowdowns(), calibrated.host)
+    spec = tiny.spec
+    machine.world = World(UniformRouting(spec.num_experts, spec.experts_per_token, seed=0), spec.num_experts)
+    work = requests(6, vocab_size=spec.vocab_size, longest=12, max_new_tokens=3)
+    passes = run_to_end(engine_on(machine, tiny, work, kv_blocks=40), sketch.build)
+    assert passes[-1].end_s > 0
+    shares = machine.estimated_shares
+    assert shares and all(share == 1.0 for share in shares.values())
+    new = {span.kind for span in machine.spans} - {key.split(": ")[1] for key in calibrated.samples[ALONE]}
+    assert {kind for _, kind in shares} == new - {"experts", "fetch route"}, "measured by other keys"
 
 
 def test_a_table_is_found_again_by_what_was_measured(calibrated, tmp_path, monkeypatch):

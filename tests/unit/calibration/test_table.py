@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from harness.calibration.costs import CalibratedCosts
 from harness.calibration.table import (
     ALONE,
     BESIDE_GPU,
     BESIDE_GPU_AND_LINK,
     BESIDE_LINK,
     VERSION,
-    CalibratedCosts,
     CalibrationTable,
     HostTimes,
 )
@@ -25,10 +25,18 @@ class Measured(Op):
         self.size, self.link_bytes = size, link_bytes
 
     def work(self) -> Work:
-        return Work(flops=1.0, link_bytes=self.link_bytes)
+        return Work(flops=10 * self.size, link_bytes=self.link_bytes)
 
     def cost_features(self) -> tuple[float, ...]:
         return (self.size,)
+
+
+class New(Measured):
+    kind = "new"
+
+
+class MeasuredOtherwise(Measured):
+    cost_key = "measured x3"
 
 
 class Free(FreeOp):
@@ -53,6 +61,10 @@ def table(**changes) -> CalibrationTable:
             BESIDE_LINK: {"gpu: measured": longer(2)},
             BESIDE_GPU: {"cpu: measured": longer(3)},
             BESIDE_GPU_AND_LINK: {"cpu: measured": longer(4)},
+        },
+        "works": {
+            f"{kind}: measured": {(size,): Work(flops=10 * size, link_bytes=0.0) for size in (2.0, 6.0)}
+            for kind in LaneKind
         },
         "together": {
             "cpu+gpu": {"cpu": 1.5, "gpu": 1.2},
@@ -120,10 +132,37 @@ def test_a_link_takes_its_stated_rate_beside_what_was_measured():
     assert found == pytest.approx([0.4 + 1.0, 0.4 + 0.25, 0.4]), "bytes between GPUs are part of what was measured"
 
 
-def test_what_was_not_measured_is_refused_unless_it_is_no_work():
-    with pytest.raises(MachineError, match="no measurement of 'measured'"):
-        costs().seconds(D2H, Measured(), Measured().work())
+@pytest.mark.parametrize(("busy", "times"), [((), 1), ((LaneKind.H2D,), 2)])
+def test_a_new_kind_of_op_takes_what_its_lane_takes_for_such_work(busy, times):
+    """The gpu's ops take 0.01 s a FLOP, twice as much beside a busy link."""
+    asked, op = costs(*busy), New(5.0)
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx(times * 0.5)
+    assert asked.estimated_shares == {(LaneKind.GPU, "new"): 1.0}
+
+
+def test_a_new_kind_of_op_on_a_link_takes_the_links_rate_too():
+    op = New(4.0, link_bytes=1e9)
+    assert costs().seconds(H2D, op, op.work()) == pytest.approx(1.0 + 0.01)
+    assert costs().seconds(D2H, op, op.work()) == pytest.approx(2.0), "no op was measured there"
+
+
+def test_nothing_is_free_but_what_is_no_work():
+    with pytest.raises(MachineError, match="no measurement of 'new', and no op on that lane with such work"):
+        costs().seconds(D2H, New(), New().work())
+    with pytest.raises(MachineError, match="no measurement of 'new'"):
+        costs().seconds(GPU, New(), Work(host_bytes=1.0))
     assert costs().seconds(D2H, Free(), Free().work()) == 0.0
+
+
+def test_the_estimated_share_is_told_by_kind():
+    """Ops of one kind may have been measured by one key and not by another."""
+    asked = costs()
+    for size in (2.0, 6.0):
+        asked.seconds(GPU, Measured(size), Measured(size).work())
+    assert asked.estimated_shares == {}
+    other = MeasuredOtherwise(2.0)
+    asked.seconds(GPU, other, other.work())
+    assert asked.estimated_shares == {(LaneKind.GPU, "measured"): pytest.approx(0.2 / (0.2 + 0.6 + 0.2))}
 
 
 class Weighted(Measured):

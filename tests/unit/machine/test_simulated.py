@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -163,6 +164,8 @@ def test_same_program_same_trace_and_the_critical_path_bounds_it(data):
 
 def test_an_idle_lane_begins_after_a_hand_over_and_a_busy_one_at_once():
     class Costs:
+        estimated_shares: ClassVar = {}
+
         def seconds(self, lane, op, work) -> float:
             return op.seconds
 
@@ -303,7 +306,7 @@ def test_a_deadlock_shows_what_is_paused_and_what_waits_for_what():
 def test_a_calibrated_strategy_spends_time_on_a_pass_and_on_each_of_its_sequences():
     m = machine()
     host = SimpleNamespace(submit_s=0.0, wake_s=0.0, handover_s=0.0, pass_s=2.0, sequence_s=0.5)
-    m.calibrate(SimpleNamespace(seconds=lambda lane, op, work: op.seconds), {}, host)
+    m.calibrate(SimpleNamespace(seconds=lambda lane, op, work: op.seconds, estimated_shares={}), {}, host)
     assert m.now() == 0.0
     m.spend_host_time(4)
     assert m.now() == 4.0
