@@ -15,7 +15,6 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["WANDB_MODE"] = "offline"
 
 import pytest
-import torch
 import yaml
 
 from tests.kernels.eventually import unhurried_examples
@@ -24,6 +23,34 @@ unhurried_examples()
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
+
+
+NUM_WORKERS = 2  # lanes of the tests' machines share the cores with the other process; `-n 8` is more, `-n 0` none
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the number
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Let two processes share whole folders of tests, unless the command line says how many."""
+    told = getattr(config.option, "numprocesses", 0)  # None: the line says nothing; 0: pytest-xdist is not installed
+    if told is None and not hasattr(config, "workerinput") and _worth_workers(config):
+        config.option.numprocesses = NUM_WORKERS
+        if config.option.dist == "no":
+            config.option.dist = "worksteal"  # neighbours stay together, so that a module's fixtures are made once
+
+
+def _worth_workers(config: pytest.Config) -> bool:
+    """Return whether whole folders of tests are to run, and nobody wants to see or stop them on the way.
+
+    A worker takes seconds to start. Benchmarks lie in another folder: they have the computer to themselves.
+    """
+    option = config.option
+    folders = [config.invocation_params.dir / argument for argument in config.args]
+    return (
+        all(folder.is_dir() and folder.resolve().is_relative_to(ROOT / "tests") for folder in folders)
+        and not option.keyword
+        and option.markexpr in ("", "quick")
+        and not (option.usepdb or option.trace or option.capture == "no")
+    )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -36,6 +63,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Several pytest processes and lanes share two cores."""
+    import torch
+
     torch.set_num_threads(1)
 
 
