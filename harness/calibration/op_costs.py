@@ -170,9 +170,10 @@ class Recording(Emitter):
         self.tickets.append(ticket)
         return ticket
 
-    def load(self, stream: WeightStream, index: int, part_name: str) -> None:
-        super().load(stream, index, part_name)
-        self.tickets += self.tail
+    def load(self, stream: WeightStream, index: int, part_name: str) -> Ticket:
+        ticket = super().load(stream, index, part_name)
+        self.tickets.append(ticket)
+        return ticket
 
 
 def _gap_s(before: Ticket, after: Ticket) -> float:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from harness.engine.sequences import Sequence
-from harness.machine.base import Ticket
 from harness.memory.kv_cache import Blocks
 from harness.model.spec import ModelSpec
 
@@ -40,14 +39,14 @@ class PassPlan:
 NUM_ROW_FIELDS = 4  # of `MicroBatch.rows`
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, frozen=True)
 class MicroBatch:
     """Tokens in rows: those of prefilling sequences first, one after another, then one row a decoding sequence. Among
     either, sequences whose KV cache lies in host memory come before those that have it on the device. Padding of a
     prompt follows the prompt, where causal attention hides it; in the cache it lies behind all that the sequence will
     ever have, where a decoding sequence's context does not reach.
 
-    The arrays are never changed after construction, since ops that run later refer to them.
+    Nothing of it changes, and its arrays are read-only: ops that run later, and those of other GPUs, refer to them.
     """
 
     index: int
@@ -62,8 +61,9 @@ class MicroBatch:
     partitions: tuple[int, ...]
     num_host_prefill_tokens: int  # whose keys and values go to the host cache
     num_host_decode: int
-    kv_tickets: list[Ticket] = field(default_factory=list)  # ops that touch the KV blocks of these sequences
-    routing_tickets: dict[int, Ticket] = field(default_factory=dict)  # by layer, where routing is recorded
+
+    def __post_init__(self) -> None:
+        _close_arrays(self)
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
@@ -101,13 +101,13 @@ class MicroBatch:
         found = np.zeros((NUM_ROW_FIELDS, self.num_tokens), dtype=np.int64)
         found[0], found[1], found[2] = self.token_ids, self.positions, self.slots
         found[3, : len(self.last_rows)] = self.last_rows
-        return found
+        return _read_only(found)
 
     @cached_property
     def request_ids(self) -> np.ndarray:
         """int64 [tokens], each row's request."""
         lens = (*self.prefill_lens, *[1] * len(self.decode))
-        return np.repeat([s.request.request_id for s in self.sequences], lens).astype(np.int64)
+        return _read_only(np.repeat([s.request.request_id for s in self.sequences], lens).astype(np.int64))
 
     @cached_property
     def records_routing(self) -> bool:
@@ -136,6 +136,9 @@ class KvReads:
     lens: np.ndarray  # int32 [entries], of a context with the new token
     num_rows: int
     block_size: int  # tokens of a KV block
+
+    def __post_init__(self) -> None:
+        _close_arrays(self)
 
     @property
     def num_shadows(self) -> int:
@@ -166,13 +169,13 @@ class KvReads:
         """int64 [num_rows], tokens that each row's entries read together."""
         found = self.lens[: self.num_rows].astype(np.int64)
         np.add.at(found, self.queries[self.num_rows :], self.lens[self.num_rows :])
-        return found
+        return _read_only(found)
 
     @cached_property
     def flat_blocks(self) -> np.ndarray:
         """int32, the blocks that the first entry reads, then those of the second, and so on."""
         used = -(-self.lens // self.block_size)
-        return self.tables[np.arange(self.tables.shape[1]) < used[:, None]]
+        return _read_only(self.tables[np.arange(self.tables.shape[1]) < used[:, None]])
 
 
 class CachedRows:
@@ -215,6 +218,17 @@ class CachedRows:
         if window >= spec.max_positions:
             return self.num_context_tokens
         return int(self.read_lens.clip(max=window).sum())
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    array.setflags(write=False)
+    return array
+
+
+def _close_arrays(frozen: MicroBatch | KvReads) -> None:
+    for value in vars(frozen).values():
+        if isinstance(value, np.ndarray):
+            _read_only(value)
 
 
 def _host_first(sequences: Seq[Sequence]) -> list[Sequence]:

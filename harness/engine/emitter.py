@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import numpy as np
 
 from harness.engine.activations import ATTENDED_BY, Activations
-from harness.engine.batch import MicroBatch
 from harness.engine.engine import Engine
+from harness.engine.in_flight import InFlight
 from harness.engine.ops import collective, compute, data, host, host_experts, paged
 from harness.machine.base import CPU, D2H, GPU, H2D, HOST_KINDS, LANES, Lane, Op, Ticket
 from harness.memory.kv_cache import KVCache
@@ -18,17 +17,14 @@ from harness.memory.ops import Poison
 from harness.memory.tiers import Buffer
 from harness.memory.weights import PlacedPart, WeightStream
 
-
-@dataclass(eq=False, slots=True)
-class InFlight:
-    """A micro-batch in its activation buffers."""
-
-    batch: MicroBatch
-    acts: Activations
+__all__ = ["Emitter", "InFlight"]
 
 
 class Emitter:
     """Submits the ops of one step for one micro-batch; nothing here waits.
+
+    A step returns the ticket of its op, or None where the micro-batch gives it nothing to do; a step of several ops
+    returns the list of their tickets. What the loop waits for before the pass ends is noted in `InFlight.tickets`.
 
     `serial=True` makes every op follow the one before it, on whatever lane: execution without any overlap.
     `fifo=True` lets nothing overtake: no op is urgent.
@@ -51,81 +47,91 @@ class Emitter:
         self.tail = (ticket,)
         return ticket
 
-    def load(self, stream: WeightStream, index: int, part_name: str) -> None:
+    def load(self, stream: WeightStream, index: int, part_name: str) -> Ticket:
         """Request a part of a stream in this emitter's order."""
-        self.tail = (stream.request(index, part_name, after=self.tail if self._serial else ()),)
+        ticket = stream.request(index, part_name, after=self.tail if self._serial else ())
+        self.tail = (ticket,)
+        return ticket
 
-    def embed(self, it: InFlight) -> None:
+    def embed(self, it: InFlight) -> list[Ticket]:
         """Token ids to the device, then their embeddings."""
         self.poison(it.acts.all_buffers())
-        self.upload_tokens(it)
-        self.look_up(it)
+        return [self.upload_tokens(it), self.look_up(it)]
 
-    def upload_tokens(self, it: InFlight) -> None:
-        self.submit(H2D, data.UploadTokens(self._spec, it.batch, it.acts), urgent=True)
+    def upload_tokens(self, it: InFlight) -> Ticket:
+        return self.submit(H2D, data.UploadTokens(self._spec, it.batch, it.acts), urgent=True)
 
-    def look_up(self, it: InFlight) -> None:
+    def look_up(self, it: InFlight) -> Ticket:
         """The embeddings of uploaded tokens."""
         part = self._engine.resident.embedding
-        self.submit(GPU, compute.Embed(self._family, self._spec, it.batch, it.acts, part))
+        return self.submit(GPU, compute.Embed(self._family, self._spec, it.batch, it.acts, part))
 
     def attention_in(self, it: InFlight, layer: int, part: PlacedPart) -> Ticket:
         """Norm, QKV, rotary embedding."""
         return self.submit(GPU, compute.AttentionIn(self._family, self._spec, it.batch, it.acts, part, layer))
 
     def prefill_attention(self, it: InFlight, layer: int) -> Ticket | None:
-        """Nothing where no sequence prefills."""
+        """Attention of the prompts among themselves."""
         if not it.batch.prefill:
             return None
         return self.submit(GPU, compute.PrefillAttention(self._family, self._spec, it.batch, it.acts, layer))
 
-    def offload_qkv(self, it: InFlight, layer: int, *, queries: bool = True) -> None:
+    def offload_qkv(self, it: InFlight, layer: int, *, queries: bool = True) -> Ticket | None:
         """What the host needs of tokens whose KV cache lies there."""
-        if it.batch.on_host.num_tokens:
-            self.submit(D2H, data.OffloadQkv(self._spec, it.batch, it.acts, layer, queries=queries))
+        if not it.batch.on_host.num_tokens:
+            return None
+        return self.submit(D2H, data.OffloadQkv(self._spec, it.batch, it.acts, layer, queries=queries))
 
-    def offload_hidden(self, it: InFlight, layer: int, to: Buffer) -> None:
-        self.submit(D2H, data.OffloadHidden(self._spec, it.batch, it.acts, layer, to))
+    def offload_hidden(self, it: InFlight, layer: int, to: Buffer) -> Ticket:
+        return self.submit(D2H, data.OffloadHidden(self._spec, it.batch, it.acts, layer, to))
 
-    def send_hidden(self, it: InFlight, layer: int, to: Activations) -> None:
+    def send_hidden(self, it: InFlight, layer: int, to: Activations) -> Ticket:
         """To the GPU that goes on with the next layer."""
-        self.submit(GPU, collective.SendHidden(self._spec, it.batch, it.acts, layer, to))
+        return self.submit(GPU, collective.SendHidden(self._spec, it.batch, it.acts, layer, to))
 
-    def load_hidden(self, it: InFlight, layer: int, source: Buffer) -> None:
-        self.submit(H2D, data.LoadHidden(self._spec, it.batch, it.acts, layer, source))
+    def load_hidden(self, it: InFlight, layer: int, source: Buffer) -> Ticket:
+        return self.submit(H2D, data.LoadHidden(self._spec, it.batch, it.acts, layer, source))
 
-    def append_kv(self, it: InFlight, layer: int) -> None:
+    def append_kv(self, it: InFlight, layer: int) -> list[Ticket]:
         """New keys and values into the cache, on the side where each sequence has it."""
+        tickets = []
         if it.batch.on_device.num_tokens:
             on_device = paged.AppendKvOnDevice(self._spec, it.batch, it.acts, layer, self._device_cache)
-            it.batch.kv_tickets.append(self.submit(GPU, on_device))
+            tickets.append(self._on_kv(it, GPU, on_device))
         if it.batch.on_host.num_tokens:
             on_host = host.AppendKv(self._spec, it.batch, it.acts, layer, self._host_cache)
-            it.batch.kv_tickets.append(self.submit(CPU, on_host))
+            tickets.append(self._on_kv(it, CPU, on_host))
+        return tickets
 
-    def decode_attention(self, it: InFlight, layer: int) -> None:
+    def decode_attention(self, it: InFlight, layer: int) -> list[Ticket]:
         """Attention over the cache, on the side where each sequence has it; results of the host back to the device."""
-        self.attend_in_place(it, layer)
-        self.attend_on_host(it, layer)
-        self.load_attention(it, layer)
+        steps = (self.attend_in_place, self.attend_on_host, self.load_attention)
+        return [ticket for step in steps if (ticket := step(it, layer)) is not None]
 
-    def attend_in_place(self, it: InFlight, layer: int) -> None:
+    def attend_in_place(self, it: InFlight, layer: int) -> Ticket | None:
         """Attention of sequences whose cache lies in device memory."""
-        if it.batch.on_device.num_decode:
-            cache = self._device_cache
-            op = paged.DecodeAttentionPaged(self._family, self._spec, it.batch, it.acts, layer, cache)
-            it.batch.kv_tickets.append(self.submit(GPU, op))
+        if not it.batch.on_device.num_decode:
+            return None
+        op = paged.DecodeAttentionPaged(self._family, self._spec, it.batch, it.acts, layer, self._device_cache)
+        return self._on_kv(it, GPU, op)
 
-    def attend_on_host(self, it: InFlight, layer: int) -> None:
+    def attend_on_host(self, it: InFlight, layer: int) -> Ticket | None:
         """Attention of sequences whose cache lies in host memory, by the CPU."""
-        if it.batch.on_host.num_decode:
-            op = host.DecodeAttention(self._spec, it.batch, it.acts, layer, self._host_cache)
-            it.batch.kv_tickets.append(self.submit(CPU, op))
+        if not it.batch.on_host.num_decode:
+            return None
+        return self._on_kv(it, CPU, host.DecodeAttention(self._spec, it.batch, it.acts, layer, self._host_cache))
 
-    def load_attention(self, it: InFlight, layer: int) -> None:
+    def load_attention(self, it: InFlight, layer: int) -> Ticket | None:
         """What `attend_on_host` found, to the device."""
-        if it.batch.on_host.num_decode:
-            self.submit(H2D, data.LoadAttention(self._spec, it.batch, it.acts, layer), urgent=True)
+        if not it.batch.on_host.num_decode:
+            return None
+        return self.submit(H2D, data.LoadAttention(self._spec, it.batch, it.acts, layer), urgent=True)
+
+    def _on_kv(self, it: InFlight, lane: Lane, op: Op, *, urgent: bool = False) -> Ticket:
+        """Submit an op that touches the KV blocks of the micro-batch's sequences."""
+        ticket = self.submit(lane, op, urgent=urgent)
+        it.tickets.kv.append(ticket)
+        return ticket
 
     @property
     def _device_cache(self) -> KVCache:
@@ -139,30 +145,31 @@ class Emitter:
         assert cache is not None, "blocks in host memory without a cache there"
         return cache
 
-    def decode_attention_on_device(self, it: InFlight, layer: int, staging: Seq[Buffer]) -> None:
+    def decode_attention_on_device(self, it: InFlight, layer: int, staging: Seq[Buffer]) -> list[Ticket]:
         """Decode attention on the gpu lane over the host cache: KV comes over the link into alternating staging
         buffers."""
+        tickets = []
         for turn, rows in enumerate(self._rows_that_fit(it.batch.on_host.read_lens, min(b.nbytes for b in staging))):
             buffer = staging[turn % len(staging)]
-            self.load_kv(it, layer, rows, buffer)
-            self.attend_on_device(it, layer, rows, buffer)
+            tickets += [self.load_kv(it, layer, rows, buffer), self.attend_on_device(it, layer, rows, buffer)]
+        return tickets
 
-    def load_kv(self, it: InFlight, layer: int, rows: range, to: Buffer) -> None:
+    def load_kv(self, it: InFlight, layer: int, rows: range, to: Buffer) -> Ticket:
         """What the host cache holds of some decoding sequences (rows of `on_host`), over the link into a device
         buffer."""
         load = data.LoadKv(self._spec, it.batch, it.acts, layer, self._host_cache, rows, to)
-        it.batch.kv_tickets.append(self.submit(H2D, load, urgent=True))
+        return self._on_kv(it, H2D, load, urgent=True)
 
-    def attend_on_device(self, it: InFlight, layer: int, rows: range, staged: Buffer) -> None:
+    def attend_on_device(self, it: InFlight, layer: int, rows: range, staged: Buffer) -> Ticket:
         """Decode attention over what `load_kv` staged and the newest tokens."""
         op = compute.DecodeAttentionDevice(self._family, self._spec, it.batch, it.acts, layer, rows, staged)
-        self.submit(GPU, op)
+        return self.submit(GPU, op)
 
     def attention_out(self, it: InFlight, layer: int, part: PlacedPart) -> Ticket:
         """O projection, norm and router."""
         ticket = self.submit(GPU, compute.AttentionOut(self._family, self._spec, it.batch, it.acts, part, layer))
         if it.batch.records_routing and not self._spec.is_dense(layer):
-            it.batch.routing_tickets[layer] = self.fetch_routing(it, layer)
+            it.tickets.routing[layer] = self.fetch_routing(it, layer)
         return ticket
 
     def fetch_routing(self, it: InFlight, layer: int) -> Ticket:
@@ -191,7 +198,7 @@ class Emitter:
 
     def experts_on_host(self, it: InFlight, layer: int) -> list[Ticket]:
         """All experts of the layer on the cpu lane, after their input has come down; none in a layer without experts.
-        `load_expert_sums` brings back what they found."""
+        `load_expert_sums` brings back what they found. The list is of the experts alone."""
         parts = self._engine.store.experts(layer)
         if not parts:
             return []
@@ -210,9 +217,9 @@ class Emitter:
         world = self._engine.machine.world
         return None if world is None else world.expert_counts(it.batch, layer)
 
-    def load_expert_sums(self, it: InFlight, layer: int) -> None:
+    def load_expert_sums(self, it: InFlight, layer: int) -> Ticket:
         """What experts on the host add, to the device."""
-        self.submit(H2D, host_experts.LoadExpertSums(self._spec, it.batch, it.acts, layer))
+        return self.submit(H2D, host_experts.LoadExpertSums(self._spec, it.batch, it.acts, layer))
 
     def combine(self, it: InFlight, layer: int, extra: tuple[Buffer, ...] = ()) -> Ticket:
         """Experts' sums into the residual stream."""
@@ -223,7 +230,8 @@ class Emitter:
         """Final norm, head, greedy choice; the ticket's value is the sampled ids, one a sequence."""
         part = self._engine.resident.head
         self.submit(GPU, compute.Head(self._family, self._spec, it.batch, it.acts, part))
-        return self.submit(D2H, data.FetchSampled(self._spec, it.batch, it.acts), urgent=True)
+        it.tickets.sampled = self.submit(D2H, data.FetchSampled(self._spec, it.batch, it.acts), urgent=True)
+        return it.tickets.sampled
 
     def _rows_that_fit(self, read_lens: np.ndarray, nbytes: int) -> list[range]:
         """Cut the decode rows with their KV on the host into runs whose KV of one layer fits a staging buffer."""
@@ -237,9 +245,9 @@ class Emitter:
             total += length
         return [*runs, range(start, len(read_lens))] if len(read_lens) else []
 
-    def poison(self, buffers: Iterable[Buffer]) -> None:
-        """Tests: nothing of what activation buffers held before may be read."""
-        if self._engine.machine.poisons:
-            for buffer in filter(lambda b: b.backed, buffers):
-                keys = (buffer, *((buffer, who) for who in ATTENDED_BY))  # who: of attention results
-                self.submit(GPU, Poison(buffer, keys))
+    def poison(self, buffers: Iterable[Buffer]) -> list[Ticket]:
+        """Tests: nothing of what activation buffers held before may be read. None elsewhere."""
+        poisoned = [buffer for buffer in buffers if buffer.backed] if self._engine.machine.poisons else []
+        # who: of attention results
+        ops = [Poison(buffer, (buffer, *((buffer, who) for who in ATTENDED_BY))) for buffer in poisoned]
+        return [self.submit(GPU, op) for op in ops]

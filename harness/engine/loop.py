@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.engine.batch import MicroBatch, PassPlan
+from harness.engine.batch import PassPlan
 from harness.engine.engine import Engine
+from harness.engine.in_flight import InFlight
 from harness.engine.sequences import Life, Sequence, State
 from harness.engine.strategy import PassResult, Strategy
-from harness.machine.base import Ticket
 from harness.record.passes import PassRecord
 
 
@@ -75,13 +75,14 @@ def _finish(engine: Engine, strategy: Strategy, it: _UnderWay) -> PassRecord:
 def _retire(engine: Engine, result: PassResult, index: int) -> list[Sequence]:
     """Hand sampled tokens to their sequences; free the blocks of those that ended, after their last op."""
     ended = []
-    for batch, brought in zip(result.micro_batches, result.sampled, strict=True):
-        sampled = engine.machine.wait(brought) if isinstance(brought, Ticket) else brought
-        for ticket in batch.kv_tickets:
+    for it in result.in_flight:
+        assert it.tickets.sampled is not None, f"no head was submitted for micro-batch {it.batch.index}"
+        sampled = engine.machine.wait(it.tickets.sampled)
+        for ticket in it.tickets.kv:
             engine.machine.wait(ticket)
-        _collect_routing(engine, batch)
+        _collect_routing(engine, it)
         now_s = engine.machine.now()
-        for sequence, token in zip(batch.sequences, sampled.tolist(), strict=True):
+        for sequence, token in zip(it.batch.sequences, sampled.tolist(), strict=True):
             sequence.token_times_s.append(now_s)
             if sequence.accept(token, engine.eos_token_id):
                 sequence.state = State.FINISHED
@@ -91,12 +92,12 @@ def _retire(engine: Engine, result: PassResult, index: int) -> list[Sequence]:
     return ended
 
 
-def _collect_routing(engine: Engine, batch: MicroBatch) -> None:
-    if not batch.records_routing:
+def _collect_routing(engine: Engine, it: InFlight) -> None:
+    if not it.batch.records_routing:
         return
-    layers = [engine.machine.wait(batch.routing_tickets[layer]) for layer in sorted(batch.routing_tickets)]
+    layers = [engine.machine.wait(ticket) for _, ticket in sorted(it.tickets.routing.items())]
     routing = np.stack(layers, axis=1).astype(np.int16)  # [tokens, layers with a router, experts_per_token]
-    for sequence, rows in batch.rows_of():
+    for sequence, rows in it.batch.rows_of():
         if sequence.records_routing:
             sequence.lives[-1].routing.append(routing[rows])
 

@@ -24,25 +24,25 @@ class EachGpuEmitter:
     flight has a `Sharded` batch, with None for a GPU that has nothing to do.
 
     With `serial` a step follows the one before it on all GPUs; within a step they work side by side. Tickets that are
-    returned are the first GPU's, but for the head's.
+    returned are the first GPU's, in lists those of all.
     """
 
     def __init__(self, engine: Engine, *, serial: bool = False, fifo: bool = False) -> None:
         self._engine = engine
         self._ranks = [Emitter(each, serial=serial, fifo=fifo) for each in engine.ranks]
 
-    def load(self, stream: WeightStream, index: int, part_name: str) -> None:
+    def load(self, stream: WeightStream, index: int, part_name: str) -> Ticket:
         streams = cast(Sharded[WeightStream], stream).shards
-        self._each(lambda rank, emit: emit.load(streams[rank], index, part_name))
+        return self._each(lambda rank, emit: emit.load(streams[rank], index, part_name))[0]
 
-    def embed(self, it: InFlight) -> None:
-        self._step(Emitter.embed, it)
+    def embed(self, it: InFlight) -> list[Ticket]:
+        return self._all_of(Emitter.embed, it)
 
-    def upload_tokens(self, it: InFlight) -> None:
-        self._step(Emitter.upload_tokens, it)
+    def upload_tokens(self, it: InFlight) -> Ticket:
+        return self._step(Emitter.upload_tokens, it)
 
-    def look_up(self, it: InFlight) -> None:
-        self._step(Emitter.look_up, it)
+    def look_up(self, it: InFlight) -> Ticket:
+        return self._step(Emitter.look_up, it)
 
     def attention_in(self, it: InFlight, layer: int, part: Any) -> Ticket:
         return self._step(Emitter.attention_in, it, layer, part)
@@ -50,41 +50,41 @@ class EachGpuEmitter:
     def prefill_attention(self, it: InFlight, layer: int) -> Ticket | None:
         return self._step(Emitter.prefill_attention, it, layer)
 
-    def offload_qkv(self, it: InFlight, layer: int, *, queries: bool = True) -> None:
-        self._step(partial(Emitter.offload_qkv, queries=queries), it, layer)
+    def offload_qkv(self, it: InFlight, layer: int, *, queries: bool = True) -> Ticket | None:
+        return self._step(partial(Emitter.offload_qkv, queries=queries), it, layer)
 
-    def offload_hidden(self, it: InFlight, layer: int, to: Any) -> None:
-        self._step(Emitter.offload_hidden, it, layer, to)
+    def offload_hidden(self, it: InFlight, layer: int, to: Any) -> Ticket:
+        return self._step(Emitter.offload_hidden, it, layer, to)
 
-    def send_hidden(self, it: InFlight, layer: int, to: Any) -> None:
-        self._step(Emitter.send_hidden, it, layer, to)
+    def send_hidden(self, it: InFlight, layer: int, to: Any) -> Ticket:
+        return self._step(Emitter.send_hidden, it, layer, to)
 
-    def load_hidden(self, it: InFlight, layer: int, source: Any) -> None:
-        self._step(Emitter.load_hidden, it, layer, source)
+    def load_hidden(self, it: InFlight, layer: int, source: Any) -> Ticket:
+        return self._step(Emitter.load_hidden, it, layer, source)
 
-    def append_kv(self, it: InFlight, layer: int) -> None:
-        self._step(Emitter.append_kv, it, layer)
+    def append_kv(self, it: InFlight, layer: int) -> list[Ticket]:
+        return self._all_of(Emitter.append_kv, it, layer)
 
-    def decode_attention(self, it: InFlight, layer: int) -> None:
-        self._step(Emitter.decode_attention, it, layer)
+    def decode_attention(self, it: InFlight, layer: int) -> list[Ticket]:
+        return self._all_of(Emitter.decode_attention, it, layer)
 
-    def attend_in_place(self, it: InFlight, layer: int) -> None:
-        self._step(Emitter.attend_in_place, it, layer)
+    def attend_in_place(self, it: InFlight, layer: int) -> Ticket | None:
+        return self._step(Emitter.attend_in_place, it, layer)
 
-    def attend_on_host(self, it: InFlight, layer: int) -> None:
-        self._step(Emitter.attend_on_host, it, layer)
+    def attend_on_host(self, it: InFlight, layer: int) -> Ticket | None:
+        return self._step(Emitter.attend_on_host, it, layer)
 
-    def load_attention(self, it: InFlight, layer: int) -> None:
-        self._step(Emitter.load_attention, it, layer)
+    def load_attention(self, it: InFlight, layer: int) -> Ticket | None:
+        return self._step(Emitter.load_attention, it, layer)
 
-    def load_kv(self, it: InFlight, layer: int, rows: range, to: Any) -> None:
-        self._step(Emitter.load_kv, it, layer, rows, to)
+    def load_kv(self, it: InFlight, layer: int, rows: range, to: Any) -> Ticket:
+        return self._step(Emitter.load_kv, it, layer, rows, to)
 
-    def attend_on_device(self, it: InFlight, layer: int, rows: range, staged: Any) -> None:
-        self._step(Emitter.attend_on_device, it, layer, rows, staged)
+    def attend_on_device(self, it: InFlight, layer: int, rows: range, staged: Any) -> Ticket:
+        return self._step(Emitter.attend_on_device, it, layer, rows, staged)
 
-    def decode_attention_on_device(self, it: InFlight, layer: int, staging: Any) -> None:
-        self._step(Emitter.decode_attention_on_device, it, layer, staging)
+    def decode_attention_on_device(self, it: InFlight, layer: int, staging: Any) -> list[Ticket]:
+        return self._all_of(Emitter.decode_attention_on_device, it, layer, staging)
 
     def attention_out(self, it: InFlight, layer: int, part: Any) -> Ticket:
         return self._step(Emitter.attention_out, it, layer, part)
@@ -99,29 +99,31 @@ class EachGpuEmitter:
         return self._step(partial(Emitter.experts, routed=routed), it, layer, parts)
 
     def experts_on_host(self, it: InFlight, layer: int) -> list[Ticket]:
-        found: list[Ticket] = self._step(Emitter.experts_on_host, it, layer)
-        return found
+        return self._all_of(Emitter.experts_on_host, it, layer)
 
-    def load_expert_sums(self, it: InFlight, layer: int) -> None:
-        self._step(Emitter.load_expert_sums, it, layer)
+    def load_expert_sums(self, it: InFlight, layer: int) -> Ticket:
+        return self._step(Emitter.load_expert_sums, it, layer)
 
     def combine(self, it: InFlight, layer: int, extra: Any = ()) -> Ticket:
         return self._step(partial(Emitter.combine, extra=extra), it, layer)
 
-    def head(self, it: InFlight) -> Any:
-        """A ticket for each GPU, None for one without a micro-batch."""
-        return Sharded(self._on_each(Emitter.head, it))
+    def head(self, it: InFlight) -> Ticket:
+        return self._step(Emitter.head, it)
 
-    def poison(self, buffers: Iterable[Buffer]) -> None:
+    def poison(self, buffers: Iterable[Buffer]) -> list[Ticket]:
         by_rank: dict[int, list[Buffer]] = defaultdict(list)
         for buffer in buffers:
             by_rank[gpu_of(buffer.tier)].append(buffer)
-        self._each(lambda rank, emit: emit.poison(by_rank[rank]))
+        tickets = self._each(lambda rank, emit: emit.poison(by_rank[rank]))
+        return [ticket for each in tickets for ticket in each]
 
     # -- how a step reaches the GPUs ------------------------------------------------------------------------------
 
     def _step(self, method: Callable[..., Any], it: InFlight, *arguments: Any) -> Any:
         return self._on_each(method, it, *arguments)[0]
+
+    def _all_of(self, method: Callable[..., Any], it: InFlight, *arguments: Any) -> list[Ticket]:
+        return [ticket for tickets in self._on_each(method, it, *arguments) if tickets for ticket in tickets]
 
     def _on_each(self, method: Callable[..., Any], it: InFlight, *arguments: Any) -> list[Any]:
         """A step of the ordinary emitter on every GPU that has a micro-batch."""
@@ -151,15 +153,15 @@ class EachGpuEmitter:
     @staticmethod
     def _on(it: InFlight, rank: int) -> InFlight:
         """What a GPU has of a micro-batch, in its buffers."""
-        return InFlight(shard_of(it.batch, rank), shard_of(it.acts, rank))
+        return InFlight(shard_of(it.batch, rank), shard_of(it.acts, rank), shard_of(it.tickets, rank))
 
 
 class ParallelEmitter(EachGpuEmitter):
     """All GPUs with one micro-batch, each with its share of every layer (tensor parallelism), and with sums over GPUs
     where a layer needs them. All have the same hidden states."""
 
-    def offload_hidden(self, it: InFlight, layer: int, to: Any) -> None:
-        self._first(lambda emit: emit.offload_hidden(self._on(it, 0), layer, to))
+    def offload_hidden(self, it: InFlight, layer: int, to: Any) -> Ticket:
+        return self._first(lambda emit: emit.offload_hidden(self._on(it, 0), layer, to))
 
     def attention_out(self, it: InFlight, layer: int, part: Any) -> Ticket:
         def op_of(kind: Any) -> Callable[[Engine, InFlight, int], Op]:
@@ -169,7 +171,7 @@ class ParallelEmitter(EachGpuEmitter):
         self._all_reduce(it, layer, "normed")
         ticket = self._ops(it, op_of(collective.AfterAttention))
         if it.batch.records_routing and not self._engine.spec.is_dense(layer):
-            it.batch.routing_tickets[layer] = self.fetch_routing(it, layer)
+            it.tickets.routing[layer] = self.fetch_routing(it, layer)
         return ticket
 
     def fetch_routing(self, it: InFlight, layer: int) -> Ticket:

@@ -7,11 +7,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-import numpy as np
-
 from harness.engine.batch import MicroBatch, PassPlan
+from harness.engine.in_flight import InFlight
 from harness.engine.sequences import Sequence
-from harness.machine.base import Ticket
 from harness.memory.tiers import PINNED
 
 
@@ -54,13 +52,19 @@ class Scheduler(Protocol):
 
 @dataclass(eq=False, slots=True)
 class PassResult:
-    """Micro-batches as they run, each with the sampled ids of its sequences in order, or the ticket that will bring
-    them. Where a pipeline holds ops of a pass back, `complete` submits them, and only then are all of `sampled` there.
+    """A pass's micro-batches with the tickets that the emitter has collected for each, in any order; the loop waits for
+    them. Where several GPUs have sequences of their own, each has a micro-batch of its own.
+
+    Where a pipeline holds ops of a pass back, `complete` submits them, and only then are all tickets there.
     """
 
-    micro_batches: list[MicroBatch]
-    sampled: Seq[np.ndarray | Ticket]
+    in_flight: Seq[InFlight]
     complete: Callable[[], None] = lambda: None
+
+    @property
+    def micro_batches(self) -> list[MicroBatch]:
+        """Return the micro-batches alone, in the same order."""
+        return [it.batch for it in self.in_flight]
 
 
 class Pipeline(Protocol):

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 
 from harness.memory.tiers import Buffer, Tier, make_tiers
@@ -20,6 +21,12 @@ TORCH_DTYPES = {
 }
 _ALIGNMENT_BYTES = 4096
 _POISON_BYTE = 0xFF  # all-ones is NaN in every float type and -1 in every integer type
+
+
+def tensor_of(array: np.ndarray) -> torch.Tensor:
+    """Return a tensor of an array's numbers, in the same memory, or in its own where the array is read-only: torch has
+    no tensors that are."""
+    return torch.from_numpy(array) if array.flags.writeable else torch.tensor(array)
 
 
 class Arenas:

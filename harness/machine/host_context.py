@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import kernels
-from harness.machine.arenas import Arenas
+from harness.machine.arenas import Arenas, tensor_of
 from harness.machine.base import Lane, Work
 from harness.memory.tiers import Buffer
 
@@ -64,7 +64,7 @@ class HostContext:
             kernels.paced_copy(target, source, nbytes / left_s, 0.0)
 
     def move(self, dst: torch.Tensor, src: torch.Tensor | np.ndarray) -> None:
-        source = torch.from_numpy(src) if isinstance(src, np.ndarray) else src
+        source = tensor_of(src) if isinstance(src, np.ndarray) else src
         end_s = self._book(source.numel() * source.element_size())
         dst.copy_(source)
         self._hold(end_s)

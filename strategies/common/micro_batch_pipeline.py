@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from harness.engine import parallel
@@ -13,6 +13,7 @@ from harness.engine.activation_pool import ActivationPool
 from harness.engine.batch import PassPlan, assemble
 from harness.engine.emitter import Emitter
 from harness.engine.engine import Engine
+from harness.engine.in_flight import InFlight
 from harness.engine.sequences import Sequence
 from harness.engine.strategy import PassResult
 from harness.memory.paged_weights import PagedWeights
@@ -117,12 +118,13 @@ class MicroBatchPipeline:
         number, self._num_passes = self._num_passes, self._num_passes + 1
         tokens, blocks = zip(*((batch.num_tokens, len(batch.on_device.flat_blocks)) for batch in batches), strict=True)
         acts = [stage.pool.layout(tokens, number, blocks=blocks) for stage in self._stages]
+        in_flight = [InFlight(batch, each) for batch, each in zip(batches, acts[0], strict=True)]
         kept = [each.kept_hidden for each in acts[0]]
         steps = [
             Steps(
                 stage.emit,
                 stage.weights_for(plan),
-                list(zip(batches, mine, kept, strict=True)),
+                [(replace(it, acts=each), at) for it, each, at in zip(in_flight, mine, kept, strict=True)],
                 first_index=number * len(stage.layers),
                 layers=stage.layers,
                 kv_staging=stage.kv_staging,
@@ -137,7 +139,7 @@ class MicroBatchPipeline:
         begun = _UnderWay(deque(_through(each, schedule) for each in steps))
         self._under_way.append(begun)
         self._move_on()
-        return PassResult(batches, steps[-1].sampled, partial(self._complete, begun))
+        return PassResult(in_flight, partial(self._complete, begun))
 
     def finish(self) -> None:
         for stage in self._stages:

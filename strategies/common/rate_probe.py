@@ -227,8 +227,9 @@ class RateProbe:
         it = InFlight(assemble(0, [], cached, blocks), acts)
 
         def once() -> list[Ticket]:
-            self._emit.attend_on_host(it, layer)
-            return [it.batch.kv_tickets[-1]]
+            ticket = self._emit.attend_on_host(it, layer)
+            assert ticket is not None, "its cache lies in host memory"
+            return [ticket]
 
         yield once
         for sequence in cached:

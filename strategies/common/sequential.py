@@ -6,9 +6,9 @@ from typing import cast
 
 from harness.engine import parallel
 from harness.engine.batch import MicroBatch, PassPlan, assemble
-from harness.engine.emitter import InFlight
 from harness.engine.engine import Engine
-from harness.engine.sharded import Sharded, shards_of
+from harness.engine.in_flight import InFlight, PassTickets
+from harness.engine.sharded import Sharded, shard_of
 from harness.engine.strategy import PassResult
 
 
@@ -36,28 +36,39 @@ class SequentialPipeline:
         self._next_index = 0
 
     def run(self, plan: PassPlan) -> PassResult:
-        batch = self._batch(plan)
-        it = InFlight(batch, self._acts)
+        in_flight = self._in_flight(plan)
+        it = self._together(in_flight)
         if self._next_index == 0 and self._prefetch:
             for index in range(self._stream.depth):
                 self._stream.request_layer(index)
         self._emit.embed(it)
         for layer in range(self._engine.spec.num_layers):
             self._layer(it, layer)
-        heads = zip(shards_of(batch), shards_of(self._emit.head(it)), strict=True)
-        ran = [(one, self._engine.machine.wait(head)) for one, head in heads if one is not None]
-        return PassResult([one for one, _ in ran], [sampled for _, sampled in ran])
+        self._emit.head(it)
+        return PassResult(list(in_flight.values()))
 
-    def _batch(self, plan: PassPlan) -> MicroBatch:
-        """One, or one a GPU that has sequences in this pass."""
+    def _in_flight(self, plan: PassPlan) -> dict[int, InFlight]:
+        """One micro-batch, or by rank one for each GPU that has sequences in this pass."""
         blocks = self._engine.kv.allocator
         if not self._is_split:
-            return assemble(0, plan.prefill, plan.decode, blocks)
-        batches: list[MicroBatch | None] = []
+            return {0: InFlight(assemble(0, plan.prefill, plan.decode, blocks), self._acts)}
+        found = {}
         for rank in range(len(self._engine.ranks)):
             prefill, decode = ([s for s in phase if s.kv_rank == rank] for phase in (plan.prefill, plan.decode))
-            batches.append(assemble(rank, prefill, decode, blocks) if prefill or decode else None)
-        return cast(MicroBatch, Sharded(batches))
+            if prefill or decode:
+                found[rank] = InFlight(assemble(rank, prefill, decode, blocks), shard_of(self._acts, rank))
+        return found
+
+    def _together(self, in_flight: dict[int, InFlight]) -> InFlight:
+        """Return what the emitter takes for all GPUs."""
+        if not self._is_split:
+            return in_flight[0]
+        each = [in_flight.get(rank) for rank in range(len(self._engine.ranks))]
+        return InFlight(
+            cast(MicroBatch, Sharded(it and it.batch for it in each)),
+            self._acts,
+            cast(PassTickets, Sharded(it and it.tickets for it in each)),
+        )
 
     def finish(self) -> None:
         self._stream.cancel_all()

@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 
 from harness.engine.activation_pool import PooledActivations
-from harness.engine.batch import MicroBatch
 from harness.engine.emitter import Emitter, InFlight
-from harness.machine.base import Ticket
 from harness.memory.paged_weights import PagedWeights
 from harness.memory.tiers import Buffer
 
@@ -32,7 +30,7 @@ class Steps:
         self,
         emit: Emitter,
         weights: PagedWeights,
-        micro_batches: Seq[tuple[MicroBatch, PooledActivations, Buffer | None]],
+        micro_batches: Seq[tuple[InFlight, Buffer | None]],
         *,
         first_index: int,
         layers: range,
@@ -41,14 +39,13 @@ class Steps:
         following: Seq[PooledActivations] = (),
     ) -> None:
         self._emit, self._weights = emit, weights
-        self._its = [InFlight(batch, acts) for batch, acts, _ in micro_batches]
-        self._kept = [kept for _, _, kept in micro_batches]
+        self._its = [it for it, _ in micro_batches]
+        self._kept = [kept for _, kept in micro_batches]
         self._first_index, self._kv_staging = first_index, kv_staging
         self._layers, self._following = layers, following
         self.num_layers, self.num_micro_batches = len(layers), len(micro_batches)
         self._cpu_experts = cpu_experts
         self._at_experts: dict[int, int] = {}  # micro-batches whose layer the CPU has not given back yet
-        self.sampled: list[Ticket] = []  # in the order of the micro-batches, once the last layer has been submitted
 
     def ahead(self, i: int, j: int, by: int) -> tuple[int, int] | None:
         """(i, j + by), running into the next layer; None past the last one. Never a whole layer and more: a micro-batch
@@ -117,7 +114,7 @@ class Steps:
         self._emit.combine(it, layer)
         is_last = i == self.num_layers - 1
         if is_last and not self._following:
-            self.sampled.append(self._emit.head(it))
+            self._emit.head(it)
         elif kept is not None:
             self._emit.offload_hidden(it, layer, kept)
         elif is_last:

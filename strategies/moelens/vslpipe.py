@@ -14,7 +14,6 @@ from harness.engine.emitter import Emitter, InFlight
 from harness.engine.engine import Engine
 from harness.engine.sequences import Sequence
 from harness.engine.strategy import PassResult
-from harness.machine.base import Ticket
 from harness.memory.weights import WeightStream
 from strategies.moelens.config import Config
 
@@ -55,14 +54,14 @@ class VSLPipe:
         alpha, beta = halves[0], halves[1:]  # beta is empty where a single sequence runs
         if self._first_index == 0:
             self._request_first_layers()
-        tickets = self._submit_pass(alpha, beta)
+        self._submit_pass(alpha, beta)
         self._first_index += self._num_layers
-        return PassResult([it.batch for it in halves], [self._engine.machine.wait(t) for t in tickets])
+        return PassResult(halves)
 
     def finish(self) -> None:
         self._stream.cancel_all()
 
-    def _submit_pass(self, alpha: InFlight, beta: list[InFlight]) -> list[Ticket]:
+    def _submit_pass(self, alpha: InFlight, beta: list[InFlight]) -> None:
         """Figure 9, line by line."""
         last = self._num_layers - 1
         for it in (alpha, *beta):
@@ -86,10 +85,11 @@ class VSLPipe:
         # Epilogue: GB of the last layer with the head.
         self._c(last, beta)
         self._gb(last, [alpha])
-        tickets = [self._emit.head(alpha)]
+        self._emit.head(alpha)
         self._gb(last, beta)
         self._pass_on(last, "attention_out")
-        return tickets + [self._emit.head(it) for it in beta]
+        for it in beta:
+            self._emit.head(it)
 
     def _ga(self, layer: int, half: Seq[InFlight]) -> None:
         for it in half:

@@ -19,7 +19,7 @@ from harness.engine.ops import on_gpu, views
 from harness.engine.ops.compute import AttentionOut
 from harness.engine.ops.paged import DecodeAttentionPaged
 from harness.engine.ops.warm_up import WarmUp
-from harness.machine.arenas import TORCH_DTYPES
+from harness.machine.arenas import TORCH_DTYPES, tensor_of
 from harness.model import families, functional
 from harness.plan import make_plan
 from tests.composing import composed
@@ -145,7 +145,7 @@ def waits(op, ctx):
 
 
 def copies(op, ctx):
-    ctx.tensor(op.acts.hidden, (4, 2), op.spec.dtype)[torch.from_numpy(op.batch.last_rows[:1])]
+    ctx.tensor(op.acts.hidden, (4, 2), op.spec.dtype)[tensor_of(op.batch.last_rows[:1])]
 
 
 def loops(op, ctx):

@@ -116,6 +116,8 @@ def changed_batch(change: Callable) -> Callable:
 
         def assemble(*args):
             batch = original(*args)
+            for array in (batch.positions, batch.slots, batch.last_rows, batch.kv_reads.tables, batch.kv_reads.lens):
+                array.setflags(write=True)
             change(batch)
             return batch
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
 import kernels
 from harness.engine.activations import Activations
 from harness.engine.batch import KvReads, MicroBatch
 from harness.engine.ops.data import MicroBatchOp
 from harness.engine.ops.views import attend_each
+from harness.machine.arenas import tensor_of
 from harness.machine.base import Context, Work
 from harness.model.spec import ModelSpec
 
@@ -53,7 +52,7 @@ class AppendKv(KvOp):
         k = ctx.tensor(self.acts.host_k, shape, self.spec.dtype)
         v = ctx.tensor(self.acts.host_v, shape, self.spec.dtype)
         keys, values = self.cached(ctx)
-        slots = torch.from_numpy(self.batch.slots)
+        slots = tensor_of(self.batch.slots)
         for rows in self.batch.on_host.ranges:
             kernels.kv_append(k[rows], v[rows], keys, values, slots[rows])
 
@@ -94,8 +93,8 @@ def paged_attention(
             q,
             keys,
             values,
-            torch.from_numpy(reads.tables),
-            torch.from_numpy(reads.lens),
+            tensor_of(reads.tables),
+            tensor_of(reads.lens),
             out,
             scale=spec.head_dim**-0.5,
             sliding_window=spec.sliding_window or 0,

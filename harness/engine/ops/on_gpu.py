@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import from_numpy
-
+from harness.machine.arenas import tensor_of
 from harness.model.spec import ModelSpec
 from kernels import triton as gpu
 
@@ -36,7 +35,7 @@ def paged_attention(spec: ModelSpec, q: Any, keys: Any, values: Any, blocks: Any
 def numbers(values: Any, device: Any) -> Any:
     """A numpy array for kernels, where an op needs what only the host knows. By way of pinned memory, which torch keeps
     until it has been read: a copy from pageable memory waits until the stream has done all before it."""
-    host = from_numpy(values)
+    host = tensor_of(values)
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from harness.machine.arenas import tensor_of
 from harness.machine.base import Lane, LaneKind
 from harness.machine.device.arenas import DeviceArenas
 from harness.machine.device.runtime import DeviceRuntime
@@ -74,7 +75,7 @@ class DeviceContext:
         self.move(self._arenas.bytes_of(dst)[part], self._arenas.bytes_of(src)[part])
 
     def move(self, dst: torch.Tensor, src: torch.Tensor | np.ndarray) -> None:
-        source = torch.from_numpy(src) if isinstance(src, np.ndarray) else src
+        source = tensor_of(src) if isinstance(src, np.ndarray) else src
         if source.numel() == 0:
             return
         if self.lane.kind is LaneKind.H2D:

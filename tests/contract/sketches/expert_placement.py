@@ -115,7 +115,8 @@ class ExpertPlacement:
         for layer in range(self._engine.spec.num_layers):
             self._layer(it, layer)
             self._index += 1
-        return PassResult([it.batch], [self._engine.machine.wait(self._emit.head(it))])
+        self._emit.head(it)
+        return PassResult([it])
 
     def finish(self) -> None:
         self._withdraw(list(self._prefetched))

@@ -148,8 +148,9 @@ class ModuleBatching:
         for layer in range(self._engine.spec.num_layers):
             self._layer(pipeline, layer)
             self._index += 1
-        tickets = [self._emit.head(it) for it, _ in pipeline]
-        return PassResult([it.batch for it, _ in pipeline], [self._engine.machine.wait(t) for t in tickets])
+        for it, _ in pipeline:
+            self._emit.head(it)
+        return PassResult([it for it, _ in pipeline])
 
     def finish(self) -> None:
         self._stream.cancel_all()

@@ -8,14 +8,15 @@ import numpy as np
 
 from harness.engine.batch import PassPlan, assemble
 from harness.engine.engine import Engine
+from harness.engine.in_flight import InFlight
 from harness.engine.sequences import Sequence
 from harness.engine.strategy import PassResult
-from harness.machine.base import CPU
+from harness.machine.base import CPU, D2H
 from harness.machine.shuffled import ShuffledMachine
 from harness.memory.kv_cache import BlockAllocator
 from harness.model.spec import ModelSpec
 from harness.workload.request import Request
-from tests.unit.machine.ops import FreeOp
+from tests.unit.machine.ops import FreeOp, Quick
 
 SPEC = ModelSpec(
     name="fake", family="mixtral", num_layers=3, hidden_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, num_experts=8,
@@ -72,10 +73,12 @@ class FakePipeline:
 
     def run(self, plan: PassPlan) -> PassResult:
         batch = assemble(0, plan.prefill, plan.decode, self.engine.kv.allocator)
-        batch.kv_tickets.append(self.engine.machine.submit(CPU, Touch(plan.sequences)))
+        it, machine = InFlight(batch, acts=None), self.engine.machine  # type: ignore[arg-type]
+        it.tickets.kv.append(machine.submit(CPU, Touch(plan.sequences)))
         tokens = np.asarray([s.request.request_id + 10 * self.passes for s in plan.sequences])
+        it.tickets.sampled = machine.submit(D2H, Quick(tokens))
         self.passes += 1
-        return PassResult([batch], [tokens])
+        return PassResult([it])
 
     def finish(self) -> None:
         self.finished = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import FrozenInstanceError
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -170,6 +172,20 @@ def test_dtypes_are_those_of_the_kernels():
     assert {a.dtype for a in (batch.kv_reads.lens, batch.kv_reads.tables, batch.on_host.flat_blocks)} == {
         np.dtype(np.int32)
     }
+
+
+def test_a_batch_cannot_be_changed():
+    one, allocator = decoding(4)
+    batch = assemble(0, [], [one], allocator)
+    with pytest.raises(FrozenInstanceError):
+        batch.index = 1
+    here = batch.on_host
+    derived = (batch.rows, batch.request_ids, here.read_lens, here.reads.tables, here.reads.lens, here.flat_blocks)
+    arrays = [value for value in (*vars(batch).values(), *vars(batch.kv_reads).values()) if hasattr(value, "dtype")]
+    assert len(arrays) >= 7
+    for array in (*arrays, *derived):
+        with pytest.raises(ValueError, match="read-only"):
+            array[:] = 0
 
 
 @pytest.mark.parametrize("num_cached", [0, 3, 5])

@@ -116,3 +116,15 @@ def test_a_life_after_a_preemption_begins_with_the_tokens_that_are_there():
 
 def test_an_empty_workload_is_no_pass():
     assert run(engine([])) == []
+
+
+def test_a_pipeline_that_forgets_the_head_is_found_out():
+    class Headless(FakePipeline):
+        def run(self, plan):
+            result = super().run(plan)
+            result.in_flight[0].tickets.sampled = None
+            return result
+
+    on = engine(sequences((3, 3)))
+    with pytest.raises(AssertionError, match="no head was submitted for micro-batch 0"):
+        run(on, pipeline=Headless(on))

@@ -12,6 +12,7 @@ from harness.engine.activations import Activations, head_workspace_bytes
 from harness.engine.batch import assemble
 from harness.engine.ops.compute import Experts, Head
 from harness.engine.ops.views import weights
+from harness.machine.arenas import tensor_of
 from harness.machine.base import GPU
 from harness.machine.host_context import HostContext
 from harness.memory.weights import PlacedPart
@@ -76,7 +77,7 @@ def test_heads_together_fit_the_workspace(vocab_size):
         runs.append(len(rows))
         return torch.nn.functional.one_hot(rows[:, 0].long(), vocab_size).float()
 
-    context.tensor(acts.tokens, batch.rows.shape, "int64").copy_(torch.from_numpy(batch.rows))
+    context.tensor(acts.tokens, batch.rows.shape, "int64").copy_(tensor_of(batch.rows))
     hidden = context.tensor(acts.hidden, (batch.num_tokens, spec.hidden_dim), "float32")
     hidden.copy_(torch.arange(batch.num_tokens)[:, None].expand_as(hidden))
     layout = MIXTRAL.head_part(spec)
