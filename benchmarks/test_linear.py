@@ -36,7 +36,7 @@ class Matrices:
         return torch.randn(shape, generator=torch.Generator().manual_seed(6)).bfloat16()
 
     def each(self, multiply: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], None]:
-        """`multiply` on every matrix in turn"""
+        """Make a call of `multiply` on every matrix in turn."""
 
         def run() -> None:
             for weight in self.weights:

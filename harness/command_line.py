@@ -19,7 +19,7 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 
 
 def composed_values(overrides: Sequence[str]) -> dict[str, Any]:
-    """conf/config.yaml with overrides as on run.py's command line, as plain values. Raises ConfigError."""
+    """Compose conf/config.yaml with overrides as on run.py's command line, as plain values. Raises ConfigError."""
     require_single_choices(overrides)
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -33,7 +33,8 @@ def composed_values(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def require_single_choices(overrides: Sequence[str]) -> None:
-    """Hydra would merge the files of a list, so that the last one hides the others. Experiments may be merged."""
+    """Require one choice in each group. Hydra would merge the files of a list, so that the last one hides the others.
+    Experiments may be merged."""
     for override in overrides:
         group, _, chosen = override.partition("=")
         if chosen.startswith("[") and group != "experiment" and (CONF / group).is_dir():
@@ -42,10 +43,8 @@ def require_single_choices(overrides: Sequence[str]) -> None:
 
 
 def explained(error: Exception, arguments: Sequence[str] = ()) -> ConfigError | None:
-    """Bad input as the field and what is valid. None for any other error.
-
-    Hydra says less, over more lines, and advises to append a misspelt key.
-    """
+    """Explain bad input by the field and what is valid. Returns None for any other error. Hydra says less, over more
+    lines, and advises to append a misspelt key."""
     if isinstance(error, ConfigError):
         return error
     if isinstance(error, ValueError) and str(error).startswith("Config group override must be"):
@@ -72,7 +71,7 @@ def explained(error: Exception, arguments: Sequence[str] = ()) -> ConfigError | 
 
 
 def _folder_of_hydra(error: OSError, arguments: Sequence[str]) -> str | None:
-    """The argument that names a folder of Hydra's own in which the error arose."""
+    """Name the argument that names a folder of Hydra's own in which the error arose."""
     for argument in arguments:
         field, _, folder = argument.partition("=")
         if field.startswith("hydra.") and folder and str(error.filename).startswith(folder):
@@ -81,7 +80,7 @@ def _folder_of_hydra(error: OSError, arguments: Sequence[str]) -> str | None:
 
 
 def _no_name(arguments: Sequence[str]) -> ConfigError:
-    """The error where an argument gives a config group something that is no text, such as null or 3."""
+    """Give the error for an argument that gives a config group something that is no text, such as null or 3."""
     for argument in arguments:
         group, _, given = argument.partition("=")
         if not group:

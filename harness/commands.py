@@ -46,8 +46,8 @@ class CommandParser(argparse.ArgumentParser):
         arguments: Sequence[str] | None,
         *mistakes: type[Exception],
     ) -> int:
-        """Exit code of `command`, given the parsed `arguments` (those of the process where None). A ConfigError, and
-        the `mistakes` that a command names, are told in one line."""
+        """Run `command` on the parsed `arguments` (those of the process where None), and return its exit code. A
+        ConfigError, and the `mistakes` that a command names, are told in one line."""
         told: tuple[type[Exception], ...] = (ConfigError, *mistakes)
         words = sys.argv[1:] if arguments is None else arguments
         try:
@@ -84,7 +84,7 @@ def require_known_options(words: Iterable[str], known: Iterable[str]) -> None:
 
 
 def whole_number(at_least: int) -> Callable[[str], int]:
-    """The `type` of an option that takes an integer of at least so much."""
+    """Return the `type` of an option that takes an integer of at least `at_least`."""
 
     def read(text: str) -> int:
         if not (text.isascii() and text.isdecimal()) or int(text) < at_least:

@@ -1,4 +1,4 @@
-"""Plain mappings in, frozen dataclasses out, with errors that name the field.
+"""Turn plain mappings into frozen dataclasses, with errors that name the field.
 
 Every configuration class of the harness carries the `config` decorator: an ordinary frozen, keyword-only dataclass.
 `parse` checks types strictly (no silent "8" -> 8), rejects unknown keys with the nearest valid name, and lets
@@ -29,19 +29,19 @@ class ConfigError(ValueError):
         self.message = message
 
     def below(self, prefix: str) -> ConfigError:
-        """The same error with its field seen from the enclosing configuration."""
+        """Return this error with its field seen from the enclosing configuration."""
         return ConfigError(f"{prefix}.{self.field}" if prefix else self.field, self.message)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def config(cls: type[T]) -> type[T]:
-    """Class decorator: a frozen, keyword-only dataclass that `parse` validates strictly, at any nesting depth."""
+    """Make the class a frozen, keyword-only dataclass that `parse` validates strictly, at any nesting depth."""
     cls.__pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # type: ignore[attr-defined]
     return dataclass(frozen=True, kw_only=True)(cls)
 
 
 def parse(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
-    """The frozen dataclass `cls` with `values`; `path` is the prefix that error messages show (e.g. "dataset")."""
+    """Make the frozen dataclass `cls` from `values`; `path` is the prefix that error messages show (e.g. "dataset")."""
     for key in values:
         if key not in {f.name for f in fields(cls)}:  # type: ignore[arg-type]
             raise ConfigError(key, _unknown_key(cls, key)).below(path)
@@ -58,7 +58,7 @@ def parse(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
 
 
 def _texts(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
-    """Every text in nested mappings and lists, with its field."""
+    """Yield every text in nested mappings and lists, with its field."""
     if isinstance(value, str):
         yield field, value
     elif isinstance(value, Mapping | list | tuple):
@@ -67,7 +67,8 @@ def _texts(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
 
 
 def is_unicode(text: str) -> bool:
-    """False for a text with half a surrogate pair, as bytes that are no UTF-8 become on a command line."""
+    """Tell whether a text is Unicode. One with half a surrogate pair is not: bytes that are no UTF-8 become that on a
+    command line."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -77,7 +78,7 @@ def is_unicode(text: str) -> bool:
 
 @cache
 def _adapter(cls: Any) -> TypeAdapter[Any]:
-    """Takes milliseconds to build."""
+    """Build the type's validator once: it takes milliseconds."""
     return TypeAdapter(cls)
 
 
@@ -93,12 +94,14 @@ def require_name(text: str, field: str = "name") -> None:
 
 
 def file_name(name: str) -> str:
-    """The name as a part of a file's name: short, and without characters that lead out of a folder. May be empty."""
+    """Make the name a part of a file's name: short, and without characters that lead out of a folder. The result may be
+    empty."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("._-")[:40]
 
 
 def load_json(text: str | bytes) -> Any:
-    """What the JSON `text` holds. Raises ValueError, also where lists or objects are nested beyond Python's depth."""
+    """Load what the JSON `text` holds. Raises ValueError, also where lists or objects are nested beyond Python's
+    depth."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -129,7 +132,7 @@ def _first_error(cls: Any, error: ValidationError, path: str) -> ConfigError:
 
 
 def _class_at(cls: Any, location: tuple[int | str, ...]) -> Any:
-    """The configuration class of a nested field, which may be optional."""
+    """Find the configuration class of a nested field, which may be optional."""
     for name in location:
         annotated = get_type_hints(cls)[str(name)]
         cls = next(kind for kind in (annotated, *get_args(annotated)) if is_dataclass(kind))

@@ -23,7 +23,7 @@ _active = False  # within a block of `interrupts_kept`
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """That of `command`, whose traceback at Ctrl-C or SIGTERM would tell a user nothing."""
+    """Return the exit code of `command`, whose traceback at Ctrl-C or SIGTERM would tell a user nothing."""
     try:
         with interrupts_kept():
             return command()
@@ -32,8 +32,10 @@ def exit_code(command: Callable[[], int]) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with this exit code, also where a lane's thread is stuck in native code: the interpreter, which
-    ends such threads while they hold C++ frames, would abort."""
+    """End the process with this exit code, also where a lane's thread is stuck in native code.
+
+    The interpreter would end such threads while they hold C++ frames, and so abort.
+    """
     stuck = [thread for thread in threading.enumerate() if thread.daemon and "lane " in thread.name]
     if not stuck:
         sys.exit(code)
@@ -43,20 +45,23 @@ def leave(code: int) -> NoReturn:
 
 
 def told(interruption: KeyboardInterrupt) -> int:
-    """Say in a line what ended the command, and where its records are if the interruption knows; the exit code."""
+    """Say in a line what ended the command, and where its records are if the interruption knows; return the exit
+    code."""
     folder = f"; what was recorded: {interruption}" if str(interruption) else ""
     print(f"{word(interruption)}{folder}", file=sys.stderr)
     return TERMINATED if isinstance(interruption, Terminated) else INTERRUPTED
 
 
 def word(interruption: KeyboardInterrupt) -> str:
-    """What happened, for messages and records."""
+    """Say what happened, for messages and records."""
     return "terminated" if isinstance(interruption, Terminated) else "interrupted"
 
 
 def interruption_behind(error: BaseException | None) -> KeyboardInterrupt | None:
-    """The interruption in whose handling `error` was raised, if any: code that an interrupt cuts in two may trip over
-    what it left half done, and its error takes the interrupt's place."""
+    """Return the interruption in whose handling `error` was raised, if any.
+
+    Code that an interrupt cuts in two may trip over what it left half done, and its error takes the interrupt's place.
+    """
     while error is not None:
         if isinstance(error, KeyboardInterrupt):
             return error
@@ -66,8 +71,8 @@ def interruption_behind(error: BaseException | None) -> KeyboardInterrupt | None
 
 @contextmanager
 def interrupts_kept() -> Iterator[None]:
-    """Within the block, on the main thread, Ctrl-C raises KeyboardInterrupt and SIGTERM `Terminated`, whenever they
-    come; the next of either ends the process at once. Signals that the process ignores or handles stay as they are.
+    """Raise KeyboardInterrupt at Ctrl-C and `Terminated` at SIGTERM, on the main thread within the block, whenever they
+    come. The next of either ends the process at once. Signals that the process ignores or handles stay as they are.
 
     Python raises an interrupt wherever the main thread is; in a finaliser or a weak reference's callback, it only
     reports the exception, to `sys.unraisablehook`. Then the signal is sent again. A block within another changes

@@ -15,7 +15,24 @@ MAX_WORDS = 25
 FOLDERS = ("harness", "strategies", "kernels", "benchmarks", "paper_figures", "tests")
 # Folders and files whose docstrings are not rewritten yet. The list only ever gets shorter.
 PENDING: tuple[str, ...] = (
-    "harness",
+    "harness/calibration",
+    "harness/engine",
+    "harness/experiment.py",
+    "harness/machine",
+    "harness/memory",
+    "harness/model",
+    "harness/plan.py",
+    "harness/plan_tables.py",
+    "harness/planning.py",
+    "harness/preparing.py",
+    "harness/report.py",
+    "harness/routing",
+    "harness/settings.py",
+    "harness/simulating.py",
+    "harness/validate.py",
+    "harness/validation_report.py",
+    "harness/verify/oracle.py",
+    "harness/verify/reference.py",
     "strategies",
     "tests",
 )
@@ -30,23 +47,23 @@ BANNED = """
 VERBS = """
     accept accumulate act add adjust admit adopt advance allocate allow answer append apply arrange ask assemble
     assert assign assume attach attend await begin behave bind bring build call cancel carry cast catch change
-    charge check choose claim clean clear close collect combine compare compile complete compose compress compute
-    continue contribute convert copy cost count create cut decide declare decode decompress define deliver depend
-    derive describe discard display divide do double download draw drive drop emit emulate enable end enforce
+    charge check choose claim classify clean clear close collect combine compare compile complete compose compress
+    compute continue contribute convert copy count create cut decide declare decode decompress define deliver depend
+    derive describe discard display divide do double download draw drive drop emit emulate enable encode end enforce
     enqueue ensure enter enumerate estimate evaluate evict exchange execute exercise exit expand expect explain
-    expose express extend fail fall feed fetch fill find finish fit fold follow forget format free gather generate
-    get give go group grow halve hand handle help hide hold ignore imagine implement import index insert inspect
-    install interrupt issue iterate join judge keep know last launch lay lead leave let lie limit link list load
-    lock look loop lose make map mark match maximise measure meet merge minimise model move multiply name need
-    normalise note notice observe offer open order override own pace pack pad pair parse pass pause permute pick pin
-    place plan play poison post predict prefetch prepare print probe produce project protect prove provide pull push
-    put quantise queue raise reach read rebuild receive recompute record recover reduce refer refuse register reject
-    release remember remove rename render repeat replace replay report represent request require reserve reset
-    resolve restore restrict resume retry return rotate round route run sample save say scale scan scatter schedule
-    search see select send separate serve set settle shift show shuffle simulate size skip sleep solve sort span
-    split spread stage stand start state stay stop store stream stub sum summarise supply swap switch take tell test
-    tie time total trace track translate treat try turn unpack update upload use validate verify view wait walk warm
-    weigh withdraw work wrap write yield
+    expose express extend fail fall feed fetch fill find finish fit flatten fold follow forget format free gather
+    generate get give go group grow halve hand handle hash help hide hold identify ignore imagine implement import
+    index insert inspect install interrupt issue iterate join judge keep know last launch lay lead leave let lie
+    limit link list load lock log look loop lose make map mark match maximise measure meet merge minimise model move
+    multiply name need normalise note notice observe offer open order override own pace pack pad pair parse pass
+    pause permute pick pin place plan play poison post predict prefetch prepare print probe produce project protect
+    prove provide pull push put quantise queue raise reach read rebuild receive recompute record recover reduce
+    refer refuse register reject release remember remove rename render repeat replace replay report represent
+    request require reserve reset resolve restore restrict resume retry return rotate round route run sample save
+    say scale scan scatter schedule search see select send separate serve set settle shift shorten show shuffle
+    simulate skip sleep solve sort split spread stage stand start state stay stop store stream stub sum summarise
+    supply swap switch take tell test tie time trace track translate treat try turn unpack update upload use
+    validate verify view wait walk warm weigh widen withdraw work wrap write yield
 """.split()
 AUXILIARIES = "is are was were has have does do can cannot may must will would should".split()
 
@@ -81,6 +98,7 @@ def faults(kind: str, docstring: str) -> list[str]:
     if first in BANNED or sentence.startswith(("The same", "One of", "Each of", "(", "[")):
         return [*found, f'opens with "{first}"']
     opens = first.lower() in VERBS or first.lower() in THIRD_PERSON
+    opens = opens and words[1:2] != ["of"] and not sentence.startswith("`")  # "Sum of a column" has no verb
     if kind == "function":
         return found if opens else [*found, f'opens with "{first}", which is no known verb']
     if len(words) < 3:
@@ -143,6 +161,7 @@ def test_every_docstring_begins_with_one_plain_sentence():
         ("function", "The same of the padding of those that have any, from the block in which it begins."),
         ("function", "The paged kernel: q and out [decode, heads, head_dim]."),
         ("function", "Share of the window."),
+        ("function", "Sum of a column, by the overlap of each packet with the window."),
         ("function", "Spans of a pass in the middle of the run."),
         ("property", "Of this tier, and of what it lies within."),
         ("function", "Return " + "one, " * MAX_WORDS + "and so on."),

@@ -1,4 +1,4 @@
-"""`python -m harness.hardware.calibrate [overrides of run.py]`: measure this computer for `hardware=local`.
+"""Measure this computer for `hardware=local`: `python -m harness.hardware.calibrate [overrides of run.py]`.
 
 It takes a minute or two, in which nothing else should run; measurements during which others had the cores are repeated,
 and named where that did not help.
@@ -33,8 +33,11 @@ _MAX_NAMED = 5
 
 
 def report(table: CalibrationTable) -> Group:
-    """What was measured: each kind of op with range, spread, the worst error of its fits and what company costs it;
-    lanes together; host memory; times of the strategy's thread; and what stayed disturbed."""
+    """Report what was measured.
+
+    That is each kind of op with range, spread, the worst error of its fits and what company costs it; lanes together;
+    host memory; times of the strategy's thread; and what stayed disturbed.
+    """
     return Group(_ops(table), _together(table), Text(_memory(table)), Text(_host(table)), _disturbed(table))
 
 
@@ -52,7 +55,7 @@ def _ops(table: CalibrationTable) -> Table:
 
 
 def _times_longer(table: CalibrationTable, key: str, company: Company) -> str:
-    """Median over the points, of the time in company relative to the time alone."""
+    """Tell the median, over the points, of the time in company relative to the time alone."""
     alone = typical_by_features(table.samples[ALONE][key])
     beside = typical_by_features(table.samples.get(company, {}).get(key, []))
     ratios = [beside[features] / seconds for features, seconds in alone.items() if features in beside and seconds > 0]

@@ -1,4 +1,4 @@
-"""Numbers of a hardware profile that say where they come from. Torch-free."""
+"""Define the numbers of a hardware profile, which say where they come from. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rates of a machine from published kernel latencies. Torch-free.
+"""Fit rates of a machine to published kernel latencies. Torch-free. Torch-free.
 
 MoE-Lightning Fig. 9 gives three latencies of one layer of Mixtral-8x7B in decode, by micro-batch and context: the copy
 of the KV cache to the GPU, attention on the CPU, and the experts on the GPU. Each is bound by one memory or link, so
@@ -16,7 +16,7 @@ from harness.model.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class RateFit:
-    """`worst_error`: the largest |fitted - given| / given."""
+    """A fitted rate. `worst_error` is the largest |fitted - given| / given."""
 
     gb_s: float
     latency_us: float
@@ -24,10 +24,8 @@ class RateFit:
 
 
 def fit_rate(points: Sequence[tuple[float, float]], *, with_latency: bool) -> RateFit:
-    """Least squares of the relative errors over (bytes, seconds); without a fixed part unless `with_latency`.
-
-    Raises ValueError where the points do not determine a positive rate.
-    """
+    """Fit a rate by least squares of the relative errors over (bytes, seconds); without a fixed part unless
+    `with_latency`. Raises ValueError where the points do not determine a positive rate."""
     # seconds = a + b * bytes; divided by the given seconds, every point weighs the same.
     rows = [(1 / seconds if with_latency else 0.0, nbytes / seconds) for nbytes, seconds in points]
     aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
@@ -44,8 +42,11 @@ def fit_rate(points: Sequence[tuple[float, float]], *, with_latency: bool) -> Ra
 
 
 def fit_latencies(table: Mapping[str, Any], spec: ModelSpec) -> dict[str, RateFit]:
-    """`table` has `ctx_len` (tokens), `kv_transfer_h2d` and `cpu_attention` (micro-batch -> seconds by context) and
-    `moe_ffn_gpu` (micro-batch -> seconds), of one layer of `spec`. The fits, by profile field."""
+    """Fit the rates to a table of latencies; return them by profile field.
+
+    `table` has `ctx_len` (tokens), `kv_transfer_h2d` and `cpu_attention` (micro-batch -> seconds by context) and
+    `moe_ffn_gpu` (micro-batch -> seconds), of one layer of `spec`.
+    """
 
     def by_kv_bytes(kernel: str) -> list[tuple[float, float]]:
         per_token = spec.kv_bytes_per_token_layer

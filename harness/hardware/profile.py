@@ -18,9 +18,11 @@ LEAST_RATE, MOST_RATE = 1e-6, 1e9  # in 10^9 or 10^12 a second: a link of a kilo
 
 @config
 class HardwareConfig:
-    """Sizes in 10^9 bytes, rates in 10^9 (tflop: 10^12) per second, for one GPU and its host; null: unknown, and on the
-    emulated machine as fast as the real thing goes. Each number may say its kind and source (`constants.py`); plain
-    ones are chosen, and `source` is theirs. A rate is what large work achieves, the one with `_peak_` its upper limit.
+    """A hardware profile has sizes in 10^9 bytes and rates in 10^9 (tflop: 10^12) per second, for one GPU and its host.
+
+    Null means unknown, and on the emulated machine as fast as the real thing goes. Each number may say its kind and
+    source (`constants.py`); plain ones are chosen, and `source` is theirs. A rate is what large work achieves; the one
+    with `_peak_` is its upper limit.
     """
 
     name: str
@@ -80,7 +82,7 @@ class HardwareConfig:
             require(ram_gb is None or size <= ram_gb, name, f"must be at most ram_gb {ram_gb}, got {size:g}")
 
     def constants(self) -> dict[str, Constant]:
-        """Every number there is, by field (and dtype), each with kind and source."""
+        """Return every number there is, by field (and dtype), each with kind and source."""
         found: dict[str, Constant] = {}
         for item in fields(self):
             value = getattr(self, item.name)
@@ -93,8 +95,8 @@ class HardwareConfig:
         return found
 
     def gemm_flop_s(self, dtype: str, *, peak: bool = False) -> float:
-        """Achieved (or peak) FLOP/s of large products in `dtype`. A GPU without bfloat16 is taken to use float16,
-        as the papers do on T4 and V100. Raises ConfigError where the profile has no such rate."""
+        """Return the achieved (or peak) FLOP/s of large products in `dtype`. A GPU without bfloat16 is taken to use
+        float16, as the papers do on T4 and V100. Raises ConfigError where the profile has no such rate."""
         name = "gemm_peak_tflop_s" if peak else "gemm_tflop_s"
         rates: dict[str, Constant] = getattr(self, name)
         for candidate in (dtype, "float16") if dtype == "bfloat16" else (dtype,):
@@ -103,8 +105,10 @@ class HardwareConfig:
         raise ConfigError(f"hardware.{name}", f"profile {self.name!r} states no rate for {dtype}")
 
     def holding(self, needed_bytes: int) -> HardwareConfig:
-        """The profile with the host memory that it states relative to what a run needs for its model and KV cache; the
-        profile itself where it states gigabytes."""
+        """Return the profile with the host memory of a run that needs `needed_bytes` for its model and KV cache.
+
+        A profile may state its host memory relative to that; one that states gigabytes is returned as it is.
+        """
         if self.ram_times is None and self.ram_plus_gb is None:
             return self
         ram_gb = Constant((self.ram_times or 1.0) * needed_bytes / 1e9 + (self.ram_plus_gb or 0.0))
@@ -124,7 +128,7 @@ class HardwareConfig:
 
 
 def require_size_gb(name: str, size_gb: float) -> None:
-    """At least a byte, in 10^9 bytes."""
+    """Require at least a byte, in 10^9 bytes."""
     require(1e-9 <= size_gb <= MOST_GB, name, f"must lie between 1e-9 and {MOST_GB:g}, got {size_gb:g}")
 
 

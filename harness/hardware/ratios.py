@@ -1,4 +1,4 @@
-"""How the played machine's ratios compare with those of the papers' machines: what decides where the time goes."""
+"""Compare the emulated machine's ratios with those of the papers' machines: ratios decide where the time goes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ REFERENCES: dict[str, dict[str, float]] = {
 
 
 def ratios(hardware: HardwareConfig, spans: Sequence[Span], h2d_gb_s: float | None) -> dict[str, Any] | None:
-    """The run's own ratios (GPU rate as achieved over all gpu spans) beside the references; None without link rate.
-    Where the link is not the profile's, only its real host memory counts, not what is chosen for the cpu lane.
-    """
+    """Return the run's own ratios (GPU rate as achieved over all gpu spans) next to the references; None without link
+    rate. Where the link is not the profile's, only its real host memory counts, not what is chosen for the cpu lane."""
     busy_s = flops = 0.0
     for span in spans:
         if span.lane.kind is LaneKind.GPU and span.work.flops:

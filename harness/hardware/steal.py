@@ -12,7 +12,7 @@ _CLOCK_ERROR_S = 0.03  # of the system's own account, which counts in ticks of 1
 
 @dataclass(frozen=True)
 class CpuTimes:
-    """Jiffies of all cores since boot: in all, taken by the hypervisor, and spent by all processes. `own_s` are the
+    """The jiffies of all cores since boot: in all, taken by the hypervisor, and spent by all processes. `own_s` are the
     seconds that this process and its finished children spent."""
 
     total: int
@@ -21,12 +21,13 @@ class CpuTimes:
     own_s: float
 
     def stolen_share_since(self, earlier: CpuTimes) -> float:
-        """Share of all cores' time between the two readings that was stolen."""
+        """Return the share of all cores' time between the two readings that was stolen."""
         passed = self.total - earlier.total
         return (self.stolen - earlier.stolen) / passed if passed > 0 else 0.0
 
     def taken_share_since(self, earlier: CpuTimes) -> float:
-        """Share of all cores' time that was stolen or that other processes spent, beyond the error of the clocks."""
+        """Return the share of all cores' time that was stolen or that other processes spent, beyond the error of the
+        clocks."""
         passed_s = (self.total - earlier.total) / _ticks_a_second()
         others_s = (self.busy - earlier.busy) / _ticks_a_second() - (self.own_s - earlier.own_s)
         stolen_s = (self.stolen - earlier.stolen) / _ticks_a_second()
@@ -34,7 +35,7 @@ class CpuTimes:
 
 
 def read_cpu_times() -> CpuTimes | None:
-    """Now; None where the system does not tell (anything but Linux)."""
+    """Read the times now; None where the system does not tell (anything but Linux)."""
     if not _STAT.exists():
         return None
     # "cpu user nice system idle iowait irq softirq steal guest guest_nice"; guest time is part of user time

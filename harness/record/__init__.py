@@ -1,1 +1,1 @@
-"""What a run leaves behind: spans and passes in, metrics, traces, run folders and tables out. Torch-free."""
+"""Turn spans and passes into what a run leaves behind: metrics, traces, run folders and tables. Torch-free."""

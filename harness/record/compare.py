@@ -1,4 +1,4 @@
-"""Runs beside each other: `python -m harness.record.compare FOLDER ...`, run folders or folders that hold some.
+"""Compare runs: `python -m harness.record.compare FOLDER ...` takes run folders or folders that hold some.
 
 Runs that differ only in their seed are repeats: one row, with the median and the spread. What all rows share is above
 the table; every setting in which they differ is in it. Runs that failed or cannot be read are listed below, with the
@@ -70,7 +70,7 @@ def _compare(given: Namespace) -> int:
 
 @cache
 def yaml_defaults(group: str, choice: str) -> Mapping[str, Value]:
-    """What conf/<group>/<choice>.yaml says; nothing where there is no such file, any more."""
+    """Return what conf/<group>/<choice>.yaml says, and nothing where that file does not exist (any more)."""
     if choice not in {path.stem for path in (CONF / group).glob("*.yaml")}:
         return {}
     with initialize_config_dir(str(CONF), version_base="1.3"):

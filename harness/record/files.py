@@ -27,10 +27,8 @@ class RecordError(RuntimeError):
 
 
 def plain(value: Any) -> Any:
-    """JSON-ready copy: dataclasses and mappings become dicts, paths and enums their text, numpy scalars numbers.
-
-    JSON has no NaN or infinity: they become None. Anything else that JSON cannot hold becomes its text.
-    """
+    """Return a JSON-ready copy: dataclasses and mappings become dicts, paths and enums their text, numpy scalars
+    numbers. JSON has no NaN or infinity: they become None. Anything else that JSON cannot hold becomes its text."""
     if isinstance(value, Enum):
         return plain(value.value)
     if value is None or isinstance(value, bool | int | str):
@@ -54,7 +52,7 @@ def plain(value: Any) -> Any:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file that appears under `path` only when the block has ended well. Raises RecordError with the cause."""
+    """Open a file that appears under `path` only when the block has ended well. Raises RecordError with the cause."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -75,20 +73,19 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The value that `write_json` wrote. Raises RecordError with the cause, for a file that nobody here wrote too."""
+    """Read the value that `write_json` wrote. Raises RecordError with the cause, also for a file that the harness did
+    not write."""
     return _parsed(path, _MAX_BYTES, lambda text: json.loads(text, parse_constant=_refuse_constant))
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises RecordError with the cause, also where the file holds anything else."""
+    """Read the JSON object in a file. Raises RecordError with the cause, also where the file holds anything else."""
     return _object(path, read_json(path))
 
 
 def read_yaml_object(path: Path) -> dict[str, Any]:
-    """The YAML mapping in a file, which may have neither aliases nor deep nesting: a few lines of those fill memory.
-
-    Raises RecordError with the cause.
-    """
+    """Read the YAML mapping in a file, which may have neither aliases nor deep nesting: a few lines of those fill
+    memory. Raises RecordError with the cause."""
     return _object(path, _parsed(path, _MAX_YAML_BYTES, _flat_yaml))
 
 
@@ -117,7 +114,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _flat_yaml(text: str) -> Any:
-    """Events are read one by one, so that they show in constant memory what building the document would cost."""
+    """Read events one by one: they show in constant memory what building the document would cost."""
     depth = 0
     for event in yaml.parse(text, Loader=_YAML):
         if isinstance(event, yaml.AliasEvent):
@@ -132,7 +129,7 @@ class JsonLines:
     """Append-only lines, each handed to the operating system before `append` returns: a kill loses at most one."""
 
     def __init__(self, path: Path) -> None:
-        """Opens or makes the file. Raises RecordError with the cause."""
+        """Open or make the file. Raises RecordError with the cause."""
         self.path = path
         self._fd = -1
         try:
@@ -141,7 +138,8 @@ class JsonLines:
             raise RecordError(f"{path}: cannot be written: {error.strerror or error}") from error
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Raises RecordError with the cause (a full disk, say); what was written of the line is taken back."""
+        """Append a line. Raises RecordError with the cause (a full disk, say); what was written of the line is taken
+        back."""
         line = _as_bytes(json.dumps(plain(record), ensure_ascii=False, allow_nan=False, separators=(",", ":")))
         before_bytes = os.fstat(self._fd).st_size
         try:
@@ -158,7 +156,7 @@ class JsonLines:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All complete lines; a torn last one (killed, or disk full) is left out. No file, no lines."""
+    """Read all complete lines; a torn last one (killed, or disk full) is left out. No file gives no lines."""
     try:
         *lines, tail = path.read_bytes().split(b"\n")
     except FileNotFoundError:
@@ -176,7 +174,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _as_bytes(text: str) -> bytes:
-    """JSON as a line of UTF-8. A lone surrogate, for which that has no bytes, is escaped as JSON escapes it."""
+    """Encode JSON as a line of UTF-8. UTF-8 has no bytes for a lone surrogate, which is escaped as JSON escapes it."""
     return f"{text}\n".encode(errors="backslashreplace")
 
 

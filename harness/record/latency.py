@@ -1,4 +1,5 @@
-"""How long requests wait: for the first token, between tokens, and for the last, over all finished requests of a run.
+"""Measure how long requests wait for the first token, between tokens, and for the last, over all finished requests of a
+run.
 
 The definitions are those of vLLM's serving benchmark. All requests of a run arrive before its first pass (an offline
 batch), so that every time counts from there and includes the time in the queue.
@@ -16,7 +17,7 @@ _PERCENTILES = (50, 90, 99)
 
 
 def latency(token_times_s: Sequence[Sequence[float]], start_s: float) -> dict[str, Any] | None:
-    """Mean and percentiles of each latency in seconds; None where no request finished.
+    """Return mean and percentiles of each latency in seconds; None where no request finished.
 
     `token_times_s` holds, for each finished request, the time at which each of its tokens was there; `start_s` is when
     all requests arrived.
@@ -43,7 +44,8 @@ def latency(token_times_s: Sequence[Sequence[float]], start_s: float) -> dict[st
 
 
 def _spread(values_s: np.ndarray) -> Mapping[str, float] | None:
-    """Percentiles lie between two neighbouring values by their distance, as numpy's default has it."""
+    """Return mean and percentiles, which lie between two neighbouring values by their distance, as numpy's default has
+    it."""
     if not len(values_s):
         return None
     found = np.percentile(values_s, _PERCENTILES)

@@ -19,14 +19,14 @@ class PassMeter:
     """
 
     def __init__(self, spans: Sequence[Span]) -> None:
-        """`spans` is the machine's own list, which grows while the run goes on."""
+        """Take the machine's own list `spans`, which grows while the run goes on."""
         self._spans = spans
         self._num_read = 0
         self._recent: list[Span] = []  # those that a pass still to be measured may overlap
         self._held: PassRecord | None = None
 
     def add(self, record: PassRecord) -> list[dict[str, Any]]:
-        """Rows that are complete now: the pass before this one, if any."""
+        """Add a pass and return the rows that are complete now: the pass before this one, if any."""
         assert self._held is None or record.start_s >= self._held.start_s, (
             "passes must come in the order of their starts"
         )
@@ -36,7 +36,8 @@ class PassMeter:
         return rows
 
     def finish(self) -> list[dict[str, Any]]:
-        """The row of the pass still held, if any: call once more after the last pass, when all lanes are idle."""
+        """Return the row of the pass still held, if any. It is called once more after the last pass, when all lanes are
+        idle."""
         if self._held is None:
             return []
         new = self._spans[self._num_read :]

@@ -40,7 +40,7 @@ _IN_WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class LinkRate:
-    """What a lane moved a second: over the whole window, and over the time it was busy."""
+    """The rate that a lane moved: over the whole window, and over the time it was busy."""
 
     window_gb_s: float
     busy_gb_s: float
@@ -48,7 +48,7 @@ class LinkRate:
 
 @dataclass(frozen=True, kw_only=True)
 class KindTotal:
-    """What one kind of op cost on one kind of lane, summed over ranks. `share` is busy time per lane and window."""
+    """The cost of one kind of op on one kind of lane, summed over ranks. `share` is busy time per lane and window."""
 
     lane: LaneKind
     kind: str
@@ -60,10 +60,8 @@ class KindTotal:
 
 
 def steady_window(passes: Sequence[PassRecord]) -> Window:
-    """From the start of the second pass to the end of the last but one: filling and draining are left out.
-
-    With fewer than four passes the window covers all of them; without any it is empty.
-    """
+    """Return the window from the start of the second pass to the end of the last but one: filling and draining are left
+    out. With fewer than four passes the window covers all of them; without any it is empty."""
     if not passes:
         return 0.0, 0.0
     if len(passes) < 4:
@@ -73,23 +71,23 @@ def steady_window(passes: Sequence[PassRecord]) -> Window:
 
 
 def busy_s(spans: Spans, lane: Lane, window: Window) -> float:
-    """Time within the window in which the lane ran anything."""
+    """Return the time within the window in which the lane ran anything."""
     return union_s(*SpanTable.of(spans).lane(lane).within(window).clipped(window))
 
 
 def cpu_s(spans: Spans, lane: Lane, window: Window) -> float:
-    """Processor time of the lane's own thread within the window."""
+    """Return the processor time of the lane's own thread within the window."""
     return SpanTable.of(spans).lane(lane).within(window).total("cpu_s", window)
 
 
 def moved_bytes(spans: Spans, lane: Lane, window: Window) -> float:
-    """Bytes of the lane's own tier: the link for h2d and d2h, device memory for gpu, host memory for cpu. Of pin, what
-    was copied."""
+    """Count the bytes of the lane's own tier: the link for h2d and d2h, device memory for gpu, host memory for cpu. For
+    pin, the bytes that were copied."""
     return SpanTable.of(spans).lane(lane).within(window).total(_MOVES[lane.kind], window)
 
 
 def link_rate(spans: Spans, lane: Lane, window: Window) -> LinkRate:
-    """Achieved decimal GB/s of a lane; 0 where it never ran."""
+    """Return the achieved decimal GB/s of a lane; 0 where it never ran."""
     table = SpanTable.of(spans)
     gigabytes, length_s, worked_s = (
         moved_bytes(table, lane, window) / 1e9,
@@ -100,7 +98,7 @@ def link_rate(spans: Spans, lane: Lane, window: Window) -> LinkRate:
 
 
 def utilization(spans: Spans, window: Window) -> dict[str, float]:
-    """Busy share of the window by kind of lane, 0 to 1, the mean over lanes; all 0 over an empty window."""
+    """Return the busy share of the window by kind of lane, 0 to 1, the mean over lanes; all 0 over an empty window."""
     table = SpanTable.of(spans)
     shares: dict[str, list[float]] = {kind.value: [] for kind in LaneKind}
     for lane in table.all_lanes():
@@ -109,20 +107,20 @@ def utilization(spans: Spans, window: Window) -> dict[str, float]:
 
 
 def _num_lanes(table: SpanTable, kind: LaneKind) -> int:
-    """How many lanes of a kind there are: one a rank, but of the host's only those that ran anything."""
+    """Count the lanes of a kind: one a rank, but of the host's only those that ran anything."""
     if kind in HOST_KINDS:
         return len([lane for lane in table.lanes if lane.kind is kind]) or 1
     return len({lane.rank for lane in table.lanes}) or 1
 
 
 def overlap_ratio(spans: Spans, window: Window) -> float:
-    """Sum of all lanes' busy times over the window's length: 1 means that nothing overlaps."""
+    """Return the sum of all lanes' busy times over the window's length: 1 means that nothing overlaps."""
     table = SpanTable.of(spans)
     return _ratio(sum(busy_s(table, lane, window) for lane in table.lanes), _length_s(window))
 
 
 def idle_share(spans: Spans, window: Window) -> float:
-    """Share of the window in which no lane at all runs."""
+    """Return the share of the window in which no lane at all runs."""
     pieces = [lane.within(window).clipped(window) for lane in SpanTable.of(spans).lanes.values()]
     start_s = np.concatenate([start for start, _ in pieces]) if pieces else np.empty(0)
     end_s = np.concatenate([end for _, end in pieces]) if pieces else np.empty(0)
@@ -131,10 +129,8 @@ def idle_share(spans: Spans, window: Window) -> float:
 
 
 def stolen_core_share(spans: Spans, window: Window) -> float | None:
-    """Share of the gpu lanes' running time in which their thread had no core: another process or lane took it.
-
-    Only meaningful where the gpu lane is a host thread; None where no processor time was recorded.
-    """
+    """Return the share of the gpu lanes' running time in which their thread had no core: another process or lane took
+    it. It is only meaningful where the gpu lane is a host thread; None where no processor time was recorded."""
     lanes = [lane.within(window) for name, lane in SpanTable.of(spans).lanes.items() if name.kind is LaneKind.GPU]
     ran_s = sum(float(np.dot(lane.rows["end_s"] - lane.rows["start_s"], lane.share(window))) for lane in lanes)
     on_core_s = sum(lane.total("cpu_s", window) for lane in lanes)
@@ -144,7 +140,7 @@ def stolen_core_share(spans: Spans, window: Window) -> float | None:
 
 
 def kind_totals(spans: Spans, window: Window) -> list[KindTotal]:
-    """Where the time goes: every kind of op on every kind of lane, the largest busy time first."""
+    """Tell where the time goes: every kind of op on every kind of lane, the largest busy time first."""
     table = SpanTable.of(spans)
     sums: dict[tuple[LaneKind, str], tuple[float, int, float, float]] = {}
     for name, lane in table.lanes.items():
@@ -188,7 +184,7 @@ def estimated(totals: Sequence[KindTotal], shares: EstimatedShares) -> dict[str,
 
 
 def pass_activity(spans: Spans, window: Window) -> dict[str, dict[str, float]]:
-    """One pass's `{"busy_s": {lane: seconds}, "moved_bytes": {lane: bytes}}`, over all lanes of all ranks."""
+    """Return one pass's `{"busy_s": {lane: seconds}, "moved_bytes": {lane: bytes}}`, over all lanes of all ranks."""
     table = SpanTable.of(spans)
     return {
         "busy_s": {str(lane): busy_s(table, lane, window) for lane in table.all_lanes()},
@@ -197,7 +193,8 @@ def pass_activity(spans: Spans, window: Window) -> dict[str, dict[str, float]]:
 
 
 def bottleneck(spans: Spans, window: Window, ceilings_gb_s: Mapping[str, float] | None = None) -> str:
-    """In words, what holds this run back, from the numbers alone. `ceilings_gb_s` is by kind of lane, where known."""
+    """Say in words what holds this run back, from the numbers alone. `ceilings_gb_s` is by kind of lane, where
+    known."""
     table, ceilings = SpanTable.of(spans), ceilings_gb_s or {}
     shares = {lane: _ratio(busy_s(table, lane, window), _length_s(window)) for lane in table.lanes}
     ranked = sorted(shares, key=lambda lane: (-shares[lane], lane_order(lane)))

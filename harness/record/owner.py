@@ -1,4 +1,4 @@
-"""Who writes a run, precisely enough to know later whether that process still lives."""
+"""Identify the process that writes a run, precisely enough to know later whether that process still lives."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ _SAME_START_S = 10.0  # two readings of a process's start differ where the clock
 
 
 def current_owner() -> dict[str, Any]:
-    """Process, its start, host and boot: a process number alone is reused."""
+    """Return process, its start, host and boot: a process number alone is reused."""
     started = psutil.Process().create_time()
     return {"pid": os.getpid(), "process_started": started, "host": platform.node(), "boot_id": _boot_id()}
 
 
 def is_alive(owner: Mapping[str, Any], last_sign_s: float) -> bool:
-    """Whether that very process still runs. One on another host, or in a container that was one, cannot be seen from
-    here: it counts as alive until its last sign of life, in seconds since 1970, is an hour ago."""
+    """Tell whether that very process still runs.
+
+    A process on another host, or in a container that was one, cannot be seen from here: it counts as alive until its
+    last sign of life, in seconds since 1970, is an hour ago.
+    """
     if owner.get("host") != platform.node():
         return time.time() - last_sign_s < SILENT_AFTER_S
     if owner.get("boot_id") != _boot_id():

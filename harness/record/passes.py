@@ -1,4 +1,4 @@
-"""What happened in one pass of the engine's loop."""
+"""Record what happened in one pass of the engine's loop."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class PassRecord:
-    """Facts of one pass. Times are seconds on the machine's clock; passes may overlap where a pipeline runs ahead.
+    """The facts of one pass. Times are seconds on the machine's clock; passes may overlap where a pipeline runs ahead.
 
     `num_prefill_tokens` counts every token that was prefilled, recomputation after a preemption included;
     `num_padding_tokens` those that stand for the padding of prompts, in no other count; `generated_tokens` counts
-    sampled tokens. `num_finished` counts the sequences that ended in this pass, and
-    `num_waiting` those still queued at its end.
+    sampled tokens. `num_finished` counts the sequences that ended in this pass, and `num_waiting` those still queued at
+    its end.
     """
 
     index: int

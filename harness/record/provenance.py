@@ -1,4 +1,4 @@
-"""What produced a run's numbers: the code's version, the software around it, and the machine."""
+"""Record what produced a run's numbers: the code's version, the software around it, and the machine."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "
 
 
 def code_version(root: Path | None = None) -> str:
-    """Short commit of the checkout, with `+` and a hash of what differs from it (changed and untracked files).
-
-    Where there is no git or no checkout, the package's version: two such runs are told apart by nothing else.
+    """Return the short commit of the checkout, with `+` and a hash of what differs from it (changed and untracked
+    files). Where there is no git or no checkout, it is the package's version, which does not tell two such runs apart.
     """
     folder = root or Path(harness.__file__).parents[1]
     if not (folder / ".git").exists():
@@ -39,7 +38,7 @@ def code_version(root: Path | None = None) -> str:
 
 
 def checkout(root: Path | None = None) -> dict[str, Any]:
-    """The full commit, and whether anything differs from it; both None where there is no git or no checkout."""
+    """Return the full commit, and whether anything differs from it; both None where there is no git or no checkout."""
     folder = root or Path(harness.__file__).parents[1]
     commit = _git(folder, "rev-parse", "HEAD") if (folder / ".git").exists() else None
     changed = _git(folder, "status", "--porcelain") if commit else None
@@ -47,7 +46,8 @@ def checkout(root: Path | None = None) -> dict[str, Any]:
 
 
 def fingerprint(sources: Iterable[str], root: Path | None = None) -> str:
-    """Of the source files below these folders and files, whatever git knows of them: the same code, the same text."""
+    """Hash the source files below these folders and files, whatever git knows of them: the same code gives the same
+    text."""
     folder, digest = root or Path(harness.__file__).parents[1], hashlib.sha256()
     for source in sources:
         place = folder / source
@@ -58,7 +58,8 @@ def fingerprint(sources: Iterable[str], root: Path | None = None) -> str:
 
 
 def environment(packages: Iterable[str] = _PACKAGES) -> dict[str, Any]:
-    """Versions of Python and of the packages that are installed, and the machine's processor, cores and memory."""
+    """Return versions of Python and of the packages that are installed, and the machine's processor, cores and
+    memory."""
     versions = {name: _version(name) for name in packages}
     return {
         "python": platform.python_version(),
@@ -72,7 +73,7 @@ def environment(packages: Iterable[str] = _PACKAGES) -> dict[str, Any]:
 
 
 def shown_command(program: str, arguments: Iterable[str]) -> str:
-    """For reports: the command as anyone may repeat it, without the folders of the machine that it ran on."""
+    """Write the command for reports as anyone may repeat it, without the folders of the machine that it ran on."""
     shown = ("FOLDER" if Path(argument).is_absolute() else argument for argument in arguments)
     return " ".join(("python", program, *shown))
 
@@ -89,7 +90,8 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
 
 
 def _content(path: Path) -> bytes:
-    """What tells two states of an untracked file apart; of a large one its size and time, so that this stays fast."""
+    """Return what tells two states of an untracked file apart; of a large one its size and time, so that this stays
+    fast."""
     try:
         status = path.stat()
         return path.read_bytes() if status.st_size < 1_000_000 else f"{status.st_size} {status.st_mtime_ns}".encode()
@@ -105,7 +107,8 @@ def _version(package: str) -> str | None:
 
 
 def _processor() -> str:
-    """By hand: psutil does not know the name, and py-cpuinfo would be a dependency for these lines."""
+    """Read the processor's name by hand: psutil does not know it, and py-cpuinfo would be a dependency for these
+    lines."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

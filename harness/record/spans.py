@@ -38,7 +38,7 @@ class LaneSpans:
     latest_end_s: Floats  # [packets] the running maximum of the ends: what makes a window a slice
 
     def within(self, window: Window) -> LaneSpans:
-        """The packets that may overlap the window; a few that only touch it can be among them."""
+        """Return the packets that may overlap the window; a few that only touch it can be among them."""
         first = np.searchsorted(self.latest_end_s, window[0], side="left")
         last = np.searchsorted(self.rows["start_s"], window[1], side="left")
         piece = slice(int(first), max(int(first), int(last)))
@@ -49,7 +49,8 @@ class LaneSpans:
         return LaneSpans(rows, self.kind[self.kind == kind], np.maximum.accumulate(rows["end_s"]))
 
     def share(self, window: Window) -> Floats:
-        """How much of each packet lies in the window, 0 to 1. A packet without duration is in or out by its start."""
+        """Return how much of each packet lies in the window, 0 to 1. A packet without duration is in or out by its
+        start."""
         start_s, end_s = self.rows["start_s"], self.rows["end_s"]
         duration_s = end_s - start_s
         inside_s = np.minimum(end_s, window[1]) - np.maximum(start_s, window[0])
@@ -58,11 +59,11 @@ class LaneSpans:
         return np.where(duration_s > 0, np.minimum(proportion, 1.0), instant.astype(np.float64))
 
     def clipped(self, window: Window) -> tuple[Floats, Floats]:
-        """Starts and ends cut to the window; packets outside have an end that is not after their start."""
+        """Cut starts and ends to the window; packets outside have an end that is not after their start."""
         return np.maximum(self.rows["start_s"], window[0]), np.minimum(self.rows["end_s"], window[1])
 
     def total(self, column: str, window: Window) -> float:
-        """Sum of a column, pro-rated by the overlap of each packet with the window."""
+        """Return the sum of a column, pro-rated by the overlap of each packet with the window."""
         return float(np.dot(self.rows[column], self.share(window)))
 
     def work(self, window: Window) -> Work:
@@ -74,7 +75,8 @@ _Columns = tuple[NDArray[np.void], NDArray[np.int64], NDArray[np.int64], list[La
 
 
 def _of_list(packets: list[Span]) -> _Columns:
-    """Rows, the codes of their lanes and kinds, and what these mean. The list is a copy: lanes may still append."""
+    """Return rows, the codes of their lanes and kinds, and what these mean. The list is a copy: lanes may still
+    append."""
     rows = np.fromiter(map(attrgetter(*_NUMBERS), packets), dtype=_ROW, count=len(packets))
     lane_codes: dict[Lane, int] = {}
     kind_codes: dict[str, int] = {}
@@ -84,7 +86,7 @@ def _of_list(packets: list[Span]) -> _Columns:
 
 
 def _of_log(log: SpanLog) -> _Columns:
-    """The same without an object a span."""
+    """Return the columns of a span log, without making an object for each span."""
     logged, lanes, kinds = log.columns()
     rows = np.empty(len(logged), dtype=_ROW)
     for name in ("start_s", "end_s", "ticket"):
@@ -97,7 +99,7 @@ def _of_log(log: SpanLog) -> _Columns:
 
 
 def _of_packed(spans: PackedSpans) -> _Columns:
-    """The columns of spans that are packed already."""
+    """Return the columns of spans that are packed already."""
     packed, lanes, kinds = spans.columns()
     rows = np.empty(len(packed), dtype=_ROW)
     for name in _ROW.names or ():
@@ -113,7 +115,7 @@ def _columns(spans: Iterable[Span]) -> _Columns:
 
 @dataclass(frozen=True, eq=False)
 class SpanTable:
-    """All packets of a run, by lane. Build it once where several metrics are asked of the same spans."""
+    """The table of all packets of a run, by lane. Build it once where several metrics are asked of the same spans."""
 
     lanes: dict[Lane, LaneSpans]
     kinds: tuple[str, ...]
@@ -136,7 +138,7 @@ class SpanTable:
         return self.lanes.get(lane, empty)
 
     def all_lanes(self) -> list[Lane]:
-        """Every lane of every rank that ran anything, idle ones included."""
+        """Return every lane of every rank that ran anything, idle ones included."""
         ranks = sorted({lane.rank for lane in self.lanes}) or [0]
         return [Lane(kind, rank) for rank in ranks for kind in LaneKind]
 
@@ -145,12 +147,12 @@ Spans = Iterable[Span] | SpanTable
 
 
 def lane_order(lane: Lane) -> tuple[int, int]:
-    """Rank by rank, lanes in the order gpu, cpu, h2d, d2h, pin."""
+    """Order lanes rank by rank, as gpu, cpu, h2d, d2h, pin."""
     return lane.rank, list(LaneKind).index(lane.kind)
 
 
 def union_s(start_s: Floats, end_s: Floats) -> float:
-    """Total length covered by intervals; `start_s` ascending, an end before its start counts as nothing."""
+    """Return the total length covered by intervals; `start_s` ascending, an end before its start counts as nothing."""
     if not len(start_s):
         return 0.0
     covered_to_s = np.concatenate(([-np.inf], np.maximum.accumulate(end_s)[:-1]))

@@ -48,10 +48,8 @@ _NOT_IDENTITY = ("results_dir", "wandb")  # where records go does not change wha
 
 
 def run_id(config: Mapping[str, Any], code_version: str, hardware: Any) -> str:
-    """`strategy-model-dataset-machine-xxxxxxxx`: the same resolved config, code and hardware give the same name.
-
-    `hardware` is whatever identifies the machine that runs (a text or a mapping).
-    """
+    """Name a run `strategy-model-dataset-machine-xxxxxxxx`: the same resolved config, code and hardware give the same
+    name. `hardware` is whatever identifies the machine that runs (a text or a mapping)."""
     asked = {key: value for key, value in config.items() if key not in _NOT_IDENTITY}
     identity = json.dumps(plain([asked, code_version, hardware]), sort_keys=True)
     parts = [_name(config.get(group)) for group in ("strategy", "model", "dataset", "machine")]
@@ -112,7 +110,7 @@ class RunFolder:
         write_json(self.path / "summary.json", summary)
 
     def finish(self, status: str, error: str | None = None) -> None:
-        """The run has ended; `error` is the cause in one line where the status is not ok."""
+        """Record that the run has ended; `error` is the cause in one line where the status is not ok."""
         assert status in STATUSES[1:], f"unknown status {status}"
         self.close()
         path = self.path / "status.json"
@@ -179,12 +177,13 @@ class Run:
 
     @property
     def status(self) -> str:
-        """As recorded, except that `running` whose owner is dead reads `interrupted`."""
+        """The status as recorded, except that `running` whose owner is dead reads `interrupted`."""
         return "interrupted" if self._died else str(self.status_record["status"])
 
     @property
     def error(self) -> str | None:
-        """Why the run is not ok, in a line; of one that died without a word, when it last wrote anything."""
+        """The reason in a line why the run is not ok; for a run that died without a word, when it last wrote
+        anything."""
         if not self._died:
             return self.status_record.get("error")
         last = datetime.fromtimestamp(self._last_sign_s, UTC).isoformat(timespec="seconds")
@@ -196,7 +195,7 @@ class Run:
 
     @property
     def _last_sign_s(self) -> float:
-        """When a file of the folder was last written to, as passes and requests do."""
+        """The time when a file of the folder was last written to, as passes and requests do."""
         times = [self.folder.stat().st_mtime]
         for path in self.folder.iterdir():
             with suppress(OSError):  # of a file that is being replaced
@@ -205,7 +204,7 @@ class Run:
 
     @cached_property
     def summary(self) -> dict[str, Any] | None:
-        """None until the run has written one."""
+        """The summary, or None until the run has written one."""
         path = self.folder / "summary.json"
         return read_json_object(path) if path.exists() else None
 
@@ -219,7 +218,7 @@ class Run:
 
 
 def read_run(folder: str | os.PathLike[str]) -> Run:
-    """Files are read when first asked for. Raises RecordError where the folder is no run folder."""
+    """Open a run whose files are read when first asked for. Raises RecordError where the folder is no run folder."""
     run = Run(Path(folder))
     if not (run.folder / "status.json").is_file():
         raise RecordError(f"{run.folder}: not a run folder (it has no status.json)")
@@ -227,7 +226,7 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
 
 
 def list_runs(results_dir: str | os.PathLike[str]) -> list[Run]:
-    """All run folders, the oldest first."""
+    """List all run folders, the oldest first."""
     runs = [
         read_run(path.parent) for path in Path(results_dir).glob("runs/*/status.json") if path.parent.name[0] != "."
     ]
@@ -235,7 +234,7 @@ def list_runs(results_dir: str | os.PathLike[str]) -> list[Run]:
 
 
 def _remove_left_overs(runs: Path) -> None:
-    """Files under way of runs that were killed: folders not yet named, and small files not yet renamed."""
+    """Remove files under way of runs that were killed: folders not yet named, and small files not yet renamed."""
     found: list[Path] = []
     with suppress(OSError):  # others make and name their folders at the same time
         found += [*runs.glob(".new-*"), *runs.glob("*/.*.tmp")]
@@ -252,7 +251,7 @@ def _remove_left_overs(runs: Path) -> None:
 
 
 def _move_to_free_name(prepared: Path, runs: Path, name: str, meta: Mapping[str, Any]) -> Path:
-    """Each name that is tried goes into meta.json first: a run is to know its own."""
+    """Move the folder to a free name. Each name that is tried goes into meta.json first: a run is to know its own."""
     number = 1
     while True:
         target = runs / (name if number == 1 else f"{name}-{number}")
@@ -267,7 +266,7 @@ def _move_to_free_name(prepared: Path, runs: Path, name: str, meta: Mapping[str,
 
 
 def _name(group: Any) -> str:
-    """A file name's worth of a config group: its `name`, or itself."""
+    """Return the name of a config group for a file name: its `name`, or the group itself."""
     text = str(group.get("name", "") if isinstance(group, Mapping) else group or "")
     return file_name(text)
 

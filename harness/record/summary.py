@@ -1,4 +1,4 @@
-"""`summary.json`: one flat, complete account of a run, from its passes, its spans and a few facts."""
+"""Write `summary.json`: one flat, complete account of a run, from its passes, its spans and a few facts."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from harness.record.spans import Spans, SpanTable, Window
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What passes and spans do not know. Times are host seconds; None means that nobody knows. `clock` is whose seconds
-    those of passes and spans are: "host" or "virtual"; "none" where they are not seconds and no rate follows from them.
+    """The facts of a run that passes and spans do not know. Times are host seconds; None means that nobody knows.
 
-    `setup_s` is everything before the first pass but the wait for W&B, `wall_s` the whole run. `num_requests` were
-    asked for; each ends finished or rejected. `gpu_tok_s` (the papers' T_GPU) is what the gpu lane would process if
-    it never waited. `ceilings_gb_s` holds link ceilings by kind of lane. `verify` has mode, checked, mismatched,
-    excused and tokens_checked. `token_times_s` has one row a finished request: when, on `clock`, each of its tokens
-    was there. `estimated_shares` are the machine's.
+    `clock` is whose seconds those of passes and spans are: "host" or "virtual"; "none" where they are not seconds and
+    no rate follows from them. `setup_s` is everything before the first pass but the wait for W&B, `wall_s` the whole
+    run. `num_requests` were asked for; each ends finished or rejected. `gpu_tok_s` (the papers' T_GPU) is what the gpu
+    lane would process if it never waited. `ceilings_gb_s` holds link ceilings by kind of lane. `verify` has mode,
+    checked, mismatched, excused and tokens_checked. `token_times_s` has one row a finished request: when, on `clock`,
+    each of its tokens was there. `estimated_shares` are the machine's.
     """
 
     status: str
@@ -69,7 +69,7 @@ class RunFacts:
 def build_summary(
     facts: RunFacts, passes: Sequence[PassRecord], spans: Spans, extra: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """All of `facts`, and what follows from passes and spans; `extra` is added as it is.
+    """Build the summary from all of `facts`, and what follows from passes and spans; `extra` is added as it is.
 
     Throughput covers all passes, from the start of the first to the end of the last: `throughput_tok_s` counts
     generated tokens, `processed_tok_s` prefilled and decoded ones. Shares, rates and the bottleneck cover the steady
@@ -99,7 +99,8 @@ def build_summary(
 
 
 def accuracy(predicted: float | None, observed: float | None) -> float | None:
-    """1 - |predicted - observed| / observed, below 0 where the prediction is off by more than the observation."""
+    """Return 1 - |predicted - observed| / observed, below 0 where the prediction is off by more than the
+    observation."""
     if predicted is None or not observed:
         return None
     return 1.0 - abs(predicted - observed) / observed
@@ -124,8 +125,8 @@ def _requests(facts: RunFacts, passes: Sequence[PassRecord]) -> dict[str, Any]:
 
 
 def _throughput(facts: RunFacts, passes: Sequence[PassRecord]) -> dict[str, Any]:
-    """`wall_s` and `setup_s` are host seconds on every machine, all others seconds of its `clock`. Generation time is
-    prefill and decode, without set-up and verification."""
+    """Return times and rates. `wall_s` and `setup_s` are host seconds on every machine, all others seconds of its
+    `clock`. Generation time is prefill and decode, without set-up and verification."""
     timeless = facts.clock == "none"
     length_s = max(p.end_s for p in passes) - min(p.start_s for p in passes) if passes and not timeless else 0.0
     predicted = None if timeless else facts.predicted_throughput_tok_s

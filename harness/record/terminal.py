@@ -1,4 +1,4 @@
-"""What a run shows: progress on long work, then one table. Plain text where nobody watches."""
+"""Show a run on the terminal: progress on long work, then one table. It is plain text where nobody watches."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Progress:
             self._live.stop()
 
     def stage(self, text: str, num_requests: int | None = None, *, rate: str = "tok/s") -> None:
-        """New work begins; counts start again. `rate` says what kind of tokens a second will be told."""
+        """Begin new work; counts start again. `rate` says what kind of tokens a second will be told."""
         self._rate = rate
         self._stage, self._num_finished, self._tok_s, self._steps_told = text, 0, None, 0
         self._started_s = time.monotonic()
@@ -66,7 +66,7 @@ class Progress:
         self._draw(always=True)
 
     def update(self, num_finished: int, tok_s: float | None = None) -> None:
-        """Requests finished so far in this stage, and the rate of generation."""
+        """Show the requests finished so far in this stage, and the rate of generation."""
         self._num_finished, self._tok_s = num_finished, tok_s
         if self._live is not None:
             self._draw(always=num_finished == self._num_requests)
@@ -77,7 +77,7 @@ class Progress:
             self._console.print(f"  {self._counts()}", highlight=False, markup=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """One more line that stays."""
+        """Print one more line that stays."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _draw(self, always: bool) -> None:
@@ -99,7 +99,7 @@ class Progress:
 
 
 def print_summary(summary: Mapping[str, Any], run_folder: Path, console: Console | None = None) -> None:
-    """The one table of a finished run. `summary` is what `build_summary` gave, whatever became of the run."""
+    """Print the one table of a finished run. `summary` is what `build_summary` gave, whatever became of the run."""
     target = console or Console()
     target.print(summary_table(summary, ascii_only=target.options.ascii_only))
     target.print(_paths(run_folder, summary), soft_wrap=True)  # a path is for copying: never cut or folded
@@ -152,7 +152,7 @@ def _rows(summary: Mapping[str, Any], full: str, empty: str) -> list[tuple[str, 
 
 
 def number(value: float | None, unit: str = "") -> str:
-    """Three digits that count, thousands grouped; a dash for what is unknown."""
+    """Write three digits that count, with thousands grouped, and a dash for what is unknown."""
     if value is None:
         return "-"
     text = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -177,7 +177,7 @@ def _throughput(summary: Mapping[str, Any]) -> Text:
 
 
 def _seconds(summary: Mapping[str, Any]) -> str:
-    """The unit of what passes and spans tell."""
+    """Return the unit of what passes and spans tell."""
     return "virtual s" if summary.get("clock") == "virtual" else "s"
 
 
@@ -238,7 +238,7 @@ def _window(summary: Mapping[str, Any]) -> str:
 
 
 def _ratios(ratios: Mapping[str, Any]) -> str:
-    """FLOPs and host bytes for each byte over the link, beside the papers' machines."""
+    """Write FLOPs and host bytes for each byte over the link, beside the papers' machines."""
 
     def pair(values: Mapping[str, Any]) -> str:
         flops, host = number(values["gpu_flop_per_link_byte"]), number(values["host_bytes_per_link_byte"])
@@ -258,7 +258,8 @@ def _prediction(summary: Mapping[str, Any]) -> str:
 
 
 def told_accuracy(predicted: float | None, observed: float | None, label: str) -> str | None:
-    """A prediction's accuracy in words: below zero, where a percentage would read like a fault, as the ratio it is."""
+    """Tell a prediction's accuracy in words: below zero, where a percentage would read like a fault, as the ratio it
+    is."""
     share = accuracy(predicted, observed)
     if share is None or predicted is None or not observed:
         return None
@@ -287,7 +288,7 @@ def _verified(summary: Mapping[str, Any]) -> Text:
 
 
 def _source(source: Any) -> Text:
-    """What is not real data or real weights says so loudly."""
+    """Write a source; data or weights that are not real say so loudly."""
     text = str(source or "unknown")
     loud = re.sub(r"\b(synthetic|random)\b", lambda word: word[0].upper(), text, flags=re.IGNORECASE)
     return Text(loud, style="" if loud == text else "bold yellow")

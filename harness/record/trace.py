@@ -46,7 +46,7 @@ def write_trace(
 
 
 def read_trace(path: Path) -> list[Span]:
-    """The spans of a trace, in the order in which they were recorded. Raises TraceError naming the file."""
+    """Read the spans of a trace, in the order in which they were recorded. Raises TraceError naming the file."""
     try:
         events = _load(path)["traceEvents"]
         return [_span(event) for event in events if event["ph"] == "X" and event["pid"] >= _FIRST_RANK_PID]
@@ -55,7 +55,7 @@ def read_trace(path: Path) -> list[Span]:
 
 
 def trace_label(path: Path) -> str:
-    """The label (measured, emulated, simulated) that the trace carries."""
+    """Read the label (measured, emulated, simulated) that the trace carries."""
     return str(_load(path)["otherData"]["label"])
 
 
@@ -165,7 +165,7 @@ def _counters(time_s: float, blocks: int, prefill: int, decode: int) -> Iterator
 
 
 def _times(start_s: float, end_s: float) -> dict[str, float]:
-    """Start and end are rounded before they are subtracted, so that packets that touch still touch."""
+    """Round start and end before they are subtracted, so that packets that touch still touch."""
     return {"ts": _ns(start_s) / 1e3, "dur": (_ns(end_s) - _ns(start_s)) / 1e3}
 
 

@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as `a/b` keys, which W&B draws as one section; unknown values (None) are left out."""
+    """Flatten nested mappings to `a/b` keys, which W&B draws as one section; unknown values (None) are left out."""
     result: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What Weights & Biases plots: one row a pass, with rates that `passes.jsonl` holds only the parts of."""
+"""Make the rows that Weights & Biases plots: one a pass, with rates that `passes.jsonl` holds only the parts of."""
 
 from __future__ import annotations
 

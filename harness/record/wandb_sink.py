@@ -59,14 +59,15 @@ class WandbConfig:
 
 
 class WandbSink:
-    """`start`, `settle` before the first timed pass, `log_pass` as they come, `finish`. None of them raises or hangs.
+    """A sink takes `start`, `settle` before the first timed pass, `log_pass` as passes come, and `finish`. None of them
+    raises or hangs.
 
     Where W&B cannot be reached, the run is recorded offline. After any other failure everything else is ignored;
     `warning` says in one line what went wrong in either case.
     """
 
     def __init__(self, config: WandbConfig, run_folder: Path) -> None:
-        """Files go under `run_folder`/wandb; the run is named after the folder."""
+        """Put files under `run_folder`/wandb; the run is named after the folder."""
         self.warning: str | None = None
         self._config = config
         self._mode = config.chosen_mode
@@ -84,7 +85,8 @@ class WandbSink:
             self._begin()
 
     def settle(self) -> str | None:
-        """Wait until the client has started, so that its start does not disturb timed passes. The warning, if any."""
+        """Wait until the client has started, so that its start does not disturb timed passes, and return the warning,
+        if any."""
         if self._active and not self._settled:
             self._settled = True
             reply = self._await("the start", self._starting_s)
@@ -95,15 +97,15 @@ class WandbSink:
         return self.warning
 
     def log_pass(self, row: Mapping[str, Any]) -> None:
-        """One row of history, by `row["index"]`; it leaves nothing in the summary."""
+        """Log one row of history, by `row["index"]`; it leaves nothing in the summary."""
         if self._active:
             self._send("pass", row=plain(row))
 
     def finish(
         self, summary: Mapping[str, Any], trace_path: Path | None = None, requests: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """Hand over summary, trace and some rows of requests, and end the run. What became of it, in one line, for the
-        run's own summary."""
+        """Hand over summary, trace and some rows of requests, and end the run. Returns in one line what became of it,
+        for the run's own summary."""
         if self._mode == "disabled":
             return "disabled"
         self.settle()
@@ -125,7 +127,7 @@ class WandbSink:
 
     @property
     def _starting_s(self) -> float:
-        """How long the client may take to start."""
+        """The seconds that the client may take to start."""
         return self._config.timeout_s * (_ONLINE_SHARE if self._mode == "online" else 1.0)
 
     def _settings(self, config: Mapping[str, Any], meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,7 +145,7 @@ class WandbSink:
         }
 
     def _begin(self) -> None:
-        """Launch a client of its own queues: what another one may still say is for nobody."""
+        """Launch a client with queues of its own: nobody reads what another client may still say."""
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._replies: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         try:
@@ -156,7 +158,7 @@ class WandbSink:
         self._send("start", **{**self._hello, "settings": chosen})
 
     def _go_offline(self) -> None:
-        """W&B was not reached in time; the run is recorded all the same, for `wandb sync`."""
+        """Record the run for `wandb sync`, since W&B was not reached in time."""
         for stub in (self._folder / "wandb").glob("run-*"):
             shutil.rmtree(stub, ignore_errors=True)
         self._mode, self._lost = "offline", False

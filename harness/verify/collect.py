@@ -1,4 +1,4 @@
-"""From a sequence of the engine to what the oracle checks. Torch-free."""
+"""Convert a sequence of the engine to what the oracle checks. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def generated_sequence(sequence: Sequence) -> GeneratedSequence:
-    """A finished sequence whose routing was recorded."""
+    """Convert a finished sequence whose routing was recorded."""
     assert sequence.records_routing, f"request {sequence.request.request_id}: its routing was not recorded"
     return GeneratedSequence(
         request_id=sequence.request.request_id,

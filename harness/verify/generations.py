@@ -1,4 +1,4 @@
-"""Reference generations on disk, made once for each checkpoint, prompt and version of transformers. Torch-free."""
+"""Keep reference generations on disk, made once for each checkpoint, prompt and version of transformers. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.model.cache import cache_folder
 
 class Generations:
     """One JSON file a prompt, with a checksum over prompt and tokens. A damaged file counts as absent, and one that
-    cannot be written is generated anew next time: a cache that is full or read-only costs no run."""
+    cannot be written is generated again next time: a cache that is full or read-only costs no run."""
 
     def __init__(self, checkpoint_version: str) -> None:
         versions = f"transformers-{version('transformers')}-torch-{version('torch')}".replace("+", "-")

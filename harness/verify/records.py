@@ -1,4 +1,4 @@
-"""What a run hands over for verification, and what verification answers. Torch-free."""
+"""Define what a run hands over for verification, and what verification answers. Torch-free."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class GeneratedSequence:
             )
 
     def lives(self) -> list[tuple[Segment, int, int]]:
-        """(segment, first, end): tokens first..end-1 came from this life. Lives that yielded none are left out."""
+        """Return (segment, first, end): tokens first..end-1 came from this life. Lives that yielded none are left
+        out."""
         starts = [segment.first_generated_index for segment in self.segments]
         ends = [*starts[1:], len(self.generated_ids)]
         return [life for life in zip(self.segments, starts, ends, strict=True) if life[1] < life[2]]

@@ -1,4 +1,5 @@
-"""Workloads: the papers' prompts, real or synthetic, as one tuple of requests. Torch-free, reproducible from a seed."""
+"""A workload is the papers' prompts, real or synthetic, as one tuple of requests. Torch-free, reproducible from a
+seed."""
 
 from harness.workload.build import build_workload
 from harness.workload.config import DatasetConfig, LengthStatistics

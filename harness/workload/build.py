@@ -24,7 +24,8 @@ def build_workload(
     seed: int,
     field: str = "dataset",
 ) -> Workload:
-    """The workload `config` describes; a longer one (`num_requests`) begins with the shorter one of the same seed.
+    """Build the workload that `config` describes; a longer one (`num_requests`) begins with the shorter one of the same
+    seed.
 
     Real prompts keep their order and repeat when they run out. `tokenizer` may be None for synthetic prompts, whose
     ids are then uniform over the vocabulary. Bad input raises one `ConfigError`, its field below `field`.
@@ -51,7 +52,8 @@ def build_workload(
 
 
 def _fitting(candidates: Iterator[Candidate], config: DatasetConfig, limits: LengthLimits, source: str) -> list[Prompt]:
-    """The first `num_requests` candidates that have, or get, an allowed length; fewer where the candidates end."""
+    """Return the first `num_requests` candidates that have, or get, an allowed length; fewer where the candidates
+    end."""
     prompts: list[Prompt] = []
     num_left_out = 0
     for candidate in candidates:

@@ -1,4 +1,5 @@
-"""What a dataset's YAML may say: where prompts come from, how a row becomes a prompt, which lengths are allowed."""
+"""Define what a dataset's YAML may say: where prompts come from, how a row becomes a prompt, which lengths are
+allowed."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ FILE_TYPES = (".jsonl", ".json", ".csv", ".parquet")
 
 @config
 class LengthStatistics:
-    """Published prompt lengths of a workload, in tokens with the special ones, and the shape assumed between them.
+    """The published prompt lengths of a workload, in tokens with the special ones, and the shape assumed between them.
 
     `shape` (see `harness.workload.lengths`): `lognormal`, with `sigma`, has a long tail to the right; `max_entropy`
     assumes nothing beyond minimum, mean and maximum; `constant` gives every prompt the same length.
@@ -41,7 +42,8 @@ class LengthStatistics:
 
 @config
 class DatasetConfig:
-    """One workload. Prompts come from `path` if it is set, from the hub if `use_hub`, else they are made up.
+    """A dataset's settings describe one workload. Prompts come from `path` if it is set, from the hub if `use_hub`,
+    else they are made up.
 
     Made-up prompts follow `lengths` (null: they never are made up), or a rule where `synthetic` names one; both are
     labelled synthetic everywhere.

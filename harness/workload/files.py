@@ -1,4 +1,4 @@
-"""Rows of a local dataset file, read one after another. Only .parquet needs a package beyond the standard library.
+"""Read rows of a local dataset file, one after another. Only .parquet needs a package beyond the standard library.
 
 The readers of `datasets` take seconds to import, and name neither file nor line of what they cannot read.
 """
@@ -18,7 +18,7 @@ from harness.workload.recipe import Row
 
 
 def file_label(path: str) -> str:
-    """`name, sha256 <first 16 digits>` of an existing file."""
+    """Return `name, sha256 <first 16 digits>` of an existing file."""
     file = _existing(path)
     try:
         with file.open("rb") as stream:
@@ -28,7 +28,8 @@ def file_label(path: str) -> str:
 
 
 def file_rows(path: str) -> Iterator[tuple[str, Row]]:
-    """(where, row) pairs; `where` says file and line or row, for errors. Raises `ConfigError("path", …)`, lazily."""
+    """Yield (where, row) pairs; `where` says file and line or row, for errors. Raises `ConfigError("path", …)`,
+    lazily."""
     file = _existing(path)
     readers = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}
     rows = readers[file.suffix.lower()](file)

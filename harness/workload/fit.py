@@ -1,4 +1,4 @@
-"""Prompts brought into the allowed lengths, with a count of what that took, for the workload's label."""
+"""Bring prompts into the allowed lengths, and count what that took, for the workload's label."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Prompt(NamedTuple):
 
 @dataclass(slots=True)
 class LengthLimits:
-    """Allowed prompt lengths: `shortest` to `longest` tokens, both included."""
+    """The allowed prompt lengths: `shortest` to `longest` tokens, both included."""
 
     config: DatasetConfig
     shortest: int
@@ -28,7 +28,7 @@ class LengthLimits:
 
     @classmethod
     def of(cls, config: DatasetConfig, max_positions: int) -> LengthLimits:
-        """Prompt and generated tokens together must fit the model's positions."""
+        """Derive the limits. Prompt and generated tokens together must fit the model's positions."""
         room = max_positions - config.max_new_tokens
         require(
             room >= 1,
@@ -51,7 +51,7 @@ class LengthLimits:
         return ConfigError(field, f"{message}; on_too_long=truncate cuts it")
 
     def apply(self, candidate: Candidate) -> Prompt | None:
-        """The prompt, cut, repeated or as it is; None where it is to be left out."""
+        """Return the prompt, cut, repeated or as it is; None where it is to be left out."""
         where, ids, text = candidate
         if not ids:
             raise ConfigError("column", f"{where} has no tokens")
@@ -76,5 +76,5 @@ class LengthLimits:
         return Prompt(repeated[: self.shortest], None)
 
     def notes(self) -> str:
-        """What was changed, for the label: empty, or "; 3 prompts cut to 480 tokens"."""
+        """Say what was changed, for the label: empty, or "; 3 prompts cut to 480 tokens"."""
         return "".join(f"; {num} prompt{'s' * (num > 1)} {what}" for what, num in self.counts.items())

@@ -1,4 +1,4 @@
-"""Rows of a dataset on the Hugging Face hub, through the `datasets` library; without a network, no long wait."""
+"""Read rows of a dataset on the Hugging Face hub, through the `datasets` library; without a network, no long wait."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ANSWER_WITHIN_S = 4.0
 
 
 def hub_rows(config: DatasetConfig) -> tuple[Iterator[tuple[str, Row]], str]:
-    """(where, row) pairs and a label that names repository, split and commit.
+    """Return (where, row) pairs and a label that names repository, split and commit.
 
     Asks the hub for the commit first: without a network that fails within `ANSWER_WITHIN_S`, where `load_dataset`
     would retry for many seconds. With HF_HUB_OFFLINE set, nothing is asked and only the local cache is used.
@@ -49,7 +49,8 @@ def hub_rows(config: DatasetConfig) -> tuple[Iterator[tuple[str, Row]], str]:
 
 
 def _answer(hub_id: str, ask: Callable[[], Any]) -> Any:
-    """`ask()`, given up after `ANSWER_WITHIN_S`: in a thread, because no client times out a name server's silence."""
+    """Return `ask()`, given up after `ANSWER_WITHIN_S`: in a thread, because no client times out a name server's
+    silence."""
     answer: list[Any] = []
     failure: list[Exception] = []
 

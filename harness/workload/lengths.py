@@ -30,7 +30,7 @@ Integers = NDArray[np.int64]
 
 
 def fitted(statistics: LengthStatistics) -> tuple[Integers, Floats]:
-    """Lengths min..max and their probabilities, whose mean is `statistics.mean`. Both [max - min + 1]."""
+    """Fit lengths min..max and their probabilities, whose mean is `statistics.mean`. Both are [max - min + 1]."""
     lengths = np.arange(statistics.min, statistics.max + 1)
     if statistics.shape == "constant" or statistics.mean >= statistics.max:
         return lengths, (lengths == statistics.max).astype(np.float64)
@@ -56,7 +56,7 @@ def _probabilities(statistics: LengthStatistics, lengths: Integers, parameter: f
 
 
 def drawn_lengths(statistics: LengthStatistics, seed: int) -> Iterator[int]:
-    """Endless, and the same sequence for the same seed."""
+    """Draw lengths without end, and the same sequence for the same seed."""
     lengths, probabilities = fitted(statistics)
     cumulative = np.cumsum(probabilities)
     size = statistics.num_prompts or BLOCK

@@ -1,4 +1,4 @@
-"""Prompts from a dataset file or from the hub."""
+"""Make prompts from a dataset file or from the hub."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from harness.workload.tokens import Candidate, Tokenizer, tokenized
 def real_candidates(
     config: DatasetConfig, tokenizer: Tokenizer | None, limits: LengthLimits
 ) -> tuple[Iterator[Candidate], str]:
-    """Prompts in the data's own order, and the data's label. Rows left out for being empty are noted in `limits`."""
+    """Return prompts in the data's own order, and the data's label. Rows left out for being empty are noted in
+    `limits`."""
     if tokenizer is None:
         raise ConfigError("path" if config.path else "use_hub", "real prompts need a tokenizer, and the model has none")
     if config.path is not None:
@@ -28,7 +29,7 @@ def real_candidates(
 
 
 def _texts(config: DatasetConfig, rows: Iterable[tuple[str, Row]], limits: LengthLimits) -> Iterator[tuple[str, str]]:
-    """(where, prompt with the worked examples in front) of every row that has a prompt."""
+    """Yield (where, prompt with the worked examples in front) of every row that has a prompt."""
     shots: list[str] = []
     for where, row in rows:
         is_shot = len(shots) < config.num_shots

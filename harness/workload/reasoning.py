@@ -1,4 +1,4 @@
-"""Pattern-matching problems made by rule, in the manner of HELM's synthetic reasoning task.
+"""Make pattern-matching problems by rule, in the manner of HELM's synthetic reasoning task.
 
 A *rule* is a row of letters and operators. Putting one or two words in place of each letter gives a *result*. A
 problem shows four rules over the same symbols and one result, and asks which rule the result came from; a prompt is
@@ -38,7 +38,7 @@ class Problem(NamedTuple):
 
 
 def fits(rule: Sequence[str], result: str) -> bool:
-    """Whether some choice of one or two words for each letter turns `rule` into `result`."""
+    """Tell whether some choice of one or two words for each letter turns `rule` into `result`."""
     seen: set[str] = set()
     parts = []
     for symbol in rule:
@@ -53,7 +53,8 @@ def fits(rule: Sequence[str], result: str) -> bool:
 
 
 def problem(rng: np.random.Generator) -> Problem:
-    """Two or three letters and two or three operators, in four orders of which only the answer's fits the result."""
+    """Make a problem of two or three letters and two or three operators, in four orders of which only the answer's fits
+    the result."""
     while True:
         symbols = [
             *rng.choice(LETTERS, size=rng.integers(2, 4)).tolist(),
@@ -77,7 +78,7 @@ def _order(symbols: Sequence[str], rng: np.random.Generator) -> Rule:
 
 
 def reasoning_prompts(seed: int) -> Iterator[str]:
-    """Endless problems behind one instruction and the same five solved ones, as few-shot evaluation has it."""
+    """Yield endless problems behind one instruction and the same five solved ones, as few-shot evaluation has it."""
     solved = [problem(generator(SHOTS_SEED, Stream.SHOTS, index)) for index in range(NUM_SHOTS)]
     head = "\n".join([INSTRUCTION, *(f"{_question(item)} {' '.join(item.answer)}" for item in solved)])
     for index in count():

@@ -1,4 +1,4 @@
-"""From a row of a dataset to the text of a prompt: one dotted column path and one template, both given in YAML."""
+"""Turn a row of a dataset into the text of a prompt: one dotted column path and one template, both given in YAML."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _PLACEHOLDER = re.compile(r"\{([A-Za-z_][\w.\-]*)\}")
 
 
 def placeholders(template: str) -> list[str]:
-    """The names in braces, in order: `prompt`, or dotted column paths."""
+    """Return the names in braces, in order: `prompt`, or dotted column paths."""
     return _PLACEHOLDER.findall(template)
 
 
 def prompt_text(config: DatasetConfig, row: Row, where: str) -> str | None:
-    """The prompt that `row` makes, or None where its column is empty. `where` names the row in errors."""
+    """Make the prompt from `row`, or None where its column is empty. `where` names the row in errors."""
     return _filled(config, config.template, "template", row, where)
 
 
 def shot_text(config: DatasetConfig, row: Row, where: str) -> str | None:
-    """The row as a worked example in front of a prompt, or None where its column is empty."""
+    """Make the row a worked example in front of a prompt, or None where its column is empty."""
     assert config.shot_template is not None
     return _filled(config, config.shot_template, "shot_template", row, where)
 
@@ -48,7 +48,7 @@ def _filled(config: DatasetConfig, template: str, field: str, row: Row, where: s
 
 
 def _value(row: Row, path: str, field: str, where: str) -> str | None:
-    """The text at `path`, or None where the row has the column but nothing in it (null, or too short a list)."""
+    """Return the text at `path`, or None where the row has the column but nothing in it (null, or too short a list)."""
     value: Any = row
     for depth, key in enumerate(path.split(".")):
         if isinstance(value, Mapping):

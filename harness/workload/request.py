@@ -1,4 +1,4 @@
-"""What an engine is asked to do: requests with their prompts as token ids, and where the prompts came from."""
+"""Define what an engine is asked to do: requests with their prompts as token ids, and where the prompts came from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Requests in arrival order, ids 0 to n - 1. `source`, shown with every result, begins "real:" or "synthetic:"."""
+    """The requests in arrival order, ids 0 to n - 1. `source`, shown with every result, begins "real:" or
+    "synthetic:"."""
 
     name: str
     requests: tuple[Request, ...]

@@ -34,7 +34,7 @@ _KINDS = ("story", "report", "poem", "letter", "review", "speech")
 
 
 def sentences(num: int, rng: np.random.Generator) -> list[str]:
-    """`num` sentences; the words' frequencies fall with their rank, about as Zipf's law has it."""
+    """Make `num` sentences; the words' frequencies fall with their rank, about as Zipf's law has it."""
     frames = rng.integers(len(_FRAMES), size=num)
     nouns = _ranked(len(_NOUNS), (num, 3), rng)
     adjectives = _ranked(len(_ADJECTIVES), (num,), rng)

@@ -16,5 +16,5 @@ class Stream(IntEnum):
 
 
 def generator(seed: int, stream: Stream, index: int = 0) -> np.random.Generator:
-    """The generator for item `index` of a stream, the same whatever was drawn before."""
+    """Return the generator for item `index` of a stream, the same whatever was drawn before."""
     return np.random.default_rng([seed, stream, index])

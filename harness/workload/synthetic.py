@@ -1,4 +1,4 @@
-"""Prompts made up: by published length statistics, or by a rule."""
+"""Make up prompts: by published length statistics, or by a rule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIRST_ORDINARY_ID = 3  # without a tokenizer: Mixtral's ids 0, 1, 2 are unknown,
 def synthetic_candidates(
     config: DatasetConfig, tokenizer: Tokenizer | None, limits: LengthLimits, vocab_size: int, seed: int
 ) -> tuple[Iterator[Candidate], str]:
-    """As many prompts as the published list has (endless where it does not say), and their label."""
+    """Return as many prompts as the published list has (endless where it does not say), and their label."""
     statistics = config.lengths
     assert statistics is not None, "DatasetConfig refuses made-up prompts without statistics"
     if config.synthetic == "reasoning" and tokenizer is not None:
@@ -40,7 +40,8 @@ def synthetic_candidates(
 
 
 def _from_text(statistics: LengthStatistics, tokenizer: Tokenizer, seed: int) -> Iterator[Candidate]:
-    """Made-up text from the start of some sentence on, the begin token in front if the tokenizer sets one."""
+    """Yield made-up text from the start of some sentence on, with the begin token in front if the tokenizer sets
+    one."""
     made_up = [f"{text} " for text in sentences(NUM_SENTENCES, generator(seed, Stream.SENTENCES))]
     encoded = tokenizer(made_up, add_special_tokens=False, verbose=False)["input_ids"]
     starts = np.cumsum([0] + [len(ids) for ids in encoded[:-1]])

@@ -1,4 +1,4 @@
-"""What a workload needs of a tokenizer, and texts turned into token ids chunk by chunk."""
+"""Define what a workload needs of a tokenizer, and turn texts into token ids chunk by chunk."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Candidate(NamedTuple):
 
 
 def tokenized(texts: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> Iterator[Candidate]:
-    """Candidates from (where, text) pairs, with the special tokens this tokenizer adds to a prompt."""
+    """Yield candidates from (where, text) pairs, with the special tokens this tokenizer adds to a prompt."""
     remaining = iter(texts)
     while chunk := list(islice(remaining, CHUNK)):
         encoded = tokenizer([text for _, text in chunk], add_special_tokens=True, verbose=False)["input_ids"]

@@ -19,7 +19,8 @@ from kernels.triton.tiling import Chip
 
 @triton.jit
 def product(a, b, total, WIDEN: tl.constexpr):
-    """total + a @ b with float32 sums. No TF32: float32 keeps all its digits. WIDEN: see `widens`."""
+    """Return total + a @ b with float32 sums. TF32 is not used: float32 keeps all its digits. For WIDEN see
+    `widens`."""
     if WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")

@@ -1,4 +1,4 @@
-"""Which runs are compared: found below the folders given, read, and every value checked before it is used."""
+"""Find the runs to compare below the folders given, and read them, with every value checked before it is used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 def printable(value: object) -> str:
-    """One line without anything that a terminal would obey or could not show."""
+    """Make one line without anything that a terminal would obey or could not show."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(str(value).split()))
 
 
@@ -33,7 +33,7 @@ Line = Annotated[str, AfterValidator(printable)]
 
 @dataclass(frozen=True, kw_only=True)
 class Percentiles:
-    """How a time spreads over requests, in seconds."""
+    """The percentiles say how a time spreads over requests, in seconds."""
 
     mean: Rate
     p50: Rate
@@ -52,7 +52,7 @@ class Latency:
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """How many requests were compared with the reference, and how many differ."""
+    """The result of verification: how many requests were compared with the reference, and how many differ."""
 
     checked: int
     mismatched: int
@@ -60,7 +60,7 @@ class Verified:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What is used of `summary.json`; the rest of it is not looked at."""
+    """The part of `summary.json` that is used; the rest of it is not looked at."""
 
     label: Literal["measured", "emulated", "simulated", "none"]
     throughput_tok_s: Rate | None
@@ -119,14 +119,14 @@ class LeftOut:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Runs, each list with the oldest first."""
+    """The runs that were found, each list with the oldest first."""
 
     finished: Sequence[Finished] = field(default_factory=list)
     left_out: Sequence[LeftOut] = field(default_factory=list)
 
 
 def find(folders: Sequence[Path]) -> Found:
-    """All runs in and below the folders, each once. Raises RecordError where one of the folders does not exist."""
+    """Find all runs in and below the folders, each once. Raises RecordError where one of the folders does not exist."""
     finished: list[tuple[str, Finished]] = []
     left_out: list[tuple[str, LeftOut]] = []
     for path in dict.fromkeys(path.resolve() for folder in folders for path in _run_folders(folder)):
@@ -150,7 +150,7 @@ def _in_order(runs: list[tuple[str, Any]]) -> list[Any]:
 
 
 def _run_folders(folder: Path) -> Iterator[Path]:
-    """The folder itself if it is a run's, else those below it. Hidden ones are being made."""
+    """Yield the folder itself if it is a run's, else the run folders below it. Hidden ones are still being made."""
     if not folder.is_dir():
         raise RecordError(f"{folder}: there is no such folder")
     for path, below, _ in os.walk(folder):
@@ -184,7 +184,7 @@ def _checked(kind: type[_T], values: Mapping[str, Any], file: str) -> _T:
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Value]]:
-    """(dotted name, value). A rate with its source, {value, kind, source}, is its value."""
+    """Yield (dotted name, value). A rate with its source, {value, kind, source}, counts as its value."""
     for key, value in config.items():
         if isinstance(value, Mapping) and set(value) == {"value", "kind", "source"}:
             value = value["value"]
@@ -197,5 +197,5 @@ def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, V
 
 
 def _as_yaml(value: Any) -> str:
-    """How the value is written on the command line."""
+    """Write the value as on the command line."""
     return json.dumps(value, default=str)

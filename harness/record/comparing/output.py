@@ -40,7 +40,7 @@ class Column:
 
 
 def print_table(comparison: Comparison, console: Console) -> None:
-    """No word is cut: what the terminal has no room for goes on below, row by row."""
+    """Print the table without cutting a word: what the terminal has no room for goes on below, row by row."""
     for line in _shared_lines(comparison):
         console.print(Text(line))
     room = console.width
@@ -56,7 +56,7 @@ def print_table(comparison: Comparison, console: Console) -> None:
 
 
 def print_left_out(left_out: Sequence[LeftOut], console: Console) -> None:
-    """Runs that are no row: what became of each, and the cause."""
+    """Print the runs that are no row: what became of each, and the cause."""
     if left_out:
         console.print(Text(f"\n{len(left_out)} not in the table:"))
         told = Table.grid(padding=(0, 2))
@@ -66,7 +66,7 @@ def print_left_out(left_out: Sequence[LeftOut], console: Console) -> None:
 
 
 def as_markdown(comparison: Comparison, left_out: Sequence[LeftOut]) -> str:
-    """One table, whatever its width, and a line for each note and each run that is no row."""
+    """Write one table, whatever its width, and a line for each note and each run that is no row."""
     table = Table(box=box.MARKDOWN, show_edge=True)
     columns = _columns(comparison)
     for column in columns:
@@ -83,13 +83,13 @@ def as_markdown(comparison: Comparison, left_out: Sequence[LeftOut]) -> str:
 
 
 def as_csv(comparison: Comparison) -> str:
-    """Full names and digits, a line for each row."""
+    """Write full names and digits, with a line for each row."""
     table = comparison.exported
     return str(table.assign(runs=table["runs"].map(" ".join)).to_csv(index=False))
 
 
 def as_json(comparison: Comparison, left_out: Sequence[LeftOut]) -> str:
-    """What the CSV has, and the runs that are no row."""
+    """Write what the CSV has, and the runs that are no row."""
     table = comparison.exported.astype(object)
     value = {
         "baseline": comparison.baseline,
@@ -135,7 +135,7 @@ def _columns(comparison: Comparison) -> list[Column]:
 
 
 def _blocks(columns: Sequence[Column], console: Console) -> list[list[Column]]:
-    """All columns beside each other if there is room; else settings in one column, and what does not fit below."""
+    """Put all columns beside each other if there is room; else settings in one column, and what does not fit below."""
     if _fits(columns, console):
         return [list(columns)]
     keys = [column for column in columns if column.part == "keys"]
@@ -153,7 +153,7 @@ def _blocks(columns: Sequence[Column], console: Console) -> list[list[Column]]:
 
 
 def _settings_together(columns: Sequence[Column]) -> list[Column]:
-    """The settings' columns as one, with a line for each setting that a row has."""
+    """Join the settings' columns to one, with a line for each setting that a row has."""
     settings = [column for column in columns if column.part == "settings"]
     if not settings:
         return list(columns)
@@ -183,7 +183,7 @@ def _table(columns: Sequence[Column]) -> Table:
 
 
 def _shared_lines(comparison: Comparison) -> list[str]:
-    """What all rows have in common, so that no row repeats it."""
+    """Write what all rows have in common, so that no row repeats it."""
     rows, settings = comparison.measured, comparison.settings
     same = [
         f"{group} {settings[f'{group}.name'].iloc[0]}"
@@ -195,7 +195,7 @@ def _shared_lines(comparison: Comparison) -> list[str]:
 
 
 def _sources(comparison: Comparison) -> list[str]:
-    """Where prompts and weights came from, row by row where rows differ in it."""
+    """Tell where prompts and weights came from, row by row where rows differ in it."""
     rows = comparison.measured
     return [
         f"{name.split('_')[0]} of {_rows(of_source.index)}: {source}"
@@ -206,7 +206,7 @@ def _sources(comparison: Comparison) -> list[str]:
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    """What must be known to read the numbers."""
+    """Write what must be known to read the numbers."""
     rows, notes = comparison.measured, []
     if (rows["num_runs"] > 1).any():
         notes.append("several runs in a row: the median (smallest-largest)")
@@ -244,7 +244,7 @@ def _shortened(value: object, at_most: int = _MAX_VALUE) -> str:
 
 
 def _with_spread(row: pd.Series, name: str, told: Callable[[float], str]) -> str:
-    """The median, and the extremes where there are several runs."""
+    """Write the median, and the extremes where there are several runs."""
     if pd.isna(row[name]):
         return "-"
     spread = f" ({told(row[f'{name}_min'])}-{told(row[f'{name}_max'])})" if row["num_runs"] > 1 else ""
@@ -264,7 +264,7 @@ def _busiest(row: pd.Series) -> str:
 
 
 def _accuracy(row: pd.Series) -> str:
-    """Below zero, where a percentage would read like a fault, as the ratio that it is."""
+    """Write an accuracy: below zero, where a percentage would read like a fault, as the ratio that it is."""
     accuracy = row["prediction_accuracy"]
     if pd.isna(accuracy):
         return "-"
@@ -282,6 +282,7 @@ def _time(row: pd.Series, time: str) -> str:
 
 
 def _short(runs: Sequence[str]) -> str:
-    """The first run's hash, which tells runs of one table apart, with the number of a repetition."""
+    """Shorten the names of runs to the first run's hash, which tells runs of one table apart, with the number of a
+    repetition."""
     found = re.search(r"[0-9a-f]{8}(-\d+)?$", runs[0])
     return f"{found[0] if found else runs[0]}{f' +{len(runs) - 1}' if len(runs) > 1 else ''}"

@@ -30,7 +30,7 @@ class Comparison:
 
     @property
     def names(self) -> dict[str, str]:
-        """Of each setting that an export has, the short name."""
+        """The short name of each setting that an export has."""
         return short_names(list(dict.fromkeys([*(f"{group}.name" for group in GROUPS), *self.shown])))
 
     @property
@@ -41,7 +41,8 @@ class Comparison:
 
 
 def compared(runs: Sequence[Finished], default_of: Defaults) -> Comparison:
-    """Runs that differ in nothing but their seed, and in where their records go, are one row. Rows keep the order."""
+    """Join runs that differ in nothing but their seed, and in where their records go, to one row. Rows keep the
+    order."""
     settings = pd.DataFrame([run.settings for run in runs]).infer_objects()
     settings = settings[[name for name in settings if of_configuration(name)]]
     measured = pd.DataFrame([_measured(run) for run in runs]).astype(dict.fromkeys(_NUMBERS, float))
@@ -54,7 +55,8 @@ def compared(runs: Sequence[Finished], default_of: Defaults) -> Comparison:
 
 
 def with_ratios(comparison: Comparison, asked: str | None) -> Comparison:
-    """Ratios of throughput to the rows that `asked` names, a run or settings with their values; else to the first row.
+    """Add ratios of throughput to the rows that `asked` names, a run or settings with their values; else to the first
+    row.
 
     A row's extremes are those of its worst repeat to its baseline's best, and the other way round. Where `asked` are
     settings, a row's baseline has them and agrees with the row in all others but the strategy's own; some rows may have
@@ -80,7 +82,8 @@ def with_ratios(comparison: Comparison, asked: str | None) -> Comparison:
 
 
 def in_order(comparison: Comparison, by: str, *, descending: bool) -> Comparison:
-    """Rows by a column of the export, those without a value last. Raises ConfigError where there is no such column."""
+    """Sort rows by a column of the export, with rows without a value last. Raises ConfigError where there is no such
+    column."""
     table = comparison.exported.set_index("row")
     told = {short: name.removesuffix(".name") for name, short in comparison.names.items()} | {"tok/s": RATE}
     full = told.get(by, by)
@@ -134,7 +137,7 @@ def _over_repeats(measured: pd.DataFrame, row: pd.Series) -> pd.DataFrame:
 
 
 def _row_of_run(asked: str, comparison: Comparison) -> int:
-    """The row of the one run whose name is or ends like that."""
+    """Find the row of the one run whose name is `asked` or ends like it."""
     runs = comparison.measured["runs"].explode()
     found = runs[(runs == asked) | runs.str.endswith(f"-{asked}")]
     if len(found) != 1:
@@ -144,7 +147,7 @@ def _row_of_run(asked: str, comparison: Comparison) -> int:
 
 
 def _rows_with(asked: str, comparison: Comparison) -> pd.Series:
-    """For each row the number of its baseline, missing where there is none."""
+    """Find for each row the number of its baseline, missing where there is none."""
     settings = comparison.settings
     full = {short: name for name, short in comparison.names.items()}
     has = pd.Series(True, index=settings.index)
@@ -169,5 +172,5 @@ def _rows_with(asked: str, comparison: Comparison) -> pd.Series:
 
 
 def _comparable(column: pd.Series) -> pd.Series:
-    """Numbers by size; text, alone or among numbers, by its letters."""
+    """Make a column sortable: numbers by size; text, alone or among numbers, by its letters."""
     return column if pd.api.types.is_numeric_dtype(column) else column.map(str, na_action="ignore")

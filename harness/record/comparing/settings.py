@@ -1,4 +1,4 @@
-"""In which settings runs differ, and which of these differences say more than the names of what was chosen."""
+"""Find the settings in which runs differ, and which of these differences say more than the names of what was chosen."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Defaults = Callable[[str, str], Mapping[str, Value]]  # of a group's choice, by 
 
 
 def of_configuration(name: str) -> bool:
-    """Whether the setting tells configurations apart, rather than repeats of one."""
+    """Tell whether the setting tells configurations apart, rather than repeats of one."""
     return name.partition(".")[0] not in OF_ONE_RUN
 
 
 def differing(settings: pd.DataFrame) -> list[str]:
-    """The columns that do not have one value; a setting that some rows lack differs."""
+    """Return the columns that do not have one value; a setting that some rows lack differs."""
     return [name for name in settings if settings[name].nunique(dropna=False) > 1]
 
 
 def worth_showing(settings: pd.DataFrame, default_of: Defaults) -> list[str]:
-    """The differing columns without those that merely come with another choice in a group.
+    """Return the differing columns without those that merely come with another choice in a group.
 
     Where rows differ in a group's name, a setting of the group is shown if it differs among rows of one name, or if a
     row has another value than its choice's default. Strategies are what is compared: what several of them have is
@@ -48,7 +48,7 @@ def _says_something(name: str, settings: pd.DataFrame, default_of: Defaults) -> 
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Each setting by its last word, where that tells it from the others; a choice by its group."""
+    """Name each setting by its last word, where that tells it from the others; a choice by its group."""
     last = {name: name.removesuffix(".name").rpartition(".")[2] for name in names}
     taken = list(last.values())
     return {name: short if taken.count(short) == 1 else name for name, short in last.items()}
