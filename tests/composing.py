@@ -14,7 +14,7 @@ GROUPS = ("strategy", "model", "dataset", "machine", "hardware", "routing", "exp
 
 
 def composed(*overrides: str) -> dict[str, Any]:
-    """conf/config.yaml with command-line overrides, as plain values."""
+    """Compose conf/config.yaml with command-line overrides, as plain values."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("config", overrides=list(overrides))
     values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
@@ -23,5 +23,5 @@ def composed(*overrides: str) -> dict[str, Any]:
 
 
 def names_in(group: str) -> list[str]:
-    """What can be picked in a group; files that start with an underscore are shared parts."""
+    """List what can be picked in a group; files that start with an underscore are shared parts."""
     return sorted(path.stem for path in (CONF / group).glob("*.yaml") if not path.stem.startswith("_"))

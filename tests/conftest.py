@@ -62,7 +62,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Several pytest processes and lanes share two cores."""
+    """Use one thread: several pytest processes and lanes share two cores."""
     import torch
 
     torch.set_num_threads(1)
@@ -70,7 +70,8 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_turns() -> Iterator[None]:
-    """Runs of these tests wait for no run of another program on this computer, nor are they waited for."""
+    """Give these tests turns of their own: their runs wait for no run of another program on this computer, nor the
+    other way round."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOE_HARNESS_LOCKS", folder)
         yield
@@ -78,7 +79,8 @@ def own_turns() -> Iterator[None]:
 
 @pytest.fixture
 def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long this thread wanted to sleep, each time; it does not. Who tries again after a while shows here."""
+    """Record how long this thread wanted to sleep, each time, without sleeping: this shows who tries again after a
+    while."""
     found: list[float] = []
     sleep, mine = time.sleep, threading.current_thread()
 
@@ -94,7 +96,7 @@ def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.fixture(scope="session")
 def mt_bench() -> Path:
-    """The real MT-Bench questions; tests that need them skip where they are not."""
+    """Return the real MT-Bench questions; tests that need them skip where they are not."""
     path = SHARED_DATA / "mt_bench_questions.jsonl"
     if not path.exists():
         pytest.skip(f"{path} is not here")
@@ -107,7 +109,7 @@ def tiny():
 
 
 def tiny_checkpoint():
-    """The float32 checkpoint of conf/model/mixtral-tiny.yaml."""
+    """Make the float32 checkpoint of conf/model/mixtral-tiny.yaml."""
     from harness.model.checkpoint import Checkpoint
     from harness.model.zoo import ensure
 

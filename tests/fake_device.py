@@ -38,7 +38,7 @@ class FakeStream:
         threading.Thread(target=self._work, name=f"fake stream {number}", daemon=True).start()
 
     def push(self, action: Callable[[], Any], *, at_once: bool = False) -> None:
-        """`at_once`: whoever sees what the action did also sees that it is over."""
+        """Push an action. With `at_once`, whoever sees what the action did also sees that it is over."""
         with self.device.changed:
             self.actions.append((action, at_once))
             self.device.changed.notify_all()
@@ -65,11 +65,9 @@ class FakeStream:
 
 
 class FakeDevice:
-    """A `DeviceRuntime`. `longest_pause_s`: before each thing that a stream does, at random up to that.
-
-    `blocking` lists the calls that block or allocate, for tests that allow none. `unpinnable`: more than so many
-    pinned bytes are refused.
-    """
+    """A fake `DeviceRuntime`. `longest_pause_s`: before each thing that a stream does, at random up to that. `blocking`
+    lists the calls that block or allocate, for tests that allow none. `unpinnable`: more than so many pinned bytes are
+    refused."""
 
     name = "fake device"
     has_bfloat16 = True
@@ -108,7 +106,7 @@ class FakeDevice:
     # -- DeviceRuntime --------------------------------------------------------------------------------------------
 
     def use(self) -> None:
-        """Threads need nothing here."""
+        """Do nothing, since threads need nothing here."""
 
     def limit_memory(self, nbytes: int) -> None:
         self._limit_bytes = nbytes
@@ -208,6 +206,6 @@ class FakeDevice:
 def cuda_machine(
     capacities_bytes: dict[str, int], *, device: FakeDevice | None = None, seed: int = 0, **settings: Any
 ) -> CudaMachine:
-    """The machine over a fake device, with small staging."""
+    """Build the machine over a fake device, with small staging."""
     config = Config(**{"poison": True, "staging_mb": 0.05, "cpu_threads": 1} | settings)
     return CudaMachine(runtime=device or FakeDevice(seed), capacities_bytes=capacities_bytes, config=config)

@@ -24,8 +24,8 @@ _POISON_BYTE = 0xFF  # all-ones is NaN in every float type and -1 in every integ
 
 
 def tensor_of(array: np.ndarray) -> torch.Tensor:
-    """Return a tensor of an array's numbers, in the same memory, or in its own where the array is read-only: torch has
-    no tensors that are."""
+    """Return a tensor of an array's numbers, in the same memory or, where the array is read-only, in its own: no tensor
+    is read-only."""
     return torch.from_numpy(array) if array.flags.writeable else torch.tensor(array)
 
 
@@ -66,11 +66,11 @@ class Arenas:
         return self._memos[buffer.root]
 
     def bytes_of(self, buffer: Buffer) -> torch.Tensor:
-        """The buffer's memory as a uint8 view."""
+        """Return the buffer's memory as a uint8 view."""
         return self._roots[buffer.root][buffer.offset_bytes : buffer.offset_bytes + buffer.nbytes]
 
     def tensor(self, buffer: Buffer, shape: Sequence[int], dtype: str) -> torch.Tensor:
-        """A view of the buffer's first bytes. The caller's shape must fit."""
+        """Return a view of the buffer's first bytes. The caller's shape must fit."""
         kind = TORCH_DTYPES[dtype]
         nbytes = prod(shape) * kind.itemsize
         assert nbytes <= buffer.nbytes, f"{tuple(shape)} {dtype} does not fit {buffer}"

@@ -22,6 +22,6 @@ class Config:
 
 
 def choose(config: Config) -> dict[str, Any]:
-    """The `machine` group of the configuration of the machine to take."""
+    """Return the `machine` group of the configuration of the machine to take."""
     name = "cuda" if device_found() else "emulated"
     return {"name": name, "watchdog_s": config.watchdog_s, "poison": config.poison}

@@ -43,9 +43,9 @@ HOST_KINDS = (LaneKind.CPU, LaneKind.PIN)  # the host is one, however many GPUs 
 
 
 class Work(NamedTuple):
-    """What an op costs the hardware: FLOPs, and bytes moved by tier. Feeds cost tables and the pacing of a lane.
+    """The cost of an op to the hardware: FLOPs, and bytes moved by tier. It feeds cost tables and the pacing of a lane.
 
-    A named tuple because it is made with every op, and a frozen dataclass takes twice as long to make.
+    Work is a named tuple because it is made with every op, and a frozen dataclass takes twice as long to make.
     """
 
     flops: float = 0.0
@@ -55,7 +55,7 @@ class Work(NamedTuple):
 
 
 class Context(Protocol):
-    """What a running op may use: tensors over planned buffers, and the lane's copy engine.
+    """The things that a running op may use: tensors over planned buffers, and the lane's copy engine.
 
     An op of a copy lane reaches memory of the device only through `copy`, `move` and `host_value`: they may return
     before their bytes have moved.
@@ -64,10 +64,11 @@ class Context(Protocol):
     lane: Lane
 
     def memo(self, buffer: Buffer) -> dict[Hashable, Any]:
-        """For what ops derive from a buffer's memory once and want again, such as views; gone with the memory."""
+        """Return a dictionary for what ops derive from a buffer's memory once and want again, such as views; it is gone
+        with the memory."""
 
     def tensor(self, buffer: Buffer, shape: Sequence[int], dtype: str) -> Any:
-        """A torch view of the buffer's first bytes."""
+        """Return a torch view of the buffer's first bytes."""
 
     def copy(self, dst: Buffer, src: Buffer, offset_bytes: int, nbytes: int) -> None:
         """Copy a byte range of `src` to the same range of `dst` at the speed of this lane."""
@@ -76,11 +77,11 @@ class Context(Protocol):
         """Copy tensor (or numpy array) `src` into tensor `dst`, any strides, at the speed of this lane."""
 
     def host_value(self, source: Any) -> Any:
-        """A numpy copy of a tensor, moved at the speed of this lane: how values reach the strategy. An op returns it,
-        or what holds it, and does not look at it: it may be filled only when the op is over."""
+        """Return a numpy copy of a tensor, moved at the speed of this lane: this is how values reach the strategy. An
+        op returns the copy, or what holds it, and does not look at it: it may be filled only when the op is over."""
 
     def num_threads(self) -> int:
-        """Host threads that kernels of this lane may use."""
+        """Return the number of host threads that kernels of this lane may use."""
 
 
 class Op(ABC):
@@ -104,11 +105,12 @@ class Op(ABC):
 
     @property
     def cost_key(self) -> str:
-        """What calibration tables know this op by: ops of one key cost a function of their `cost_features`."""
+        """The name by which calibration tables know this op: ops of one key cost a function of their
+        `cost_features`."""
         return self.kind
 
     def cost_features(self) -> tuple[float, ...]:
-        """What the op's duration depends on, for tables of measured costs; empty where only `work` is known."""
+        """Return what the op's duration depends on, for tables of measured costs; empty where only `work` is known."""
         return ()
 
     def run(self, ctx: Context, packet: int) -> Any:
@@ -237,11 +239,12 @@ class Machine(ABC):
 
     @abstractmethod
     def wait(self, ticket: Ticket) -> Any:
-        """Block until the op ran and return its value. Raises MachineError naming the op if any op failed."""
+        """Block until the op ran, and return its value. Raises MachineError naming the op if any op failed."""
 
     @abstractmethod
     def wait_any(self, tickets: Sequence[Ticket]) -> list[Ticket]:
-        """Block until at least one has finished; all that have, in the order they finished. Cancelled ones count."""
+        """Block until at least one has finished, and return all that have, in the order they finished. Cancelled ones
+        count."""
 
     @abstractmethod
     def cancel(self, ticket: Ticket) -> bool:
@@ -249,11 +252,11 @@ class Machine(ABC):
 
     @abstractmethod
     def now(self) -> float:
-        """Seconds on the machine's clock. Raises MachineError as `wait` does, so that polling ends too."""
+        """Return seconds on the machine's clock. Raises MachineError as `wait` does, so that polling ends too."""
 
     @property
     def facts(self) -> dict[str, str]:
-        """What else a reader of this machine's numbers must know; goes into the summary."""
+        """The other facts that a reader of this machine's numbers must know; they go into the summary."""
         return {}
 
     @property
@@ -271,8 +274,8 @@ class Machine(ABC):
         """Give the memory of a released root buffer back."""
 
     def spend_host_time(self, num_sequences: int) -> None:
-        """The strategy's thread schedules, lays out and retires a pass of so many sequences. Where time is real it
-        passes by itself; a virtual clock is told here."""
+        """Spend the time in which the strategy's thread schedules, lays out and retires a pass of so many sequences.
+        Where time is real it passes by itself; a virtual clock is told here."""
 
     def drain(self) -> None:
         """Wait until every submitted op has finished."""

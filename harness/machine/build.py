@@ -26,26 +26,26 @@ from harness.model.spec import ModelSpec
 
 @dataclass(frozen=True)
 class LoadedMachine:
-    """What builds the machine that the configuration asks for. `has_tensors`: it runs models, it does not only time
-    them."""
+    """A loaded machine builds the machine that the configuration asks for. `has_tensors`: it runs models, it does not
+    only time them."""
 
     has_tensors: bool
     build: Callable[[HardwareConfig, ModelSpec], Machine]
     resource: Callable[[], str] | None
 
     def turn(self, name: str, *, exclusive: bool) -> AbstractContextManager[Turn | None]:
-        """That of a run which others know as `name`; None where runs cannot disturb each other."""
+        """Return the turn of a run which others know as `name`; None where runs cannot disturb each other."""
         return nullcontext() if self.resource is None else Turn(self.resource(), name, exclusive=exclusive)
 
 
 def load_machine(values: Mapping[str, Any]) -> LoadedMachine:
-    """From the `machine` group of the configuration, which is checked at once."""
+    """Load the machine from the `machine` group of the configuration, which is checked at once."""
     module, config = _parsed(chosen_machine(values))
     return LoadedMachine(module.Config.has_tensors, partial(module.build, config), getattr(module, "resource", None))
 
 
 def chosen_machine(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The `machine` group with the machine that will run, where it leaves the choice to this computer."""
+    """Return the `machine` group with the machine that will run, where it leaves the choice to this computer."""
     module, config = _parsed(values)
     chosen: dict[str, Any] = module.choose(config) if hasattr(module, "choose") else dict(values)
     return chosen
@@ -62,7 +62,7 @@ def _parsed(values: Mapping[str, Any]) -> tuple[ModuleType, Any]:
 
 
 def available() -> list[str]:
-    """Machines that exist."""
+    """List the machines that exist."""
     names = [path.stem for path in Path(__file__).parent.glob("*.py")]
     return sorted(n for n in names if n != "build" and _is_machine(import_module(f"harness.machine.{n}")))
 

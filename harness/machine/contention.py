@@ -1,4 +1,4 @@
-"""How lanes slow each other down while they run together: shared host memory, or what was measured.
+"""Model how lanes slow each other down while they run together: shared host memory, or what was measured.
 
 A lane's `demand` is the host memory traffic, in bytes per second, that its op would cause at full speed. Neither way to
 share may be fitted to the throughput that a paper reports. The arithmetic is in C++ with the event loop that asks for
@@ -21,7 +21,7 @@ Running = Sequence[tuple[Lane, float]]  # lanes that run now, each with its dema
 
 
 class MemorySharing(StrEnum):
-    """What happens when lanes together want more than the host memory has."""
+    """The rule for what happens when lanes together want more than the host memory has."""
 
     MAX_MIN = "max_min"  # who asks for less than an equal share gets it, the others split the rest
     PROPORTIONAL = "proportional"  # everyone gets the same fraction of what they ask for
@@ -35,15 +35,15 @@ class Contention(Protocol):
 
     @property
     def name(self) -> str:
-        """For summaries."""
+        """The name of the rule, for summaries."""
 
     def speeds(self, running: Running) -> list[float]:
-        """For each lane its speed relative to running alone, in (0, 1]."""
+        """Return for each lane its speed relative to running alone, in (0, 1]."""
 
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Host memory of `host_bytes_s` for all lanes of all ranks.
+    """The host memory of `host_bytes_s` is shared by all lanes of all ranks.
 
     Max-min fairness never slows down a link that wants less than half of the bandwidth, however hard attention on the
     CPU presses. Proportional sharing is what a memory controller that serves requests in the order of their arrival
@@ -93,7 +93,8 @@ class MeasuredTogether:
 
     @classmethod
     def of_slowdowns(cls, slowdowns: Mapping[str, Mapping[str, float]]) -> MeasuredTogether:
-        """From `{"cpu+gpu": {"cpu": 1.3, "gpu": 1.1}}`: how many times longer ops take. Below 1 is noise, and is 1."""
+        """Read `{"cpu+gpu": {"cpu": 1.3, "gpu": 1.1}}`: how many times longer ops take. A value below 1 is noise, and
+        counts as 1."""
         table = {}
         for names, factors in slowdowns.items():
             kinds = frozenset(LaneKind(name) for name in names.split("+"))
@@ -113,7 +114,7 @@ class MeasuredTogether:
         return speeds_under(self.native, [(lane.kind, lane.rank, demand) for lane, demand in running])
 
     def speed(self, kind: LaneKind, kinds: frozenset[LaneKind]) -> float:
-        """Of one lane while those of `kinds`, itself among them, are active."""
+        """Return the speed of one lane while those of `kinds`, itself among them, are active."""
         measured = self.table.get(kinds)
         if measured is not None:
             return measured[kind]

@@ -1,4 +1,4 @@
-"""Cost models of the simulated machine: measured tables or cited constants, never a strategy's own model."""
+"""The cost models of the simulated machine: measured tables or cited constants, never a strategy's own model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from harness.machine.base import EstimatedShares, Lane, LaneKind, Op, Work
 
 class Costs(Protocol):
     def seconds(self, lane: Lane, op: Op, work: Work) -> float:
-        """The whole op alone on its lane, overheads included. Asked once an op, when it begins."""
+        """Return the seconds of the whole op alone on its lane, overheads included. It is asked once an op, when the op
+        begins."""
 
 
 class MeasuredCosts(Costs, Protocol):
@@ -23,7 +24,8 @@ class MeasuredCosts(Costs, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LaneCost:
-    """seconds = overhead + max(FLOPs / flops_s, device bytes / device_bytes_s, host bytes / ..., link bytes / ...)."""
+    """A lane's cost is seconds = overhead + max(FLOPs / flops_s, device bytes / device_bytes_s, host bytes / ..., link
+    bytes / ...)."""
 
     overhead_s: float = 0.0
     flops_s: float = float("inf")

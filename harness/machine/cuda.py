@@ -41,7 +41,7 @@ _ROUNDING_BYTES = 256 << 20
 
 @config
 class Config:
-    """Settings under `machine` in the configuration."""
+    """The settings under `machine` in the configuration."""
 
     has_tensors: ClassVar[bool] = True
 
@@ -108,7 +108,7 @@ class CudaMachine(ThreadedMachine):
 
     @property
     def clock_error_s(self) -> float:
-        """How far times of device spans may be from the host's clock."""
+        """The most by which times of device spans may be from the host's clock."""
         return self._clock.error_s + self._clock.drift_s
 
     def _take_staging(self, streams: dict[Lane, list[DeviceStream]], nbytes: int) -> None:
@@ -120,7 +120,7 @@ class CudaMachine(ThreadedMachine):
                 stream.ring = StagingRing(self._memory.bytes_of(buffer))
 
     def _measured_links(self, streams: dict[Lane, list[DeviceStream]]) -> dict[str, float] | None:
-        """Each direction alone, with packets as large as the staging memory: some milliseconds."""
+        """Measure each direction alone, with packets as large as the staging memory: some milliseconds."""
         rings = {str(lane): streams[lane][0].ring for lane in _COPY_LANES}
         found: dict[str, float] = {}
         for name, ring in rings.items():
@@ -130,7 +130,7 @@ class CudaMachine(ThreadedMachine):
         return found
 
     def _open_lane(self, lane: Lane, streams: list[DeviceStream]) -> None:
-        """Threads that launch and that watch the streams, from now on."""
+        """Start the threads that launch and that watch the streams."""
         self._wake[lane] = threading.Condition(self._lock)
         self._lanes[lane] = DeviceLane(lane, self._board.lane(lane), streams[0], streams[-1])
         self._start_thread(partial(self._launch_all, lane), f"lane {lane}")
@@ -211,7 +211,7 @@ class CudaMachine(ThreadedMachine):
         return True
 
     def _order_behind(self, stream: DeviceStream, ticket: Ticket) -> None:
-        """The stream waits for whatever the ticket follows that is still under way on other streams."""
+        """Let the stream wait for whatever the ticket follows that is still under way on other streams."""
         for dependency in ticket.waits_for:
             if not dependency.settled:
                 other, event = self._launched[dependency]
@@ -220,7 +220,8 @@ class CudaMachine(ThreadedMachine):
         ticket.waits_for = ()
 
     def _run(self, stream: DeviceStream, run: Callable[[], None], lane: Lane) -> None:
-        """On copy lanes the op's own code runs here and its copies go to the stream; on the gpu lane all its work."""
+        """Run packets. On copy lanes the op's own code runs here and its copies go to the stream; on the gpu lane all
+        its work does."""
         if lane.kind is LaneKind.GPU:
             self._runtime.launch(stream.handle, run)
         else:
@@ -229,7 +230,7 @@ class CudaMachine(ThreadedMachine):
     # -- watching -------------------------------------------------------------------------------------------------
 
     def _watch(self, stream: DeviceStream) -> None:
-        """Packets of a stream as they end; goes on after a failure until nothing is under way."""
+        """Watch packets of a stream as they end, and go on after a failure until nothing is under way."""
         while True:
             while not stream.under_way:
                 if self._stopped and not stream.launching:
@@ -243,7 +244,7 @@ class CudaMachine(ThreadedMachine):
             self._wake[launched.ticket.lane].notify()  # there is room for another packet
 
     def _await(self, stream: DeviceStream, launched: Launched) -> tuple[float, float] | None:
-        """When the packet began and ended, or None where it failed. The lock is released meanwhile."""
+        """Return when the packet began and ended, or None where it failed. The lock is released meanwhile."""
         error: BaseException | None = None
         times_s: tuple[float, float] | None = None
         self._lock.release()
@@ -299,7 +300,7 @@ class CudaMachine(ThreadedMachine):
                 stream.changed.notify_all()
 
     def close(self) -> None:
-        """Ops stop at their next packet. Memory that the device may still write is never freed."""
+        """Stop ops at their next packet. Memory that the device may still write is never freed."""
         if self._closing:
             return
         super().close()
@@ -324,12 +325,13 @@ def _tell(text: str) -> None:
 
 
 def device_found() -> bool:
-    """Whether there is a GPU that torch can use."""
+    """Tell whether there is a GPU that torch can use."""
     return torch.cuda.is_available()
 
 
 def device_lost() -> str | None:
-    """Why the GPU is of no more use to this process, if it is not: CUDA's errors in a kernel stay until it ends."""
+    """Say why the GPU is of no more use to this process, if so: CUDA's errors in a kernel stay until the process
+    ends."""
     if _never_freed:
         return "a machine's work on it did not come to its end"
     if not torch.cuda.is_initialized():
@@ -342,12 +344,12 @@ def device_lost() -> str | None:
 
 
 def resource() -> str:
-    """The first GPU, by the number that it has for every process."""
+    """Name the first GPU, by the number that it has for every process."""
     return f"cuda-{torch.cuda.get_device_properties(0).uuid}" if device_found() else "cuda"
 
 
 def build(config: Config, hardware: HardwareConfig, spec: ModelSpec) -> CudaMachine:
-    """The first GPU, as large as the profile says; its rates are its own."""
+    """Build the machine of the first GPU, as large as the profile says; its rates are its own."""
     if not device_found():
         raise ConfigError("machine.name", "cuda needs an NVIDIA GPU that torch can use; machine=emulated needs none")
     runtime = TorchCudaRuntime()

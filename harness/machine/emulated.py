@@ -41,7 +41,7 @@ class EmulatedMachine(ThreadedMachine):
 
 @config
 class Config:
-    """Settings under `machine` in the configuration."""
+    """The settings under `machine` in the configuration."""
 
     has_tensors: ClassVar[bool] = True
 
@@ -53,12 +53,12 @@ class Config:
 
 
 def resource() -> str:
-    """Of which each run wants all there is: the cores, whatever links and GPU are played on them."""
+    """Name what each run wants all of: the cores, whatever links and GPU are played on them."""
     return "emulated"
 
 
 def build(config: Config, hardware: HardwareConfig, spec: ModelSpec) -> EmulatedMachine:
-    """The emulated machine with the profile's capacities and rates; profiles of real GPUs are for planning."""
+    """Build the emulated machine with the profile's capacities and rates; profiles of real GPUs are for planning."""
     real = f"'{hardware.name}' is a real machine, which cannot be emulated; use hardware=laptop or a profile like it"
     require(hardware.gpu is None, "hardware", real)
 

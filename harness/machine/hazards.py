@@ -14,7 +14,7 @@ _DONE, _CANCELLED = TicketState.DONE, TicketState.CANCELLED
 
 
 class _Touched:
-    """Who touched a key: its last writer, if that may still matter, and the readers since."""
+    """The ops that touched a key: its last writer, if that may still matter, and the readers since."""
 
     __slots__ = ("overlapping", "readers", "sift_at", "writer")
 
@@ -100,12 +100,13 @@ class Hazards:
             ticket.num_unmet, ticket.waits_for = len(found), found
 
     def _sift(self, touched: _Touched) -> None:
-        """Keys that are never written, such as resident weights, must not keep all their readers alive."""
+        """Drop readers that are done: keys that are never written, such as resident weights, must not keep all their
+        readers alive."""
         touched.readers = [r for r in self._effective(touched.readers) if r.state is not _DONE]
         touched.sift_at = max(_SIFT_READERS_FROM, 2 * len(touched.readers))
 
     def _add_key(self, key: Hashable) -> _Touched:
-        """Keys that nobody will name again must not stay for ever."""
+        """Add a key, and drop keys that nobody will name again, which must not stay for ever."""
         if len(self._keys) >= self._sweep_at:
             for old in [k for k, t in self._keys.items() if not self._matters(t)]:
                 self._drop(old)
@@ -145,7 +146,7 @@ class Hazards:
 
     @staticmethod
     def _effective(tickets: Iterable[Ticket]) -> Iterator[Ticket]:
-        """A cancelled op did nothing, so whoever would follow it follows what it would have followed. Each once."""
+        """Yield each op once, with what a cancelled op followed in its place: a cancelled op did nothing."""
         found, open_ = set(), list(tickets)
         while open_:
             ticket = open_.pop()

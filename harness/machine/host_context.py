@@ -1,4 +1,4 @@
-"""What running ops see on machines made of host threads: views over arenas, and copies at a lane's rate."""
+"""Give running ops what they see on machines made of host threads: views over arenas, and copies at a lane's rate."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LaneRate:
     link_bytes_s: float | None = None  # of a gpu lane: between GPUs
 
     def seconds(self, flops: float, nbytes: float, link_bytes: float = 0.0) -> float:
-        """The least time that the caps allow."""
+        """Return the least time that the caps allow."""
         flop_s = flops / self.flops_s if self.flops_s else 0.0
         byte_s = nbytes / self.bytes_s if self.bytes_s else 0.0
         link_s = link_bytes / self.link_bytes_s if self.link_bytes_s else 0.0
@@ -35,7 +35,7 @@ class LaneRate:
 
 
 class HostContext:
-    """Context of one lane. Copies pay for their bytes as they go; `pace_compute` holds back what ran too fast."""
+    """The context of one lane. Copies pay for their bytes as they go; `pace_compute` holds back what ran too fast."""
 
     def __init__(self, lane: Lane, arenas: Arenas, rate: LaneRate | None = None, threads: int = 1) -> None:
         self.lane = lane
@@ -76,7 +76,8 @@ class HostContext:
         return value
 
     def resume(self, ready_s: float) -> None:
-        """The lane runs an op that was ready from then on: a link that stood idle until then makes up for nothing."""
+        """Resume the lane with an op that was ready from `ready_s` on: a link that stood idle until then makes up for
+        nothing."""
         if ready_s > self._free_s:
             self._free_s = time.monotonic()
 

@@ -9,13 +9,14 @@ from harness.memory.tiers import Buffer
 
 
 def buffer_of(key: Hashable) -> Buffer | None:
-    """The buffer that a dependency key names: the key itself, or the first item of a tuple that names part of one."""
+    """Return the buffer that a dependency key names: the key itself, or the first item of a tuple that names part of
+    one."""
     first = key[0] if isinstance(key, tuple) and key else key
     return first if isinstance(first, Buffer) else None
 
 
 class Overlaps:
-    """Buffers by root, in the order of their first bytes."""
+    """The known buffers by root, in the order of their first bytes."""
 
     def __init__(self) -> None:
         self._by_root: dict[Buffer, list[Buffer]] = {}
@@ -36,7 +37,7 @@ class Overlaps:
             del self._by_root[root], self._largest_bytes[root]
 
     def of(self, buffer: Buffer) -> list[Buffer]:
-        """All other known buffers that share a byte with this one."""
+        """Return all other known buffers that share a byte with this one."""
         known = self._by_root.get(buffer.root, [])
         if len(known) < 2:
             return [other for other in known if other is not buffer]

@@ -1,4 +1,4 @@
-"""Where machines keep what ran: sequences of spans that are made when asked for, of packed rows, as a run is long."""
+"""Keep what ran on a machine as packed rows, from which spans are made when asked for, as a run is long."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _ROWS_A_CHUNK = 1 << 12
 
 
 class SpanSequence(MutableSequence[Span]):
-    """Spans as a machine records them. Cannot be edited, only cleared."""
+    """A sequence of spans as a machine records them. It cannot be edited, only cleared."""
 
     @abstractmethod
     def columns(self) -> tuple[np.ndarray, list[Lane], list[str]]:
-        """A copy of all rows, structured, and what their lane and kind codes mean."""
+        """Return a copy of all rows, structured, and what their lane and kind codes mean."""
 
     @abstractmethod
     def _spans(self, first: int, last: int) -> Iterator[Span]: ...

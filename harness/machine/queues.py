@@ -35,7 +35,7 @@ class LaneQueue:
         return self.normal[0] if self.normal and self.normal[0].ready else None
 
     def ready(self) -> Ticket | None:
-        """The op this lane would start now, if any."""
+        """Return the op this lane would start now, if any."""
         return self.ready_urgent() or self.ready_normal()
 
     def pop(self, ticket: Ticket) -> None:
@@ -83,7 +83,7 @@ class Board:
         self._events.append((ticket, time_s, False))
 
     def restart(self, ticket: Ticket, time_s: float) -> None:
-        """The ticket's op began at another time than was thought when it was started."""
+        """Note that the ticket's op began at another time than was thought when it was started."""
         self._events.append((ticket, time_s, False))
 
     def finish(self, ticket: Ticket, time_s: float) -> list[Ticket]:
@@ -117,7 +117,7 @@ class Board:
 
 
 def settle(ticket: Ticket) -> list[Ticket]:
-    """The ticket's op has run: the dependents that became ready by it."""
+    """Note that the ticket's op has run, and return the dependents that became ready by it."""
     ticket.state = TicketState.DONE
     freed = []
     for dependent in ticket.dependents or ():
@@ -145,7 +145,7 @@ def withdraw(ticket: Ticket) -> bool:
 
 
 def dump(lanes: Iterable[tuple[Lane, Sequence[Ticket], Sequence[Ticket]]]) -> str:
-    """Lanes with pending ops and what these wait for, and with running ops: the text of a watchdog's report."""
+    """List lanes with pending ops and what these wait for, and with running ops: the text of a watchdog's report."""
     lines = []
     for lane, pending, running in lanes:
         lines.append(f"  lane {lane}: {len(pending)} pending")

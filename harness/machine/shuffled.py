@@ -23,7 +23,8 @@ from harness.model.spec import ModelSpec
 
 
 class ShuffledMachine(Machine):
-    """Deterministic for a seed. `now` counts packets: there is no time here, so its numbers carry no label."""
+    """The shuffled machine is deterministic for a seed. `now` counts packets: there is no time here, so its numbers
+    carry no label."""
 
     label: ClassVar[str] = "none"
     name: ClassVar[str] = "shuffled"
@@ -78,7 +79,7 @@ class ShuffledMachine(Machine):
         self._step_until(lambda: self._board.num_settled == self._board.num_submitted)
 
     def close(self) -> None:
-        """Nothing runs between calls; memory is given back."""
+        """Give memory back; nothing runs between calls."""
         self._arenas.close()
 
     def back(self, buffer: Buffer) -> None:
@@ -99,7 +100,7 @@ class ShuffledMachine(Machine):
             raise MachineError(text) from cause
 
     def _step(self) -> None:
-        """One packet of one ready op, chosen at random."""
+        """Run one packet of one ready op, chosen at random."""
         if not self._runnable:
             raise MachineError(f"deadlock: no op is ready.\n{self._board.dump()}")
         index = self._random.randrange(len(self._runnable))
@@ -127,13 +128,13 @@ class ShuffledMachine(Machine):
             raise MachineError(self._failure[0]) from error
 
     def _execute(self, op: Op, ctx: HostContext, packet: int) -> Any:
-        """What tests take the place of that watch an op at its work."""
+        """Run the packet. Tests that watch an op at its work override this."""
         return op.run_packet(ctx, packet)
 
 
 @config
 class Config:
-    """Settings under `machine` in the configuration."""
+    """The settings under `machine` in the configuration."""
 
     has_tensors: ClassVar[bool] = True
 
@@ -142,5 +143,5 @@ class Config:
 
 
 def build(config: Config, hardware: HardwareConfig, spec: ModelSpec) -> ShuffledMachine:
-    """The shuffled machine with the profile's capacities."""
+    """Build the shuffled machine with the profile's capacities."""
     return ShuffledMachine(capacities_bytes=hardware.capacities_bytes, seed=config.seed, poison=config.poison)

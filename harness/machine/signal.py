@@ -1,4 +1,4 @@
-"""How lanes wake the strategy's thread, which Ctrl-C may interrupt at any moment."""
+"""Let lanes wake the strategy's thread, which Ctrl-C may interrupt at any moment."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Signal:
         self._unset.acquire()
 
     def set(self) -> None:
-        """By one thread at a time, after the change that is told: whoever has waited then sees it."""
+        """Set the signal, one thread at a time, after the change that is told: whoever has waited then sees it."""
         if self._unset.locked():
             self._unset.release()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it was set in time."""
+        """Wait, and tell whether the signal was set in time."""
         return self._unset.acquire(timeout=timeout_s)

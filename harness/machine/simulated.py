@@ -29,8 +29,11 @@ _MAX_ALIASES = 256  # equal lanes that are different objects, remembered by iden
 
 
 class HostTimes(Protocol):
-    """Seconds of the strategy's thread: a submission, a wake-up, a pass, and each sequence in it; and until a lane that
-    had nothing to do begins with an op that has become ready."""
+    """The seconds that the strategy's thread and its wake-ups take.
+
+    They are for a submission, a wake-up, a pass, and each sequence in it; and until a lane that had nothing to do
+    begins with an op that has become ready.
+    """
 
     @property
     def handover_s(self) -> float: ...
@@ -46,8 +49,8 @@ class HostTimes(Protocol):
 
 
 class SimulatedMachine(Machine):
-    """`submit_s` and `wake_s` are host time: an op cannot start before it was submitted, and a wait that has to wait
-    costs the strategy a wake-up. Virtual time moves only inside `wait`, `wait_any`, `now`, `cancel` and `drain`.
+    """The simulated machine runs ops in virtual time, which moves only inside `wait`, `wait_any`, `now`, `cancel` and
+    `drain`. Virtual time moves only inside `wait`, `wait_any`, `now`, `cancel` and `drain`.
 
     Of `contention` and `host_bytes_s` (short for plain max-min fairness) exactly one is given. With `keep_spans` at
     "totals" only sums by lane and kind of op are kept (`totals`), for runs whose spans would fill the memory.
@@ -128,7 +131,7 @@ class SimulatedMachine(Machine):
         return None if self._measured is None else self._measured.estimated_shares
 
     def is_busy(self, kind: LaneKind) -> bool:
-        """Whether a lane of this kind has an op to run at this moment of the virtual clock."""
+        """Tell whether a lane of this kind has an op to run at this moment of the virtual clock."""
         return bool(self._lanes.is_busy(kind))
 
     def spend_host_time(self, num_sequences: int) -> None:
@@ -136,7 +139,7 @@ class SimulatedMachine(Machine):
 
     @property
     def world(self) -> Any:
-        """What `Op.imagine` asks for values."""
+        """The world that `Op.imagine` asks for values."""
         return self._lanes.world
 
     @world.setter
@@ -183,23 +186,21 @@ class SimulatedMachine(Machine):
         self._run(self._lanes.drain())
 
     def totals(self) -> TotalsByKind:
-        """Busy time and work by lane and kind of op since the spans were cleared, up to now.
-
-        The difference of two calls is what happened between them. Work counts by the part of an op that is done, which
-        differs from its part of the span's time while contention changes the op's speed.
-        """
+        """Return busy time and work by lane and kind of op since the spans were cleared, up to now. The difference of
+        two calls is what happened between them. Work counts by the part of an op that is done, which differs from its
+        part of the span's time while contention changes the op's speed."""
         self._lanes.catch_up()
         sums = self._lanes.totals()
         return {(self._lane_names[lane], kind): Totals(*values) for (lane, kind), values in sums.items()}
 
     def close(self) -> None:
-        """Nothing runs between calls."""
+        """Do nothing, since nothing runs between calls."""
 
     def back(self, buffer: Buffer) -> None:
-        """There are no tensors."""
+        """Do nothing, since there are no tensors."""
 
     def unback(self, buffer: Buffer) -> None:
-        """There are no tensors."""
+        """Do nothing, since there are no tensors."""
 
     def _run(self, went_on: bool) -> None:
         self._num_idle_polls = 0
@@ -208,7 +209,7 @@ class SimulatedMachine(Machine):
             raise MachineError(f"deadlock: nothing runs and no op is ready.\n{dump(lanes)}")
 
     def _find(self, lane: Lane) -> int:
-        """Lanes are found by identity where possible: hashing a lane costs a tenth of a submission."""
+        """Find a lane's number by identity where possible: hashing a lane costs a tenth of a submission."""
         found = self._id_of.get(lane)
         if found is None:
             found = self._id_of[lane] = self._lanes.add_lane(lane.kind, lane.rank)
@@ -221,7 +222,8 @@ class SimulatedMachine(Machine):
 
 @config
 class Config:
-    """Settings under `machine` in the configuration. Host times of the strategy's own thread, in microseconds."""
+    """The settings under `machine` in the configuration. Host times are those of the strategy's own thread, in
+    microseconds."""
 
     has_tensors: ClassVar[bool] = False
 
@@ -235,8 +237,8 @@ class Config:
 
 
 def build(config: Config, hardware: HardwareConfig, spec: ModelSpec) -> SimulatedMachine:
-    """The profile's machine on a virtual clock, for a model of these dimensions. A calibrated profile has neither rates
-    nor a memory that lanes share: `calibrate` brings both, as measured."""
+    """Build the profile's machine on a virtual clock, for a model of these dimensions. A calibrated profile has neither
+    rates nor a memory that lanes share: `calibrate` brings both, as measured."""
     free = Roofline(lanes={kind: LaneCost() for kind in LaneKind})
     memory_bytes_s = float("inf") if hardware.calibrated else host_bytes_s(hardware)
     return SimulatedMachine(

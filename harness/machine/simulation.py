@@ -1,4 +1,5 @@
-"""What the simulated machine needs to know beside lanes and clock: costs from a profile, and the values ops bring back.
+"""Tell the simulated machine what it needs besides lanes and clock: costs from a profile, and the values ops bring
+back.
 
 Costs come from the profile's achieved rates (each with its source) or from tables measured on a machine, never from a
 strategy's performance model.
@@ -25,7 +26,7 @@ _REMEMBERED = 64  # micro-batches times layers, of which a strategy has few in t
 
 
 class World:
-    """What a model would answer: routing from a counter-based source, token 0 for every sample."""
+    """The world answers as a model would: routing from a counter-based source, token 0 for every sample."""
 
     def __init__(self, routing: Routing, num_experts: int) -> None:
         self._routing = routing
@@ -33,7 +34,7 @@ class World:
         self._counts: dict[tuple[MicroBatch, int], np.ndarray] = {}
 
     def sampled(self, batch: MicroBatch) -> np.ndarray:
-        """int64 [sequences]. The machine times a run; what it says is nobody's business."""
+        """Return token 0 for each sequence, int64 [sequences]: the simulated machine only times a run."""
         return np.zeros(len(batch.sequences), dtype=np.int64)
 
     def routing(self, batch: MicroBatch, layer: int) -> np.ndarray:
@@ -47,8 +48,10 @@ class World:
         return np.full(chosen.shape, 1 / chosen.shape[1], dtype=np.float32)
 
     def expert_counts(self, batch: MicroBatch, layer: int) -> np.ndarray | None:
-        """int64 [num_experts], the tokens that choose each expert; None where routing is even, so that the expected
-        numbers, which every op knows by itself, are as good."""
+        """Return int64 [num_experts], the tokens that choose each expert.
+
+        None where routing is even, so that the expected numbers, which every op knows by itself, are as good.
+        """
         if self._routing.is_even:
             return None
         key = (batch, layer)
@@ -61,7 +64,7 @@ class World:
 
 
 def profile_costs(hardware: HardwareConfig, spec: ModelSpec) -> Roofline:
-    """A roofline a lane from the profile's achieved rates."""
+    """Make a roofline for each lane from the profile's achieved rates."""
 
     def rate(name: str, unit: float = 1e9) -> float:
         value = getattr(hardware, name)
@@ -88,7 +91,7 @@ def profile_costs(hardware: HardwareConfig, spec: ModelSpec) -> Roofline:
 
 
 def host_bytes_s(hardware: HardwareConfig) -> float:
-    """Bandwidth of host memory that all lanes share."""
+    """Return the bandwidth of host memory that all lanes share."""
     value = hardware.host_gb_s
     if value is None:
         raise _unstated(hardware, "host_gb_s")

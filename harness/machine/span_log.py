@@ -1,4 +1,4 @@
-"""Where the simulated machine keeps what ran: every packet in 88 bytes, or only sums by lane and kind of op."""
+"""Keep what ran on the simulated machine: every packet in 88 bytes, or only sums by lane and kind of op."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ TotalsByKind = dict[tuple[Lane, str], Totals]
 
 
 class SpanLog(SpanSequence):
-    """All spans of a simulation. `native` is where the event loop writes. With `keeps_rows` off there are only sums,
-    and as a sequence of spans it is empty, however long the run.
-    """
+    """The log of all spans of a simulation. `native` is where the event loop writes. With `keeps_rows` off there are
+    only sums, and as a sequence of spans it is empty, however long the run."""
 
     def __init__(self, *, keeps_rows: bool) -> None:
         self.native = span_log(keeps_rows=keeps_rows)
@@ -48,11 +47,11 @@ class SpanLog(SpanSequence):
         self._kinds: list[str] = []
 
     def name(self, lanes: list[Lane], kinds: list[str]) -> None:
-        """What the codes of lanes and kinds of op mean: lists that the machine lets grow."""
+        """Name the codes of lanes and kinds of op, in lists that the machine lets grow."""
         self._lanes, self._kinds = lanes, kinds
 
     def columns(self, first: int = 0) -> tuple[np.ndarray, list[Lane], list[str]]:
-        """A copy of the rows from number `first` on, of dtype `ROW`, and what its lane and kind codes mean.
+        """Return a copy of the rows from number `first` on, of dtype `ROW`, and what its lane and kind codes mean.
 
         `count` of the op's `num_packets` packets ran in a row; its work columns are those of the whole op.
         """

@@ -1,4 +1,5 @@
-"""What machines made of host threads share: a worker thread a lane, one lock, waiting, failing, watchdog."""
+"""Give machines made of host threads what they have in common: a worker thread a lane, one lock, waiting, failing,
+watchdog."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 
 class ThreadedMachine(Machine):
-    """Real tensors, real threads, real time.
+    """A threaded machine has real tensors, real threads and real time.
 
     One lock guards all bookkeeping; it is released while an op's packet runs. The first error of any lane stops every
     lane and is raised, with the op's name, from whatever the strategy calls next.
@@ -58,7 +59,7 @@ class ThreadedMachine(Machine):
 
     @abstractmethod
     def _host_context(self, lane: Lane) -> HostContext:
-        """What ops of a lane see that runs on a host thread."""
+        """Return what ops of a lane see that runs on a host thread."""
 
     # -- the strategy's side ------------------------------------------------------------------------------------
 
@@ -102,8 +103,8 @@ class ThreadedMachine(Machine):
         self._wait_until(lambda: self._board.num_settled == self._board.num_submitted)
 
     def close(self) -> None:
-        """Running ops stop at their next packet boundary; a packet that does not end is given up after 10 s. Memory is
-        given back."""
+        """Stop running ops at their next packet boundary, and give memory back. A packet that does not end is given up
+        after 10 s."""
         with self._lock:
             self._closing = True
             self._wake_all()
@@ -113,7 +114,8 @@ class ThreadedMachine(Machine):
         self._give_memory_back()
 
     def _give_memory_back(self) -> None:
-        """Not only when this object goes: cycles of machine, engine and strategy live until Python looks for them."""
+        """Give memory back at once, not only when this object goes: cycles of machine, engine and strategy live until
+        Python looks for them."""
         self._arenas.close()
 
     def back(self, buffer: Buffer) -> None:
@@ -125,7 +127,7 @@ class ThreadedMachine(Machine):
     # -- waiting ------------------------------------------------------------------------------------------------
 
     def _wait_until(self, condition: Callable[[], T]) -> T:
-        """What `condition` gives, asked with the lock held, as soon as that is true."""
+        """Return what `condition` gives, asked with the lock held, as soon as that is true."""
         self._idle_s, period_s = 0.0, min(1.0, self._watchdog_s / 4)
         while True:
             with self._lock:
@@ -161,7 +163,7 @@ class ThreadedMachine(Machine):
         self._start_thread(lambda: self._serve(lane), f"lane {lane}")
 
     def _start_thread(self, serve: Callable[[], None], name: str) -> None:
-        """`serve` is called with the lock held; whatever it raises ends the run."""
+        """Start a thread that calls `serve` with the lock held; whatever it raises ends the run."""
 
         def work() -> None:
             with self._lock:
@@ -180,7 +182,7 @@ class ThreadedMachine(Machine):
         self._workers.append(worker)
 
     def _enter_thread(self) -> None:
-        """What every thread of the machine does first."""
+        """Do what every thread of the machine does first."""
         torch.set_num_threads(1)
 
     def _serve(self, lane: Lane) -> None:
@@ -216,12 +218,12 @@ class ThreadedMachine(Machine):
         self._progress.set()
 
     def _freed(self, ticket: Ticket, time_s: float) -> None:
-        """The ticket's lane may run it from then on."""
+        """Note that the ticket's lane may run it from `time_s` on."""
         ticket.place = time_s
         self._wake[ticket.lane].notify()
 
     def _run_packet(self, ticket: Ticket, packet: int, context: HostContext) -> float | None:
-        """The lock is released while the packet runs. When it ended, or None if it failed."""
+        """Run a packet with the lock released, and return when it ended, or None if it failed."""
         op = ticket.op
         start_s, cpu_start_s = time.monotonic(), time.thread_time()
         if packet == 0:
@@ -258,13 +260,13 @@ class ThreadedMachine(Machine):
         self._progress.set()
 
     def _wake_all(self) -> None:
-        """Whatever sleeps looks whether the machine has stopped."""
+        """Wake whatever sleeps, to look whether the machine has stopped."""
         for condition in self._wake.values():
             condition.notify()
 
 
 def share_of(work: Work, packets: int) -> Work:
-    """The work of one packet."""
+    """Return the work of one packet."""
     if packets == 1:
         return work
     return Work(work.flops / packets, work.device_bytes / packets, work.host_bytes / packets, work.link_bytes / packets)

@@ -26,7 +26,8 @@ _FOLDER_MODE, _FILE_MODE = 0o1777, 0o666  # for all users of the computer; each 
 
 
 def locks_folder() -> Path:
-    """MOE_HARNESS_LOCKS, else a folder of all users below the system's folder for temporary files (TMPDIR, /tmp)."""
+    """Return MOE_HARNESS_LOCKS, else a folder of all users below the system's folder for temporary files (TMPDIR,
+    /tmp)."""
     return Path(os.environ.get(LOCKS_VARIABLE) or Path(tempfile.gettempdir()) / "moe-offload-harness-locks")
 
 
@@ -35,7 +36,8 @@ def _tell(text: str) -> None:
 
 
 class Turn:
-    """As a context manager: within it, `resource` of this computer is this run's own, or the runs beside it are known.
+    """A turn is a context manager: within it, `resource` of this computer is this run's own, or the runs beside it are
+    known.
 
     `name` is told to whoever waits. With `exclusive` the block begins when no other run has its turn; without, at once.
     `warning` says why other runs cannot be seen, where that is so; the block is then entered at once.
@@ -80,7 +82,8 @@ class Turn:
             self._lock.release()
 
     def beside(self) -> list[str]:
-        """Who else had a turn at any time since this one began; `ANYONE` as well, where its lock file is gone."""
+        """Name the other runs that had a turn at any time since this one began; `ANYONE` as well, where its lock file
+        is gone."""
         if not self._lock.is_locked:
             return []
         left = _lines(self._path)[1:] if self._path.is_file() else [ANYONE]
@@ -100,7 +103,7 @@ class Turn:
         return None
 
     def _under_way(self) -> list[Path]:
-        """The files of runs that live; what others left is removed."""
+        """Return the files of runs that live, and remove what others left."""
         found = []
         for path in sorted(self._folder.glob(f"{self._resource}-*.run")):
             try:
@@ -112,7 +115,7 @@ class Turn:
 
 
 def _lines(path: Path) -> list[str]:
-    """A run's name, and those that were left for it. The run may have ended meanwhile."""
+    """Read a run's name, and the names that were left for it. The run may have ended meanwhile."""
     with suppress(OSError):
         return path.read_text().splitlines() or ["unnamed"]
     return ["unnamed"]

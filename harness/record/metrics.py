@@ -175,8 +175,8 @@ def kind_totals(spans: Spans, window: Window) -> list[KindTotal]:
 
 
 def estimated(totals: Sequence[KindTotal], shares: EstimatedShares) -> dict[str, Any]:
-    """Return the `share` of all lanes' busy time whose costs are estimates, and by lane and kind of op what makes it
-    up, the largest first."""
+    """Return the `share` of all lanes' busy time whose costs are estimates, and its parts by lane and kind of op, the
+    largest first."""
     all_s = sum(total.busy_s for total in totals)
     found = {f"{t.lane} {t.kind}": _ratio(shares.get((t.lane, t.kind), 0.0) * t.busy_s, all_s) for t in totals}
     by_kind = {name: share for name, share in found.items() if share > 0}

@@ -21,7 +21,7 @@ def command(overrides: list[str]) -> str:
 
 
 def run(overrides: list[str], results_dir: Path) -> str:
-    """ "ok", "refused" where the settings are told to be impossible, or what went wrong."""
+    """Run once; return "ok", "refused" where the settings are told to be impossible, or what went wrong."""
     try:
         summary, _ = run_experiment(composed(*overrides, *QUIET, f"results_dir={results_dir}"))
     except ConfigError:
@@ -35,7 +35,7 @@ def run(overrides: list[str], results_dir: Path) -> str:
 
 
 def draw(rng: random.Random, kv_bytes_per_token: int) -> list[str]:
-    """Every setting that decides which ops there are, how they are cut, and who waits for whom."""
+    """Draw every setting that decides which ops there are, how they are cut, and who waits for whom."""
     strategy, longest, new_tokens = rng.choice(STRATEGIES), rng.choice((1, 8, 20, 40)), rng.choice((1, 2, 5, 9))
     num_gpus = 1 if strategy == "moelens" else rng.choice((1, 2, 2, 4))
     own = settings_of(strategy, rng, num_gpus)
@@ -69,7 +69,7 @@ def draw(rng: random.Random, kv_bytes_per_token: int) -> list[str]:
 
 
 def settings_of(strategy: str, rng: random.Random, num_gpus: int) -> dict[str, Any]:
-    """Settings of the strategy's own."""
+    """Draw the settings of the strategy's own."""
     yes_no = (True, False)
     if strategy == "moelens":
         given = {"overlap_prefill_decode": yes_no, "pipeline": ("vslpipe", "sequential"), "attention": ("cpu", "gpu")}

@@ -1,5 +1,7 @@
-"""The ops that strategies submit to the GPU's lane, and a context in which their code runs without memory: tensors of
-Mixtral-8x7B's real shapes on torch's device "meta"."""
+"""Run the ops that strategies submit to the GPU's lane in a context in which their code needs no memory.
+
+Their tensors have Mixtral-8x7B's real shapes on torch's device "meta".
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ class MetaContext:
 
 
 def weight_views(ctx, part):
-    """Where weights are planned there are layouts without tensors."""
+    """Give layouts without tensors, where weights are planned."""
     family, spec = families.family("mixtral"), ctx.spec
     parts = (*family.layer_parts(spec, 0), family.embedding_part(spec), family.head_part(spec))
     layout = next(each for each in parts if each.name == part.layout.name)
@@ -64,7 +66,7 @@ def weight_views(ctx, part):
 
 
 def submitted(monkeypatch: pytest.MonkeyPatch, name: str, num_requests: int) -> list:
-    """The gpu lane's ops of a whole run."""
+    """Return the gpu lane's ops of a whole run."""
     ops, original = [], SimulatedMachine.submit
 
     def submit(self, lane, op, **options):

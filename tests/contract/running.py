@@ -59,7 +59,7 @@ def engine_on(
     machine: Machine, checkpoint: Checkpoint, work: list[Request], *, kv_blocks: int, block_size: int = 4,
     num_gpus: int = 1, values: dict[str, Any] | None = None,
 ) -> Engine:  # fmt: skip
-    """With the `values` of a strategy its weights lie where it wants them."""
+    """Build an engine; with the `values` of a strategy its weights lie where that strategy wants them."""
     config = values and load_strategy(values)[1]
     shared = parallelism(config)
     specs = [source.spec for source in rank_sources(checkpoint, num_gpus, shared)]
@@ -78,14 +78,14 @@ def engine_on(
 
 
 def strategy_of(engine: Engine, values: dict[str, Any]) -> Strategy:
-    """`values` as in conf/strategy/*.yaml."""
+    """Build the strategy from `values` as in conf/strategy/*.yaml."""
     module, config = load_strategy(values)
     built: Strategy = module.build(config, engine)
     return built
 
 
 def run_to_end(engine: Engine, build: Callable[[Engine], Strategy]) -> list[PassRecord]:
-    """All passes, with integrity checked after each; conservation is checked here for every test."""
+    """Run all passes, with integrity checked after each; conservation is checked here for every test."""
     passes: list[PassRecord] = []
     try:
         strategy = build(engine)
@@ -103,7 +103,7 @@ def run_to_end(engine: Engine, build: Callable[[Engine], Strategy]) -> list[Pass
 
 
 def check_tokens(checkpoint: Checkpoint, sequences: list[Sequence]) -> VerifyReport:
-    """The oracle's verdict on every finished sequence."""
+    """Return the oracle's verdict on every finished sequence."""
     finished = [s for s in sequences if s.state is State.FINISHED]
     for sequence in finished:
         assert len(sequence.generated) == sequence.request.max_new_tokens

@@ -86,7 +86,7 @@ class WatchingMachine(ShuffledMachine):
         self._collect(op, changed)
 
         def is_same_without(hidden: list[Buffer]) -> bool:
-            """Whether the op does the same where it finds nothing that it does not declare, in these buffers."""
+            """Tell whether the op does the same where it finds nothing that it does not declare, in these buffers."""
             for buffer, found in reversed(before.items()):
                 memory(buffer).copy_(found)
             for buffer in hidden:
@@ -121,7 +121,8 @@ class WatchingMachine(ShuffledMachine):
 
 
 def untouched(machines: list[WatchingMachine]) -> set[Declaration]:
-    """What ops of these runs declare and none of their class touches. `Poison` has all keys that name any part."""
+    """Return what ops of these runs declare and none of their class touches. `Poison` has all keys that name any
+    part."""
     declared, touched = (
         set().union(*(getattr(machine, what) for machine in machines)) for what in ("declared", "touched")
     )
@@ -129,7 +130,7 @@ def untouched(machines: list[WatchingMachine]) -> set[Declaration]:
 
 
 def kind_of(op: Op, key: Hashable) -> str:
-    """What a key is to an op, whichever its buffer is: where the op has it from, else its name without numbers."""
+    """Name what a key is to an op, whichever its buffer is: where the op has it from, else its name without numbers."""
     if isinstance(key, tuple) and len(key) == 3:
         return "blocks of the cache"
     buffer, part = key if isinstance(key, tuple) else (key, "")
@@ -141,13 +142,13 @@ def kind_of(op: Op, key: Hashable) -> str:
 
 
 def undeclared_views(op: Op, touched: Iterable[Buffer]) -> list[str]:
-    """Names of the buffers of which the op has got hold and of which it declares no byte."""
+    """Name the buffers of which the op has got hold and of which it declares no byte."""
     declared = [buffer for key in (*op.reads, *op.writes) for buffer in _named_by(op, key)]
     return [buffer.name for buffer in touched if not any(_overlap(buffer, other) for other in declared)]
 
 
 def _named_by(op: Op, key: Hashable) -> list[Buffer]:
-    """What a key is about, whatever part of it."""
+    """Return what a key is about, whatever part of it."""
     if isinstance(key, tuple) and len(key) == 3:
         return [op.cache.keys[key[1]], op.cache.values[key[1]]]
     return [key if isinstance(key, Buffer) else key[0]]
@@ -159,7 +160,7 @@ def _overlap(a: Buffer, b: Buffer) -> bool:
 
 
 def mask_of(buffer: Buffer, op: Op, keys: tuple[Hashable, ...]) -> torch.Tensor:
-    """uint8 [bytes of the buffer]: every bit of those that the keys stand for."""
+    """Return uint8 [bytes of the buffer] with every bit set of the bytes that the keys stand for."""
     mask = torch.zeros(buffer.nbytes, dtype=torch.uint8)
     for root, begin, end in ranges(op, keys):
         if root is buffer.root:
@@ -168,7 +169,7 @@ def mask_of(buffer: Buffer, op: Op, keys: tuple[Hashable, ...]) -> torch.Tensor:
 
 
 def ranges(op: Op, keys: Iterable[Hashable]) -> Iterator[Range]:
-    """What each key of an op stands for. A key of an unknown form is a failure."""
+    """Yield what each key of an op stands for. A key of an unknown form is a failure."""
     for key in keys:
         if isinstance(key, Buffer):
             yield _part(key, 0, key.nbytes)
@@ -185,7 +186,7 @@ def _part(buffer: Buffer, begin: int, end: int) -> Range:
 
 
 def _named(op: Op, buffer: Buffer, name: Hashable) -> Iterator[Range]:
-    """Rows of attention results by who writes them, or a GPU's own share of a buffer."""
+    """Yield rows of attention results by who writes them, or a GPU's own share of a buffer."""
     if isinstance(op, Poison):
         yield _part(buffer, 0, buffer.nbytes)
     elif (buffer, name) == fetched(buffer) and isinstance(op, AllGather):
@@ -204,7 +205,8 @@ def _named(op: Op, buffer: Buffer, name: Hashable) -> Iterator[Range]:
 
 
 def _blocks(op: Op, root: Buffer, layer: int, partition: int) -> Iterator[Range]:
-    """The blocks of a partition's sequences in one layer of a KV cache, as far as the op knows these sequences."""
+    """Yield the blocks of a partition's sequences in one layer of a KV cache, as far as the op knows these
+    sequences."""
     assert root is op.cache.keys[0].root, f"{told(op)} declares another cache than its own"
     sequences = [] if isinstance(op, PoisonBlocks) else [s for s in op.batch.sequences if s.partition == partition]
     blocks = op.blocks if isinstance(op, PoisonBlocks) else [b for s in sequences for b in s.blocks]

@@ -20,7 +20,7 @@ def eventually(condition: Callable[[], object], meanwhile: Callable[[], object] 
 
 
 def unhurried_examples() -> None:
-    """Hypothesis takes as long as it needs for an example; all else is as it chooses, in CI and elsewhere."""
+    """Let hypothesis take as long as it needs for an example; all else is as it chooses, in CI and elsewhere."""
     settings.register_profile(
         "unhurried", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )

@@ -1,4 +1,4 @@
-"""Random paged caches for the attention tests."""
+"""Make random paged caches for the attention tests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def paged_case(
     magnitude: float = 1.0,
     seed: int = 0,
 ) -> PagedCase:
-    """Sequences of `lengths` tokens in blocks shuffled over the cache, which also holds blocks of NaN nobody owns."""
+    """Make sequences of `lengths` tokens in blocks shuffled over the cache, which also holds blocks of NaN that belong
+    to no sequence."""
     generator = torch.Generator().manual_seed(seed)
     blocks_of = [-(-length // block_size) for length in lengths]
     num_blocks = sum(blocks_of) + 3

@@ -1,4 +1,4 @@
-"""Other interpreters, and the threads of this one."""
+"""Start other interpreters, and list the threads of this one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ TIMEOUT_S = 240.0
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
-    """Runs `code` in a new interpreter, which finds the packages and what these tests share."""
+    """Run `code` in a new interpreter, which finds the packages and what these tests share."""
     path = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests/kernels')!r}]\n"
     return subprocess.run([sys.executable, "-c", path + code], capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
 def threads() -> dict[int, str]:
-    """Names of this process's threads by their ids. One that has been joined may be seen for a moment."""
+    """Name this process's threads by their ids. One that has been joined may be seen for a moment."""
     names = {}
     for task in Path("/proc/self/task").iterdir():
         try:

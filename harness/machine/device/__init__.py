@@ -1,1 +1,1 @@
-"""What a machine with a device is made of: streams, events, copies, pinned memory, and time on one clock."""
+"""A machine with a device is made of these parts: streams, events, copies, pinned memory, and time on one clock."""

@@ -19,7 +19,7 @@ class DeviceArenas(Arenas):
     def __init__(
         self, runtime: DeviceRuntime, compute: Any, host: HostMemory, *, poison: bool, progress: Progress
     ) -> None:
-        """`compute`: the stream on which ops allocate their temporaries."""
+        """Take `compute`, the stream on which ops allocate their temporaries."""
         super().__init__(poison)
         self._runtime = runtime
         self._compute = compute
@@ -39,15 +39,18 @@ class DeviceArenas(Arenas):
         self._runtime.settle()
 
     def _let_go_of_released(self) -> None:
-        """Torch would cut a released buffer into pieces for smaller ones, and have no whole piece for the next that is
-        large, though the plan holds."""
+        """Give released buffers back to the device.
+
+        Torch would cut a released buffer into pieces for smaller ones, and have no whole piece for the next that is
+        large, though the plan holds.
+        """
         if self._released:
             self._released = False
             self._runtime.release_unused()
             self._take_room(max((buffer.nbytes for buffer in self._room), default=0))
 
     def _take_room(self, nbytes: int) -> None:
-        """For temporaries: taken once and left with torch's allocator, which then has it during a pass."""
+        """Take memory for temporaries once and leave it with torch's allocator, which then has it during a pass."""
         if nbytes:
             self._runtime.launch(self._compute, lambda: self._runtime.allocate(nbytes).zero_())
 
@@ -76,7 +79,7 @@ class DeviceArenas(Arenas):
         super().unback(buffer)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor, contiguous, lies in pinned memory of these arenas."""
+        """Tell whether the tensor, contiguous, lies in pinned memory of these arenas."""
         start = tensor.data_ptr()
         place = bisect_right(self._pinned, (start, 1 << 62)) - 1
         return place >= 0 and start + tensor.nbytes <= self._pinned[place][1]

@@ -1,4 +1,4 @@
-"""Times of device events on the host's clock."""
+"""Convert times of device events to the host's clock."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ class Mark:
 
 
 class DeviceClock:
-    """An event on a stream of its own is recorded and awaited between two readings of `time.monotonic`: it lies between
-    them, and the narrowest of some attempts is kept. Every few seconds a new one takes its place, so that the two
-    clocks cannot drift apart. `drift_s`: by how much the device's clock was found off at worst, before it was set anew.
+    """The device's clock is set by an event on a stream of its own, between two readings of `time.monotonic`.
+
+    The event is recorded and awaited between the readings: it lies between them, and the narrowest of some attempts is
+    kept. Every few seconds a new one takes its place, so that the two clocks cannot drift apart. `drift_s`: by how much
+    the device's clock was found off at worst, before it was set again.
     """
 
     def __init__(self, runtime: DeviceRuntime) -> None:
@@ -36,7 +38,7 @@ class DeviceClock:
         self.error_s = self.mark.error_s  # the largest of any mark
 
     def seconds(self, mark: Mark, event: Any) -> float:
-        """When `event` was reached; it was recorded while `mark` was the clock's."""
+        """Return when `event` was reached; it was recorded while `mark` was the clock's."""
         return mark.host_s + self._runtime.elapsed_s(mark.event, event)
 
     def refresh(self) -> None:

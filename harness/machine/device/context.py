@@ -1,4 +1,4 @@
-"""What ops of a device lane see: tensors over the arenas, and copies that go to the lane's stream."""
+"""Give ops of a device lane what they see: tensors over the arenas, and copies that go to the lane's stream."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ TakeSlot = Callable[[int], Slot | None]
 
 @dataclass(eq=False, slots=True)
 class Staged:
-    """A piece of the staging ring with a copy between it and the device; `target` is what it is copied on to, within
-    the host, when the copy has ended."""
+    """A piece of the staging ring with a copy between it and the device.
+
+    `target` is what it is copied on to, within the host, when the copy has ended.
+    """
 
     slot: Slot
     memory: torch.Tensor
@@ -114,7 +116,7 @@ class DeviceContext:
             self._in_halves(self._to_host, dst, src)
 
     def _in_halves(self, move: Callable[[torch.Tensor, torch.Tensor], None], dst: torch.Tensor, src: Any) -> None:
-        """What is too large for the ring; a single row that is goes at once."""
+        """Move what is too large for the ring in halves; a single row that is too large goes at once."""
         if not src.dim() or len(src) < 2:
             self._runtime.copy_now(dst, src, self._stream)
             return
@@ -123,7 +125,7 @@ class DeviceContext:
         move(dst[middle:], src[middle:])
 
     def _is_direct(self, host: torch.Tensor) -> bool:
-        """The device can read or write it as it is."""
+        """Tell whether the device can read or write the tensor as it is."""
         return host.is_contiguous() and self._arenas.is_pinned(host)
 
     def _room(self, shape: Sequence[int], dtype: torch.dtype) -> Staged | None:
@@ -138,7 +140,7 @@ class DeviceContext:
         return None if slot is None else Staged(slot, slot.memory.view(dtype).view(tuple(shape)))
 
     def _behind(self, staged: Staged) -> None:
-        """Its copy stands in the stream."""
+        """Record that the copy of `staged` stands in the stream."""
         staged.event = self._runtime.event()
         self._runtime.record(staged.event, self._stream)
         self.staged.append(staged)

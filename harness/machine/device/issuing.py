@@ -12,11 +12,11 @@ _PENDING, _DONE, _ISSUED = TicketState.PENDING, TicketState.DONE, TicketState.IS
 
 
 def joined_by_stream(first: Lane, second: Lane) -> bool:
-    """Whether an op on `second` may be launched when the op on `first` that it follows stands in a stream: its own
-    stream then waits for the other's event.
+    """Tell whether an op on `second` may be launched when the op on `first` that it follows stands in a stream.
 
-    One of them must be the gpu lane. Copies follow each other through the host: their ops may also touch host memory
-    when they are launched (gathering rows, filling staging memory), which a stream's wait would not hold back.
+    Its own stream then waits for the other's event. One of them must be the gpu lane. Copies follow each other through
+    the host: their ops may also touch host memory when they are launched (gathering rows, filling staging memory),
+    which a stream's wait would not hold back.
     """
     kinds = (first.kind, second.kind)
     return LaneKind.GPU in kinds and all(kind in DEVICE_LANES for kind in kinds)
@@ -37,7 +37,8 @@ class IssueBoard(Board):
         return ticket
 
     def issue(self, ticket: Ticket) -> list[Ticket]:
-        """The last of its packets stands in a stream; the dependents that became ready by it."""
+        """Note that the last of the ticket's packets stands in a stream, and return the dependents that became ready by
+        it."""
         ticket.state = _ISSUED
         return [d for d in ticket.dependents or () if joined_by_stream(ticket.lane, d.lane) and self._met(d)]
 
@@ -48,7 +49,7 @@ class IssueBoard(Board):
 
     @staticmethod
     def _met(dependent: Ticket) -> bool:
-        """One more of its dependencies is met: is it ready by that?"""
+        """Note that one more dependency of `dependent` is met, and tell whether it is ready by that."""
         dependent.num_unmet -= 1
         if dependent.num_unmet:
             return False

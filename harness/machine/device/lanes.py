@@ -17,21 +17,24 @@ from harness.machine.queues import LaneQueue
 
 @dataclass(frozen=True)
 class Depth:
-    """How far the launching thread runs ahead: fewer than `launches` are under way on a stream when the next one comes.
-    What is launched cannot be overtaken by what is urgent. A launch takes the host some 0.1 ms, so packets of one op
-    are launched together up to `nbytes` on the link."""
+    """The distance by which the launching thread runs ahead: fewer than `launches` are under way on a stream when the
+    next one comes.
+
+    Urgent work cannot overtake what is launched. A launch takes the host some 0.1 ms, so packets of one op are launched
+    together up to `nbytes` on the link.
+    """
 
     launches: int
     nbytes: int = 0
 
     def packets(self, share: Work) -> int:
-        """How many packets of so much work go together."""
+        """Return how many packets of so much work go together."""
         return max(1, int(self.nbytes / share.link_bytes)) if share.link_bytes else 1
 
 
 @dataclass(eq=False, slots=True)
 class Launched:
-    """Packets of one op, from number `packet` on, that stand in a stream between two events."""
+    """The packets of one op, from number `packet` on, that stand in a stream between two events."""
 
     ticket: Ticket
     packet: int
@@ -73,7 +76,8 @@ class DeviceStream:
         self.changed.notify_all()
 
     def remove(self, launched: Launched) -> None:
-        """The oldest packet has ended; nobody waits for its events any more but streams that were told to before."""
+        """Remove the oldest packet, which has ended; only streams that were told to before still wait for its
+        events."""
         assert self.under_way[0] is launched, "packets of a stream end in their order"
         self.under_way.popleft()
         self._spare_events += (launched.first, launched.last)
@@ -86,12 +90,12 @@ class DeviceStream:
         self.ring.give_back(slot)
 
     def give_back(self, slot: Slot) -> None:
-        """The oldest that is taken, by the packets that are being launched: no others are under way."""
+        """Give back the oldest slot that is taken, by the packets that are being launched: no others are under way."""
         with self.changed:
             self._return(slot)
 
     def take_slot(self, nbytes: int) -> Slot | None:
-        """Room in the staging ring, waiting for packets that are under way; None where that brings none."""
+        """Take room in the staging ring, waiting for packets that are under way; None where that brings none."""
         with self.changed:
             while self.ring is not None and nbytes <= self.ring.capacity_bytes:
                 slot = self.ring.take(nbytes)
@@ -102,10 +106,10 @@ class DeviceStream:
 
 
 class DeviceLane:
-    """What to launch next: the two FIFO classes of `queues.py`, packet by packet."""
+    """A device lane decides what to launch next: the two FIFO classes of `queues.py`, packet by packet."""
 
     def __init__(self, lane: Lane, queue: LaneQueue, normal: DeviceStream, urgent: DeviceStream) -> None:
-        """`urgent` may be `normal`."""
+        """Take two streams for the two classes; `urgent` may be `normal`."""
         self.lane = lane
         self.streams = [normal] if normal is urgent else [normal, urgent]
         self._queue = queue
@@ -116,7 +120,7 @@ class DeviceLane:
         return self._urgent if ticket.urgent else self._normal
 
     def next(self) -> tuple[Ticket, int] | None:
-        """The packet from which to launch now, if any: urgent ops first, and only where the stream has room."""
+        """Return the packet from which to launch now, if any: urgent ops first, and only where the stream has room."""
         for urgent in (True, False):
             found = self._open[urgent]
             if found is None:
@@ -127,9 +131,9 @@ class DeviceLane:
         return None
 
     def begin(self, ticket: Ticket) -> None:
-        """Its first packet is launched now."""
+        """Note that the ticket's first packet is launched now."""
         self._queue.pop(ticket)
 
     def go_on(self, ticket: Ticket, packet: int) -> None:
-        """Its packets before number `packet` stand in their stream."""
+        """Note that the ticket's packets before number `packet` stand in their stream."""
         self._open[ticket.urgent] = (ticket, packet) if packet < ticket.op.packets else None

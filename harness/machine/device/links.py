@@ -1,4 +1,4 @@
-"""What the links of a device carry between it and pinned memory, alone and both at once."""
+"""Measure what the links of a device carry between it and pinned memory, alone and both at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _WARM_UP, _REPEATS = 2, 16
 
 
 def link_rates_gb_s(runtime: DeviceRuntime, pinned: dict[str, torch.Tensor]) -> dict[str, float]:
-    """`pinned` has uint8 memory for "h2d" and "d2h", some megabytes each; the directions at the same time."""
+    """Measure the rates of both directions, alone and at the same time. `pinned` has uint8 memory for "h2d" and "d2h",
+    some megabytes each."""
     streams, timed = {}, {}
     for name, memory in pinned.items():
         streams[name] = runtime.stream()

@@ -1,4 +1,4 @@
-"""Where a PCI device and its nearest memory and cores are, as sysfs tells. Torch-free."""
+"""Find where a PCI device and its nearest memory and cores are, as sysfs tells. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Node:
 
 
 def node_of(pci_bus_id: str | None, sysfs: Path = SYSFS) -> Node | None:
-    """The device's node; None where there is one node only, or nothing is told (virtual machines say -1)."""
+    """Return the device's node; None where there is one node only, or nothing is told (virtual machines say -1)."""
     if pci_bus_id is None or len(_nodes(sysfs)) < 2:
         return None
     number = _number(sysfs / "bus/pci/devices" / pci_bus_id / "numa_node")
@@ -30,7 +30,7 @@ def node_of(pci_bus_id: str | None, sysfs: Path = SYSFS) -> Node | None:
 
 
 def cores_of(text: str) -> set[int]:
-    """ "0-3,8" -> {0, 1, 2, 3, 8}."""
+    """Parse a list of cores: "0-3,8" -> {0, 1, 2, 3, 8}."""
     cores: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")

@@ -35,8 +35,11 @@ class PinnedMemoryError(MemoryError):
 
 @contextmanager
 def keeping() -> Iterator[None]:
-    """Within, large pinned memory that one machine gives back waits for the next one that asks for as much: taking and
-    pinning 100 GB takes a minute. It comes with what was in it. Where memory runs short, what waits is given up."""
+    """Keep large pinned memory that one machine gives back, within the block, for the next one that asks for as much.
+
+    Taking and pinning 100 GB takes a minute. The memory comes with what was in it. Where memory runs short, what waits
+    is given up.
+    """
     global _kept
     assert _kept is None, "pinned memory is being kept already"
     _kept = []
@@ -53,8 +56,8 @@ _kept: list[tuple[torch.Tensor, DeviceRuntime]] | None = None
 
 
 class HostMemory:
-    """`node`: where to take memory, None: anywhere. `read_limits` gives the limits of the moment by name, in bytes that
-    are still free."""
+    """The host's memory for a device. `node`: where to take memory, None: anywhere. `read_limits` gives the limits of
+    the moment by name, in bytes that are still free."""
 
     def __init__(
         self, node: Node | None = None, *, threads: int | None = None, patience_s: float = _PATIENCE_S,
@@ -67,7 +70,7 @@ class HostMemory:
         self._areas: dict[int, torch.Tensor] = {}  # whole ones, by address
 
     def pinned(self, nbytes: int, name: str, runtime: DeviceRuntime, tell: Progress) -> torch.Tensor:
-        """uint8 [nbytes]. Raises PinnedMemoryError naming the limit that does not suffice."""
+        """Return pinned memory, uint8 [nbytes]. Raises PinnedMemoryError naming the limit that does not suffice."""
         area = self._kept_area(nbytes)
         if area is None:
             area = self._new_area(nbytes, name, runtime, tell)
@@ -83,7 +86,7 @@ class HostMemory:
 
     @staticmethod
     def _kept_area(nbytes: int) -> torch.Tensor | None:
-        """The smallest that suffices, unless most of it would lie idle."""
+        """Take the smallest kept area that suffices, unless most of it would lie idle."""
         fitting = [entry for entry in _kept or () if nbytes <= entry[0].nbytes <= 1.25 * nbytes]
         if not fitting or _kept is None:
             return None
@@ -123,12 +126,13 @@ class HostMemory:
                     tell(f"{name}: {taken / 1e9:.0f} of {memory.nbytes / 1e9:.0f} GB taken")
 
     def require_pageable(self, nbytes: int, name: str) -> None:
-        """Room for pageable memory, which the system gives when it is written to. Raises PinnedMemoryError as above."""
+        """Require room for pageable memory, which the system gives when it is written to. Raises PinnedMemoryError as
+        `pinned` does."""
         if nbytes > _CHUNK_BYTES:
             self._require(nbytes, f"{_needs(name, nbytes, 'host')};")
 
     def _require(self, wanted: int, asked: str) -> None:
-        """That much more memory must be free by every limit; beyond the system's the process would be killed."""
+        """Require that much more free memory by every limit; beyond the system's the process would be killed."""
         deadline_s = time.monotonic() + self._patience_s
         while True:
             limits = self._read_limits()
@@ -147,7 +151,7 @@ def _needs(name: str, nbytes: int, kind: str) -> str:
 
 
 def _give_up_kept() -> bool:
-    """Whether there was memory that waited for another machine: the smallest piece of it is free now."""
+    """Free the smallest piece of memory that waited for another machine, and tell whether there was one."""
     if not _kept:
         return False
     smallest = min(range(len(_kept)), key=lambda at: _kept[at][0].nbytes)
@@ -157,7 +161,7 @@ def _give_up_kept() -> bool:
 
 
 def free_bytes_by_limit(root: Path = Path("/")) -> dict[str, int]:
-    """What the system and the control group of this process still give."""
+    """Return what the system and the control group of this process still give."""
     limits = {}
     for line in _lines(root / "proc/meminfo"):
         if line.startswith("MemAvailable:"):
@@ -187,7 +191,7 @@ def _lock_limit() -> str:
 
 
 def _advise_huge(area: mmap.mmap) -> None:
-    """Large pages are a wish: kernels without them say so, and small ones do as well."""
+    """Ask for large pages. They are a wish: kernels without them say so, and small ones do as well."""
     try:
         area.madvise(mmap.MADV_HUGEPAGE)
     except (OSError, AttributeError):
@@ -203,7 +207,7 @@ def _touch(memory: torch.Tensor) -> None:
 
 
 def _prefer_node(memory: torch.Tensor, node: int) -> None:
-    """Pages of the mapping come from the node while it has any; elsewhere than expected is slower, not wrong."""
+    """Prefer the node for pages of the mapping while it has any; a page elsewhere is slower, not wrong."""
     number = _MBIND.get(platform.machine())
     if number is None:
         return
@@ -216,4 +220,4 @@ def _prefer_node(memory: torch.Tensor, node: int) -> None:
 
 
 def _say_nothing(text: str) -> None:
-    """Small memory comes at once."""
+    """Report no progress: small memory comes at once."""

@@ -28,13 +28,13 @@ class DeviceRuntime(Protocol):
         """Make this thread work on the device: the first thing a thread does."""
 
     def limit_memory(self, nbytes: int) -> None:
-        """Allocations beyond that fail with torch.OutOfMemoryError, whoever makes them."""
+        """Limit the device's memory: allocations beyond that fail with torch.OutOfMemoryError, whoever makes them."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes] on the device."""
+        """Allocate uint8 [nbytes] on the device."""
 
     def release_unused(self) -> None:
-        """Memory that `allocate` gave and nobody holds any more goes back to the device; may wait for all its work."""
+        """Release to the device memory that `allocate` gave and nobody holds any more; may wait for all its work."""
 
     def pin(self, memory: torch.Tensor) -> None:
         """Let the device read and write host memory by itself. DeviceError says why not."""
@@ -49,16 +49,17 @@ class DeviceRuntime(Protocol):
     def record(self, event: Any, stream: Any) -> None: ...
 
     def wait(self, stream: Any, event: Any) -> None:
-        """What the stream is given from now on runs after the event as it was last recorded."""
+        """Let what the stream is given from now on run after the event as it was last recorded."""
 
     def query(self, event: Any) -> bool:
-        """Whether it has been reached. Raises what went wrong on the device before it."""
+        """Tell whether the event has been reached. Raises what went wrong on the device before it."""
 
     def synchronize(self, event: Any) -> None:
         """Sleep until it is reached; raises what went wrong on the device before it."""
 
     def elapsed_s(self, first: Any, second: Any) -> float:
-        """Between two events that were reached, to about a microsecond where they are some seconds apart."""
+        """Return the seconds between two events that were reached, to about a microsecond where they are some seconds
+        apart."""
 
     def settle(self) -> None:
         """Wait for what this thread gave the device outside of `launch` and `copy`."""
@@ -67,14 +68,14 @@ class DeviceRuntime(Protocol):
         """Call `run`, whose work on tensors of the device goes to the stream."""
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
-        """Between the device and pinned memory, in the stream."""
+        """Copy between the device and pinned memory, in the stream."""
 
     def copy_now(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
-        """The same for any host memory, of any dtype and strides; returns when it is over."""
+        """Copy between the device and any host memory, of any dtype and strides; return when the copy is over."""
 
 
 class TorchCudaRuntime:
-    """`DeviceRuntime` by torch.cuda."""
+    """The `DeviceRuntime` that torch.cuda provides."""
 
     def __init__(self, index: int = 0) -> None:
         self._device = torch.device("cuda", index)
@@ -157,7 +158,7 @@ class TorchCudaRuntime:
 
 
 def _pci_bus_id(properties: Any) -> str | None:
-    """As sysfs writes it: domain:bus:device.function."""
+    """Write the id as sysfs does: domain:bus:device.function."""
     numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     known = [number for number in numbers if number is not None]
     return "{:04x}:{:02x}:{:02x}.0".format(*known) if len(known) == len(numbers) else None

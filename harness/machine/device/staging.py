@@ -1,4 +1,4 @@
-"""Pinned memory through which pageable and scattered data pass on their way to or from the device."""
+"""Hold pinned memory through which pageable and scattered data pass on their way to or from the device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StagingRing:
         return not self._taken
 
     def take(self, nbytes: int) -> Slot | None:
-        """uint8 memory of that size, or None while there is no room."""
+        """Take uint8 memory of that size, or return None while there is no room."""
         size = -(-max(nbytes, 1) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if not self._taken:
             self._head = self._tail = 0

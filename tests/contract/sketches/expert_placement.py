@@ -1,6 +1,7 @@
-"""Event-driven placement of single experts after PreScope: after each gate the active experts are spread over what is
-resident, what a prefetch brought, what is loaded on demand, and the CPU; the next layer's experts are prefetched on a
-guess and withdrawn when the gate says otherwise.
+"""Sketch the event-driven placement of single experts after PreScope.
+
+After each gate the active experts are spread over what is resident, what a prefetch brought, what is loaded on demand,
+and the CPU; the next layer's experts are prefetched on a guess and withdrawn when the gate says otherwise.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from strategies.common.static_batches import StaticBatches
 
 
 class OffloadNormed(Op):
-    """Gating input and routing to the host, for experts that run there."""
+    """The transfer of gating input and routing to the host, for experts that run there."""
 
     kind: ClassVar[str] = "offload normed"
 
@@ -54,7 +55,7 @@ class ExpertOnHost(Op):
         self.reads, self.writes = (normed, *part.keys), (sums,)
 
     def work(self) -> Work:
-        """One expert's weights are read, and its tokens' rows read and added to."""
+        """Count one expert's weights, which are read, and its tokens' rows, which are read and added to."""
         spec, n = self.engine.spec, len(self.rows)
         row_bytes = spec.hidden_dim * (spec.dtype_bytes + 8)
         return Work(flops=2 * n * spec.expert_params, host_bytes=self.part.layout.nbytes + n * row_bytes)
@@ -70,7 +71,7 @@ class ExpertOnHost(Op):
 
 
 class LoadSums(Op):
-    """Sums of the host's experts to the device."""
+    """The transfer of the sums of the host's experts to the device."""
 
     kind: ClassVar[str] = "load sums"
 
@@ -88,7 +89,8 @@ class LoadSums(Op):
 
 
 class ExpertPlacement:
-    """Two buffers for experts on demand, two for prefetched ones, expert 0 of each layer resident."""
+    """The strategy has two buffers for experts on demand, two for prefetched ones, and expert 0 of each layer
+    resident."""
 
     def __init__(self, engine: Engine, *, max_tokens: int, cpu_below: int) -> None:
         machine, spec = engine.machine, engine.spec

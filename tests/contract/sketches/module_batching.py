@@ -1,5 +1,7 @@
-"""Module-based batching after MoE-Gen: attention in small micro-batches, tokens accumulated in host memory, then the
-experts one after another, each over all of its tokens, in micro-batches of their own.
+"""Sketch module-based batching after MoE-Gen.
+
+Attention runs in small micro-batches, tokens accumulate in host memory, then the experts run one after another, each
+over all of its tokens, in micro-batches of their own.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from strategies.common.static_batches import StaticBatches
 
 
 class Pool:
-    """Host memory in which the tokens of all attention micro-batches of a layer accumulate."""
+    """The host memory in which the tokens of all attention micro-batches of a layer accumulate."""
 
     def __init__(self, engine: Engine, max_tokens: int) -> None:
         spec, pinned = engine.spec, engine.machine.tiers["pinned"]
@@ -53,7 +55,7 @@ class Accumulate(Op):
 
 
 class MoveRows(Op):
-    """Rows of a host tensor to a device buffer, or back."""
+    """The move of a host tensor's rows to a device buffer, or back."""
 
     kind: ClassVar[str] = "move rows"
 
@@ -101,7 +103,7 @@ class RunExpert(Op):
 
 
 class AddWeighted(Op):
-    """sums[rows] += probability * staged results, on the host."""
+    """An op that computes sums[rows] += probability * staged results, on the host."""
 
     kind: ClassVar[str] = "add weighted"
 
@@ -119,7 +121,8 @@ class AddWeighted(Op):
 
 
 class ModuleBatching:
-    """`attention_batch` sequences go through attention together; `expert_batch` tokens through an expert."""
+    """The strategy takes `attention_batch` sequences through attention together, and `expert_batch` tokens through an
+    expert."""
 
     def __init__(self, engine: Engine, *, attention_batch: int, expert_batch: int, max_tokens: int) -> None:
         machine, spec = engine.machine, engine.spec

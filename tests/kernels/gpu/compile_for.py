@@ -1,5 +1,8 @@
-"""python compile_for.py CAPABILITY SHARED_KIB DTYPE: compiles every kernel of Mixtral-8x7B's shape for a GPU that need
-not be here, as `warm_up` does on one that is, and prints what came out as JSON."""
+"""Compile every kernel of Mixtral-8x7B's shape: python compile_for.py CAPABILITY SHARED_KIB DTYPE.
+
+The GPU need not be here. The kernels are compiled as `warm_up` does on one that is, and what came out is printed as
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from kernels.triton.warming import Shapes, warm_up
 
 
 class AbsentGpu:
-    """What Triton's compiler asks of a driver."""
+    """The driver of a GPU that is not here answers what Triton's compiler asks of a driver."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability

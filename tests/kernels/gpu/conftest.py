@@ -1,4 +1,4 @@
-"""The same tests run on a GPU where there is one, and everywhere else in Triton's interpreter."""
+"""Run the same tests on a GPU where there is one, and everywhere else in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ INSTALLED = find_spec("triton") is not None
 
 
 def _import_interpreted() -> None:
-    """Triton decides at import whether its own functions and ours are interpreted; nothing else is to notice."""
+    """Import Triton interpreted: it decides at import whether its own functions and ours are; nothing else is to
+    notice."""
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         import triton
@@ -31,7 +32,7 @@ if INSTALLED and not ON_GPU and "triton" not in sys.modules:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where the kernels run."""
+    """Return the device on which the kernels run."""
     if not INSTALLED:
         pytest.skip("Triton is not installed (extra `test`, on Linux only)")
     from kernels.triton.device import INTERPRETED

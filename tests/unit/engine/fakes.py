@@ -26,7 +26,7 @@ SPEC = ModelSpec(
 
 
 class FakeKV:
-    """Blocks without memory behind them."""
+    """A KV cache whose blocks have no memory behind them."""
 
     num_device_blocks = 0
 
@@ -66,7 +66,7 @@ class Touch(FreeOp):
 
 
 class FakePipeline:
-    """Token of request r in pass n: r + 10 n."""
+    """A pipeline whose token of request r in pass n is r + 10 n."""
 
     def __init__(self, on: Engine) -> None:
         self.engine, self.passes, self.finished = on, 0, False

@@ -25,7 +25,7 @@ def emulated():
 
 @pytest.fixture
 def device():
-    """A device without pauses, held and let go by tests."""
+    """Make a device without pauses, held and let go by tests."""
     fake = FakeDevice(longest_pause_s=0.0)
     yield fake
     fake.close()
@@ -48,7 +48,7 @@ def cuda(device):
 
 @pytest.fixture(params=["emulated", "shuffled", "cuda"])
 def machine(request, emulated, cuda):
-    """What must hold on every machine."""
+    """Give each machine in turn, for what must hold on every one."""
     if request.param == "shuffled":
         return ShuffledMachine(capacities_bytes=CAPACITIES_BYTES, seed=0, eager=0.5)
     return cuda() if request.param == "cuda" else emulated()

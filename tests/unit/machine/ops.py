@@ -1,4 +1,4 @@
-"""Small ops whose moments a test controls."""
+"""Define small ops whose moments a test controls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random programs of ops, a log of how they ran, and a brute-force oracle of what had to come before what."""
+"""Make random programs of ops, a log of how they ran, and a brute-force oracle of what had to come before what."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Step:
 
 @dataclass(eq=False)
 class Log:
-    """(op number, packet, "begin" or "end") in the order in which it happened; list.append is atomic."""
+    """A log of (op number, packet, "begin" or "end") in the order in which it happened; list.append is atomic."""
 
     events: list[tuple[int, int, str]] = field(default_factory=list)
     root: Buffer = field(default_factory=lambda: Buffer("device", "root", 5))
     buffers: dict[tuple[int, int, int], Buffer] = field(default_factory=dict)
 
     def machine_key(self, key: Key):
-        """What an op declares for it."""
+        """Return what an op declares for the key."""
         if isinstance(key, str):
             return key
         if key.buffer not in self.buffers:
@@ -68,7 +68,7 @@ class Log:
         return self.events.index((number, packet, what))
 
     def first_packets(self, numbers: list[int]) -> list[int]:
-        """Those of `numbers` that ran, in the order of their starts."""
+        """Return those of `numbers` that ran, in the order of their starts."""
         return [n for n, packet, what in self.events if packet == 0 and what == "begin" and n in numbers]
 
     @property
@@ -150,14 +150,14 @@ def conflict(first: Step, second: Step) -> bool:
 
 
 def same_memory(a: Key, b: Key) -> bool:
-    """Whether there is a byte, or a name, that both stand for."""
+    """Tell whether there is a byte, or a name, that both stand for."""
     if isinstance(a, str) or isinstance(b, str) or a.buffer == b.buffer:
         return a == b
     return bool(set(range(a.begin, a.end)) & set(range(b.begin, b.end)))
 
 
 def predecessors(steps: list[Step], cancelled: set[int]) -> list[set[int]]:
-    """By op: every op that must have finished before it starts. A cancelled op passes on its own predecessors."""
+    """Return by op every op that must have finished before it starts. A cancelled op passes on its own predecessors."""
     result: list[set[int]] = []
     for number, step in enumerate(steps):
         direct = {i for i in range(number) if i in step.after or conflict(steps[i], step)}
@@ -167,7 +167,7 @@ def predecessors(steps: list[Step], cancelled: set[int]) -> list[set[int]]:
 
 
 def check_order(steps: list[Step], run: Run) -> None:
-    """Whatever ran, ran once, whole, and after everything the oracle puts before it."""
+    """Check that whatever ran, ran once, whole, and after everything the oracle puts before it."""
     kept = set(range(len(steps))) - run.cancelled
     assert run.log.ran == kept
     assert len(run.log.events) == sum(2 * steps[n].packets for n in kept)
@@ -180,7 +180,8 @@ def check_order(steps: list[Step], run: Run) -> None:
 
 
 def check_refusals(steps: list[Step], run: Run) -> None:
-    """A cancel is refused only where the op had started, or an op that was there by then had to follow it."""
+    """Check that a cancel is refused only where the op had started, or an op that was there by then had to follow
+    it."""
     for number, started, there in run.refused:
         before = predecessors(steps, set(range(len(steps))) - set(there))
         assert started or any(number in before[later] for later in there), f"op {number} could have been cancelled"

@@ -70,7 +70,8 @@ class ReferenceSimulator:
         return number
 
     def _effective(self, numbers: set[int]) -> set[int]:
-        """Ops that ran or will: in the place of a cancelled one stands what it would have followed, and so on."""
+        """Return ops that ran or will: in the place of a cancelled one stands what it would have followed, and so
+        on."""
         inherited = (self._effective(self.before[i]) for i in numbers & self.cancelled)
         return (numbers - self.cancelled).union(*inherited)
 
@@ -105,7 +106,7 @@ class ReferenceSimulator:
         return number in self.ended or number in self.cancelled
 
     def _wake(self) -> None:
-        """Who had to wait is woken; who did not sees the lanes as of its own time."""
+        """Wake whoever had to wait; one who did not have to sees the lanes as of its own time."""
         if self.clock > self.host:
             self.host = self.clock + self.wake_s
         else:
@@ -131,7 +132,7 @@ class ReferenceSimulator:
         return sorted({job.lane for job in self.jobs})
 
     def _heads(self, lane: Lane) -> dict[bool, int]:
-        """The first op of each class that has not begun, where it is ready."""
+        """Return the first op of each class that has not begun, where it is ready."""
         heads = {}
         for urgent in (True, False):
             queue = [
@@ -162,7 +163,7 @@ class ReferenceSimulator:
         self.running[lane] = _Running(number, FREE, 0, self.clock)
 
     def _speeds(self) -> dict[Lane, Fraction]:
-        """Max-min fairness by filling: all unsatisfied lanes grow alike until one has enough."""
+        """Compute max-min fairness by filling: all unsatisfied lanes grow alike until one has enough."""
         demands = {lane: self.jobs[run.number].demand for lane, run in self.running.items()}
         if self.proportional:
             part = min(Fraction(1), self.host_bytes_s / (sum(demands.values()) or 1))

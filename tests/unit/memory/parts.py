@@ -51,7 +51,7 @@ def part(name: str, size: int) -> PartLayout:
 
 
 def content(layer: int | None, name: str) -> int:
-    """One byte that identifies a part; never 0xFF, which is poison."""
+    """Return one byte that identifies a part; never 0xFF, which is poison."""
     names = [*PARTS, "embedding", "head"]
     return 16 * (layer if layer is not None else 9) + names.index(name)
 

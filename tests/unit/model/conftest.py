@@ -16,7 +16,7 @@ CONF = Path(__file__).resolve().parents[3] / "conf" / "model"
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch) -> Path:
-    """One cache folder for all tests of a session, apart from the user's own."""
+    """Return one cache folder for all tests of a session, apart from the user's own."""
     folder = tmp_path_factory.getbasetemp() / "model-cache"
     monkeypatch.setenv("MOE_HARNESS_CACHE", str(folder))
     return folder
@@ -24,7 +24,7 @@ def cache(tmp_path_factory, monkeypatch) -> Path:
 
 @pytest.fixture
 def model_config():
-    """(YAML name, recipe overrides) -> ModelConfig."""
+    """Make a ModelConfig from (YAML name, recipe overrides)."""
 
     def load(name: str, **recipe: object) -> ModelConfig:
         values = yaml.safe_load((CONF / f"{name}.yaml").read_text())
@@ -41,5 +41,5 @@ def tiny(cache, model_config) -> Checkpoint:
 
 @pytest.fixture
 def tiny_copy(tiny, tmp_path) -> Path:
-    """A copy of the tiny checkpoint that a test may damage."""
+    """Copy the tiny checkpoint, so that a test may damage it."""
     return Path(shutil.copytree(tiny.folder, tmp_path / "copy"))

@@ -1,4 +1,4 @@
-"""What is published about the papers' models: entries of config.json that decide the architecture, and sizes."""
+"""The facts published about the papers' models: entries of config.json that decide the architecture, and sizes."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from harness.record import compare
 
 @pytest.fixture
 def told(capsys, monkeypatch, tmp_path):
-    """What `python -m harness.record.compare tmp_path ...` prints; defaults of no YAML are known."""
+    """Return what `python -m harness.record.compare tmp_path ...` prints; defaults of no YAML are known."""
     monkeypatch.setattr(compare, "yaml_defaults", lambda group, choice: {})
 
     def run(*arguments, folder=tmp_path, columns=200, code=0):
@@ -22,5 +22,5 @@ def told(capsys, monkeypatch, tmp_path):
 
 @pytest.fixture
 def rows(told):
-    """The rows of the JSON that it prints."""
+    """Return the rows of the JSON that `told` prints."""
     return lambda *arguments: json.loads(told("--format", "json", *arguments).out)["rows"]

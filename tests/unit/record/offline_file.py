@@ -1,4 +1,4 @@
-"""What a W&B server would make of an offline run's `.wandb` file: its records applied in their order."""
+"""Read what a W&B server would make of an offline run's `.wandb` file: its records applied in their order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OfflineRun:
 
 
 def read_offline_file(path: Path) -> OfflineRun:
-    """Keys that W&B keeps for itself (they begin with an underscore) are left out."""
+    """Read a run without the keys that W&B keeps for itself (they begin with an underscore)."""
     found = OfflineRun()
     for record in _records(path.read_bytes()):
         match record.WhichOneof("record_type"):
@@ -49,7 +49,7 @@ def read_offline_file(path: Path) -> OfflineRun:
 
 
 def _records(data: bytes) -> Iterator[Record]:
-    """A LevelDB log: 32 KiB blocks; checksum, length and kind before each piece of a record."""
+    """Yield the records of a LevelDB log: 32 KiB blocks; checksum, length and kind before each piece of a record."""
     assert data[:4] == b":W&B"
     position, pieces = 7, b""
     while position + 7 <= len(data):

@@ -1,4 +1,4 @@
-"""Small recorded runs that the tests of this folder measure, write and read."""
+"""Make small recorded runs that the tests of this folder measure, write and read."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ def span(lane: Lane, start_s: float, end_s: float, kind: str = "op", **fields) -
 
 
 def link_bound_run(num_passes: int = 6) -> tuple[list[Span], list[PassRecord]]:
-    """Passes of 1 s from t = 100: the link moves 0.48 GB in 0.96 s, the GPU computes 0.5 s, the CPU 0.25 s.
-
-    A pass prefills 90 tokens, decodes 10 and generates 11.
-    """
+    """Make passes of 1 s from t = 100: the link moves 0.48 GB in 0.96 s, the GPU computes 0.5 s, the CPU 0.25 s. A pass
+    prefills 90 tokens, decodes 10 and generates 11."""
     spans, passes = [], []
     for index in range(num_passes):
         start_s = 100.0 + index

@@ -15,7 +15,7 @@ PASSES = link_bound_run()
 
 
 def configuration(strategy: str = "moelens", **settings: Any) -> dict[str, Any]:
-    """`group__key=value` sets a key of a group; `group=NAME` chooses another one of a name."""
+    """Make a configuration: `group__key=value` sets a key of a group; `group=NAME` chooses another one of a name."""
     config: dict[str, Any] = {group: {"name": name} for group, name in CHOSEN.items()}
     config |= {"strategy": {"name": strategy, "packet_mb": 1.0}, "seed": 0, "kv_cache_gb": 0.04, "results_dir": "x"}
     for name, value in settings.items():
@@ -40,7 +40,7 @@ def store(
     meta: dict[str, Any] = META,
     **changes: Any,
 ) -> Path:
-    """The folder of a run of that throughput; `changes` are those of its summary."""
+    """Store the folder of a run of that throughput; `changes` are those of its summary."""
     config = config or configuration()
     spans, passes = PASSES
     with RunFolder.create(results, f"{config['strategy']['name']}-aaaa", config, meta) as folder:

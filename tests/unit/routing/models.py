@@ -1,4 +1,4 @@
-"""Models to route for, and one routing of every kind."""
+"""Define models to route for, and one routing of every kind."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def header(model: Model, *, predictions: PredictionHeader | None = None) -> Trac
 
 
 def random_experts(rng: np.random.Generator, model: Model, num_positions: int) -> np.ndarray:
-    """[positions, layers, k], distinct in a row."""
+    """Draw [positions, layers, k], distinct in a row."""
     noise = rng.random((num_positions, len(model.layers), model.num_experts))
     return noise.argsort(axis=-1)[..., : model.experts_per_token].astype(np.int16)
 

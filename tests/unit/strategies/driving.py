@@ -18,7 +18,8 @@ EOS = 2
 
 @dataclass(frozen=True)
 class Workload:
-    """(prompt tokens, tokens allowed, tokens until the end token comes or None) of each request, and the limits."""
+    """A workload has (prompt tokens, tokens allowed, tokens until the end token comes or None) of each request, and the
+    limits."""
 
     requests: list[tuple[int, int, int | None]]
     num_blocks: int
@@ -33,7 +34,7 @@ class Workload:
         ]
 
     def num_tokens(self, number: int) -> int:
-        """How many tokens the request generates."""
+        """Return how many tokens the request generates."""
         _, new, until_end = self.requests[number]
         return new if until_end is None else min(new, until_end)
 
@@ -55,7 +56,7 @@ def workloads(draw) -> Workload:
 
 
 class FakeKV:
-    """With `device_blocks` of its blocks on the device."""
+    """A fake KV cache with `device_blocks` of its blocks on the device."""
 
     def __init__(self, num_blocks: int, block_size: int, *, device_blocks: int = 0) -> None:
         host = BlockAllocator(num_blocks - device_blocks, block_size)
@@ -89,7 +90,7 @@ class Record:
 
 
 def drive(scheduler: Scheduler, kv: FakeKV, sequences: list[Sequence], workload: Workload) -> Record:
-    """To the end. Raises where a pass makes no progress, runs somebody twice, or lacks a block."""
+    """Drive to the end. Raises where a pass makes no progress, runs somebody twice, or lacks a block."""
     record, allocator = Record(sequences), kv.allocator
     limit = sum(new for _, new, _ in workload.requests)
     for _ in range(limit + 1):
@@ -143,7 +144,8 @@ def _describe(plan: PassPlan, sequences: list[Sequence], before: list[Sequence],
 
 
 def check_conservation(record: Record, workload: Workload, never_fits) -> None:
-    """Every request ends finished with exactly its tokens, or rejected with a reason, and only if it could not run."""
+    """Check that every request ends finished with exactly its tokens, or rejected with a reason, and only if it could
+    not run."""
     for sequence in record.sequences:
         number = sequence.request.request_id
         if never_fits(sequence):
@@ -156,7 +158,7 @@ def check_conservation(record: Record, workload: Workload, never_fits) -> None:
 
 
 def check_first_admissions(record: Record) -> None:
-    """In the order of arrival."""
+    """Check that first admissions are in the order of arrival."""
     seen: list[int] = []
     for one in record.passes:
         seen += [number for number in one.prefill if number not in seen]

@@ -31,7 +31,7 @@ PROMPTS = (
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch) -> Path:
-    """One cache folder for all tests of a session, apart from the user's own."""
+    """Return one cache folder for all tests of a session, apart from the user's own."""
     folder = tmp_path_factory.getbasetemp() / "model-cache"
     monkeypatch.setenv("MOE_HARNESS_CACHE", str(folder))
     return folder
@@ -39,7 +39,7 @@ def cache(tmp_path_factory, monkeypatch) -> Path:
 
 @pytest.fixture
 def checkpoint_of(cache):
-    """Recipe name and overrides -> Checkpoint."""
+    """Make a Checkpoint from a recipe's name and overrides."""
 
     def load(name: str, **overrides: object) -> Checkpoint:
         values = yaml.safe_load(TINY.read_text())

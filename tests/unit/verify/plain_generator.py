@@ -43,7 +43,8 @@ class PlainGenerator:
 
     @torch.inference_mode()
     def generate(self, request_id, prompt_ids, num_tokens, fault=None, preempt_after=()):
-        """`preempt_after`: after so many tokens the KV cache is dropped and rebuilt by a prefill of all tokens."""
+        """Generate tokens; after each number of tokens in `preempt_after` the KV cache is dropped and rebuilt by a
+        prefill of all tokens."""
         fault, generated, segments = fault or Fault(), [], []
         for end in [*preempt_after, num_tokens]:
             first, caches, routing = len(generated), [None] * self.spec.num_layers, []
@@ -60,7 +61,8 @@ class PlainGenerator:
         )
 
     def _forward(self, token_ids, positions, caches, fault):
-        """One step of one sequence: prefill if the caches are empty, else decode. Last logits, routing."""
+        """Run one step of one sequence: prefill if the caches are empty, else decode. Returns last logits and
+        routing."""
         spec, family, routes = self.spec, self.family, []
         hidden = family.embed(spec, self.weights[None, "embedding"], token_ids)
         for layer in range(spec.num_layers):
@@ -99,7 +101,7 @@ def generate(checkpoint, prompts, fault=None, num_tokens=NUM_TOKENS, preempt_aft
 
 
 def edited(checkpoint, folder, change):
-    """A copy of a one-file checkpoint with its tensors changed."""
+    """Copy a one-file checkpoint with its tensors changed."""
     folder.mkdir()
     for path in checkpoint.folder.iterdir():
         if path.suffix == ".json":

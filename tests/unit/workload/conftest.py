@@ -37,7 +37,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def dataset() -> Callable[..., DatasetConfig]:
-    """`dataset(num_requests=3, **{"lengths.mean": 5})`: a valid configuration with some values replaced."""
+    """Return `dataset(num_requests=3, **{"lengths.mean": 5})`: a valid configuration with some values replaced."""
 
     def make(**overrides: Any) -> DatasetConfig:
         values: dict[str, Any] = {
