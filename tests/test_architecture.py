@@ -53,6 +53,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("harness.config", "harness.machine", "harness.memory", "harness.memory.tiers", "harness.model"),
         *("harness.record", "harness.workload", "kernels"),
     },
+    "harness.bench": {  # times ops
+        *("harness.engine", "harness.machine", "harness.memory", "harness.memory.tiers", "harness.model"),
+        "harness.workload",
+    },
     "harness.verify": {"harness.model", "harness.engine"},
     "harness.routing": {"harness.commands", "harness.config", "harness.interrupts", "harness.record"},
     "harness.settings": {
@@ -60,8 +64,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "harness.workload",
     },
     "strategies": {
-        *("harness.config", "harness.engine", "harness.machine", "harness.memory", "harness.memory.tiers"),
-        *("harness.model", "harness.workload"),
+        *("harness.bench", "harness.config", "harness.engine", "harness.machine", "harness.memory"),
+        *("harness.memory.tiers", "harness.model", "harness.workload"),
     },
 }
 # What puts a run together, from settings to records, and what stands on it: each may import all before it.
@@ -92,7 +96,7 @@ MAY_IMPORT["run"] = {
 # Planning and bookkeeping: importing these never imports torch.
 TORCH_FREE = (
     *("harness.config", "harness.settings", "harness.hardware.profile", "harness.record.*", "harness.workload.*"),
-    "harness.routing.*",
+    *("harness.bench.shapes", "harness.routing.*"),
     *("harness.model.spec", "harness.model.layout", "harness.model.config", "harness.memory.*"),
     *("harness.machine.base", "harness.machine.hazards", "harness.machine.queues", "harness.verify.records"),
     *("harness.engine.sequences", "harness.engine.batch", "harness.engine.strategy", "harness.engine.limits"),

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from harness.bench.shapes import Shape
 from harness.calibration.fitting import typical
 from harness.calibration.op_costs import Recording
-from harness.calibration.probes import Bench, Shape
+from harness.calibration.probes import LayerProbes
 from harness.calibration.table import HostTimes
 from harness.calibration.undisturbed import Undisturbed
 from harness.engine.batch import assemble
@@ -17,16 +18,16 @@ from harness.engine.engine import Engine
 
 
 def measure_host(
-    engine: Engine, bench: Bench, undisturbed: Undisturbed, *, repeats: int, max_tokens: int, max_context: int,
+    engine: Engine, probes: LayerProbes, undisturbed: Undisturbed, *, repeats: int, max_tokens: int, max_context: int,
     handovers_s: Sequence[float],
 ) -> HostTimes:  # fmt: skip
     """Ops are submitted while the lanes work, as they are in a run."""
     pairs = [
-        undisturbed("submissions", lambda: _submit_and_wake(engine, bench, max_tokens)) for _ in range(4 * repeats)
+        undisturbed("submissions", lambda: _submit_and_wake(engine, probes, max_tokens)) for _ in range(4 * repeats)
     ]
     room = max_context // (60 + engine.kv.allocator.block_size)
     counts = sorted({min(count, room) for count in (1, 16, 64, 160)})
-    points = [(n, _pass_s(bench, n)) for n in counts for _ in range(repeats)]
+    points = [(n, _pass_s(probes, n)) for n in counts for _ in range(repeats)]
     slope, fixed = np.polyfit([n for n, _ in points], [s for _, s in points], 1) if len(counts) > 1 else (0.0, 0.0)
     return HostTimes(
         submit_s=float(np.median([submit_s for submit_s, _ in pairs])),
@@ -37,31 +38,32 @@ def measure_host(
     )
 
 
-def _submit_and_wake(engine: Engine, bench: Bench, max_tokens: int) -> tuple[float, float]:
+def _submit_and_wake(engine: Engine, probes: LayerProbes, max_tokens: int) -> tuple[float, float]:
     """Seconds of one submission, and from the end of the last op until the thread that waited for it goes on."""
     machine = engine.machine
-    its = bench.pair(Shape(prompts=(min(100, max_tokens),)))
+    its = probes.pair(Shape(prompts=(min(100, max_tokens),)))
     emit = Recording(engine)
     start_s = time.monotonic()
     for it in its:
         emit.embed(it)
-    bench.overlapped(emit, its, 2, experts_apart=True)
+    probes.overlapped(emit, its, 2, experts_apart=True)
     last = emit.head(its[0])
-    num_transfers = 4 * len(bench.stream.part_names(0))  # of two layers and of the two behind them
+    num_transfers = 4 * len(probes.stream.part_names(0))  # of two layers and of the two behind them
     submit_s = (time.monotonic() - start_s) / (len(emit.tickets) + num_transfers)
     machine.wait(last)
     back_s = machine.now()
     assert last.finished_s is not None
     wake_s = max(back_s - last.finished_s, 0.0)
-    bench.stream.cancel_all()
+    probes.stream.cancel_all()
     machine.drain()
     return submit_s, wake_s
 
 
-def _pass_s(bench: Bench, num_sequences: int) -> float:
+def _pass_s(probes: LayerProbes, num_sequences: int) -> float:
     """Laying out a pass and handing tokens to its sequences; a scheduler's own walk over them costs about as much as
     the latter, so that is counted twice."""
-    sequences, allocator = bench.sequences(Shape(contexts=(60,) * num_sequences))
+    shape = Shape(contexts=(60,) * num_sequences)
+    _, sequences, allocator = probes.ops.sequences(shape, probes.engine.kv.allocator)
     start_s = time.perf_counter()
     assemble(0, (), sequences, allocator)
     laid_out_s = time.perf_counter()

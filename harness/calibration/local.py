@@ -35,7 +35,7 @@ LINK_GB_S = 0.7  # of the link beside which ops are measured, in the middle of w
 _RATES = ("cpu_gflop_s", "cpu_gb_s", "gpu_gflop_s")
 # The code that is measured, and that which measures it.
 _SOURCES = (
-    *("kernels", "harness/calibration", "harness/engine", "harness/memory", "harness/model/families"),
+    *("kernels", "harness/bench", "harness/calibration", "harness/engine", "harness/memory", "harness/model/families"),
     *("harness/model/functional.py", "harness/model/linear.py"),
     *(f"harness/machine/{name}.py" for name in ("arenas", "base", "emulated", "hazards", "host_context", "queues")),
 )

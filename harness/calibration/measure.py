@@ -8,7 +8,7 @@ from typing import Any
 from harness.calibration.host_times import measure_host
 from harness.calibration.memory import measure_memory
 from harness.calibration.op_costs import OpCosts
-from harness.calibration.probes import Bench
+from harness.calibration.probes import LayerProbes
 from harness.calibration.table import CalibrationTable
 from harness.calibration.together import Together
 from harness.calibration.undisturbed import MAX_ATTEMPTS, MAX_TAKEN_SHARE, Undisturbed
@@ -24,28 +24,30 @@ def measure_all(
     repeats: int = 2, log: Callable[[str], None] = lambda text: None,
 ) -> CalibrationTable:  # fmt: skip
     """The table of the engine's machine. `log` is told what is being measured, and what stayed disturbed."""
-    fitting = tokens_that_fit(engine, num_layers_buffered=2, num_micro_batches=2, reserved_bytes=Bench.RESERVED_BYTES)
+    fitting = tokens_that_fit(
+        engine, num_layers_buffered=2, num_micro_batches=2, reserved_bytes=LayerProbes.RESERVED_BYTES
+    )
     max_tokens, kv = min(fitting, _MAX_TOKENS), engine.kv.allocator
     max_context = kv.num_blocks * kv.block_size
     undisturbed = Undisturbed(log)
     log("host memory")
     memory = measure_memory(undisturbed, ram_bytes, repeats)
-    bench = Bench(engine, max_tokens=max_tokens, packet_bytes=packet_bytes)
+    probes = LayerProbes(engine, max_tokens=max_tokens, packet_bytes=packet_bytes)
     ops = OpCosts(
-        engine, bench, link_bytes_s=link_bytes_s, undisturbed=undisturbed, max_tokens=max_tokens,
+        engine, probes, link_bytes_s=link_bytes_s, undisturbed=undisturbed, max_tokens=max_tokens,
         max_context=max_context,
     )  # fmt: skip
-    lanes = Together(engine, bench, undisturbed, max_context)
+    lanes = Together(engine, probes, undisturbed, max_context)
     try:
         ops.measure(repeats, log)
         together = lanes.measure(repeats, log)
         log("the strategy's own thread")
         host = measure_host(
-            engine, bench, undisturbed, repeats=repeats, max_tokens=max_tokens, max_context=max_context,
+            engine, probes, undisturbed, repeats=repeats, max_tokens=max_tokens, max_context=max_context,
             handovers_s=ops.handovers_s,
         )  # fmt: skip
     finally:
-        bench.close()
+        probes.close()
     made = {"repeats": repeats, "rejected": undisturbed.num_rejected, "disturbed": undisturbed.disturbed}
     limits = {"taken_limit": MAX_TAKEN_SHARE, "attempts": MAX_ATTEMPTS}
     return CalibrationTable(

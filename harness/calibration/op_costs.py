@@ -14,7 +14,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from harness.calibration.probes import Bench, Shape
+from harness.bench.shapes import Shape
+from harness.calibration.probes import LayerProbes
 from harness.calibration.table import (
     ALONE,
     BESIDE_GPU,
@@ -40,10 +41,10 @@ class OpCosts:
     another, idle lane began that had waited for it."""
 
     def __init__(
-        self, engine: Engine, bench: Bench, *, link_bytes_s: dict[LaneKind, float], undisturbed: Undisturbed,
+        self, engine: Engine, probes: LayerProbes, *, link_bytes_s: dict[LaneKind, float], undisturbed: Undisturbed,
         max_tokens: int, max_context: int,
     ) -> None:  # fmt: skip
-        self._engine, self._bench = engine, bench
+        self._engine, self._probes = engine, probes
         self._link_bytes_s = link_bytes_s
         self._undisturbed = undisturbed
         self._max_tokens, self._max_context = max_tokens, max_context
@@ -98,8 +99,7 @@ class OpCosts:
         """Prefill, decode and both, over what the device holds."""
         for tokens in (8, 32, 96, 192, 384, 768, 1200, 1800):
             if tokens <= self._max_tokens:
-                lengths = [100] * (tokens // 100) + ([tokens % 100] if tokens % 100 else [])
-                yield Shape(prompts=tuple(lengths))
+                yield Shape.of_prompts(tokens, 100)
         for length in (30, 300, 450):
             if 2 * length <= self._max_tokens:
                 yield Shape(prompts=(length,) * max(2, min(600, self._max_tokens) // length))
@@ -115,11 +115,11 @@ class OpCosts:
     def _serial(self, shape: Shape) -> list[Ticket]:
         """One layer, op after op on whatever lane, with the experts in one op and apart."""
         emit = Recording(self._engine, serial=True)
-        its = self._bench.pair(shape)
+        its = self._probes.pair(shape)
         for apart in (False, True):
             for it in its:
                 emit.embed(it)
-            self._bench.serial(emit, its, 0, experts_apart=apart)
+            self._probes.serial(emit, its, 0, experts_apart=apart)
             self._engine.machine.wait(emit.head(its[0]))
         self._end()
         self.handovers_s += [_gap_s(a, b) for a, b in pairwise(emit.tickets) if a.lane != b.lane]
@@ -128,11 +128,11 @@ class OpCosts:
     def _overlapped(self, shape: Shape) -> list[Ticket]:
         """Some layers, op after op where data wants it, while weights stream."""
         emit = Recording(self._engine)
-        its = self._bench.pair(shape)
+        its = self._probes.pair(shape)
         for apart in (False, True):
             for it in its:
                 emit.embed(it)
-            self._bench.overlapped(emit, its, _LAYERS_BESIDE_LINK, experts_apart=apart)
+            self._probes.overlapped(emit, its, _LAYERS_BESIDE_LINK, experts_apart=apart)
             self._engine.machine.wait(emit.head(its[0]))
             self._end()
         return emit.tickets
@@ -141,10 +141,10 @@ class OpCosts:
 
     def _host_side(self, shape: Shape, company: Company) -> list[Ticket]:
         """For one micro-batch, op after op, while the gpu computes another and weights stream, as `company` says."""
-        machine, bench = self._engine.machine, self._bench
-        with bench.background(gpu=LaneKind.GPU in company, link=LaneKind.H2D in company) as background:
+        machine, probes = self._engine.machine, self._probes
+        with probes.background(gpu=LaneKind.GPU in company, link=LaneKind.H2D in company) as background:
             emit = Recording(self._engine, serial=True)
-            bench.host_side(emit, bench.batch(0, shape), 0)
+            probes.host_side(emit, probes.batch(0, shape), 0)
             while not emit.tickets[-1].done:
                 background.feed()
                 time.sleep(_FEED_EVERY_S)
@@ -153,7 +153,7 @@ class OpCosts:
         return emit.tickets
 
     def _end(self) -> None:
-        self._bench.stream.cancel_all()
+        self._probes.stream.cancel_all()
         self._engine.machine.drain()
         self._engine.machine.now()
 

@@ -1,49 +1,31 @@
-"""Micro-batches of chosen size and shape, and the ops of one layer over them, on a real machine."""
+"""Submits the chains of ops that calibration measures: all that a layer has on any lane, for chosen micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
-import numpy as np
-
 import kernels
+from harness.bench.op_bench import OpBench
+from harness.bench.shapes import Shape
 from harness.engine.activations import Activations
-from harness.engine.batch import assemble
 from harness.engine.emitter import Emitter, InFlight
 from harness.engine.engine import Engine
 from harness.engine.ops import data, host_experts, paged
 from harness.engine.ops.views import weights
-from harness.engine.sequences import Sequence, State
 from harness.machine.base import CPU, D2H, GPU, H2D, PIN, Context, Op, Ticket, Work
-from harness.memory.kv_cache import BlockAllocator, Blocks, KVCache
+from harness.memory.kv_cache import KVCache
 from harness.memory.ops import StagePage
 from harness.memory.tiers import DEVICE, Buffer
 from harness.memory.weights import PlacedPart, WeightStream
 from harness.model.spec import ModelSpec
-from harness.workload.request import Request
 
 Pair = tuple[InFlight, InFlight]  # the second one finds weights that the first one has just read
 _STAGING_BYTES = 4_000_000  # keys and values of one layer on the device: contexts beyond it are not probed there
 _DEVICE_KV_BYTES = 16_000_000  # of the cache in device memory, all layers; nor are they beyond this
 _TABLES_BYTES = 64_000  # of block tables for that cache and two micro-batches, with blocks of 2 KB or more
-
-
-@dataclass(frozen=True)
-class Shape:
-    """`prompts`: lengths that are prefilled; `contexts`: lengths of contexts that decode one token each."""
-
-    prompts: tuple[int, ...] = ()
-    contexts: tuple[int, ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.prompts) + len(self.contexts)
-
-    def __str__(self) -> str:
-        return f"{sum(self.prompts)} prefill tokens, {len(self.contexts)} decoding"
 
 
 class CpuExpert(Op):
@@ -102,7 +84,7 @@ class Fill(Op):
         ctx.tensor(self.buffer, self.cache.shape, self.cache.dtype).normal_()
 
 
-class Bench:
+class LayerProbes:
     """Device memory for two layers and two micro-batches of `max_tokens`, and ops over them. `close` gives it back;
     what the engine's cache held is lost."""
 
@@ -135,7 +117,7 @@ class Bench:
         )
         self.staged = self._pageable_part()
         self._in_device_kv: tuple[InFlight, InFlight] | None = None  # see `pair`
-        self._rng = np.random.default_rng(0)
+        self.ops = OpBench(engine, self.stream, self.acts)
         self._next_expert = 0
 
     def _pageable_part(self) -> tuple[PlacedPart, Buffer] | None:
@@ -158,39 +140,13 @@ class Bench:
         first, second = self.batch(0, shape), self.batch(1, shape)
         blocks = self.kv.allocator
         needed = sum(blocks.blocks_for(length) for length in (*shape.prompts, *shape.contexts))
-        self._in_device_kv = (first, self._laid_out(0, shape, blocks)) if needed <= blocks.num_blocks else None
+        fits = needed <= blocks.num_blocks
+        self._in_device_kv = (first, self.ops.place(self.ops.batch(shape, blocks, on_device=True))) if fits else None
         return first, second
 
     def batch(self, index: int, shape: Shape) -> InFlight:
-        """A micro-batch in the `index`-th activation buffers."""
-        return self._laid_out(index, shape, self.engine.kv.allocator)
-
-    def _laid_out(self, index: int, shape: Shape, blocks: Blocks) -> InFlight:
-        sequences, allocator = self.sequences(shape, blocks)
-        num_prompts = len(shape.prompts)
-        return InFlight(assemble(index, sequences[:num_prompts], sequences[num_prompts:], allocator), self.acts[index])
-
-    def sequences(self, shape: Shape, blocks: Blocks | None = None) -> tuple[list[Sequence], BlockAllocator]:
-        """Random tokens; blocks are scattered over the engine's cache, or another one that has `blocks`; its content
-        does not matter."""
-        kv = blocks or self.engine.kv.allocator
-        order = self._rng.permutation(kv.num_blocks).tolist()
-        allocator = BlockAllocator(kv.num_blocks, kv.block_size, order=order, on_device=kv is self.kv.allocator)
-        prefill = [self._sequence(length, decodes=False) for length in shape.prompts]
-        decode = [self._sequence(length, decodes=True) for length in shape.contexts]
-        for sequence in (*prefill, *decode):
-            allocator.grow(sequence, sequence.num_tokens)
-        return [*prefill, *decode], allocator
-
-    def _sequence(self, length: int, *, decodes: bool) -> Sequence:
-        """With `decodes` all but its newest token are in the cache."""
-        ids = self._rng.integers(0, self.engine.spec.vocab_size, length).tolist()
-        prompt = tuple(ids[:-1] if decodes else ids)
-        sequence = Sequence(Request(request_id=0, prompt_ids=prompt, max_new_tokens=length + 2, text=None))
-        sequence.state = State.DECODING if decodes else State.PREFILL
-        if decodes:
-            sequence.generated, sequence.num_cached = ids[-1:], length - 1
-        return sequence
+        """A micro-batch in the `index`-th activation buffers, whose blocks are anyone's."""
+        return self.ops.place(self.ops.batch(shape, self.engine.kv.allocator, index=index))
 
     def serial(self, emit: Emitter, its: Pair, layer: int, *, experts_apart: bool) -> None:
         """One layer with nothing overlapped: each part is transferred when its turn comes, used by one micro-batch and
@@ -201,23 +157,7 @@ class Bench:
             emit.load(self.stream, layer, name)
             return self.stream.part(layer, name)
 
-        part = load("attention_in")
-        for it in its:
-            emit.attention_in(it, layer, part)
-        for it in its:
-            self._attention(emit, it, layer)
-        self.cpu_expert(emit, its[0].batch.num_tokens)
-        if self.staged is not None:
-            emit.submit(PIN, self.stage())
-        part = load("attention_out")
-        for it in its:
-            emit.attention_out(it, layer, part)
-        stored = self.engine.store.experts(layer)
-        for group in [[number] for number in stored] if experts_apart else [list(stored)]:
-            experts = {number: load(stored[number].layout.name) for number in group}
-            for it in its:
-                emit.experts(it, layer, experts)
-        emit.combine(its[0], layer)
+        self._chain(emit, its, layer, load, experts_apart=experts_apart, serial=True)
         for name in self.stream.part_names(layer):
             self.stream.release(layer, name)
 
@@ -227,25 +167,34 @@ class Bench:
         for index in range(min(self.stream.depth, num_layers)):
             self.stream.request_layer(index)
         for index in range(num_layers):
-            layer, part = self.stream.layer(index), self.stream.part
-            for it in its:
-                emit.attention_in(it, layer, part(index, "attention_in"))
-            for it in its:
-                self._attention(emit, it, layer)
-            for it in its:
-                emit.attention_out(it, layer, part(index, "attention_out"))
-            experts = self.stream.experts(index)
-            for group in [{number: placed} for number, placed in experts.items()] if experts_apart else [experts]:
-                for it in its:
-                    emit.experts(it, layer, group)
-            emit.combine(its[0], layer)
+            self._chain(emit, its, index, partial(self.stream.part, index), experts_apart=experts_apart)
             for name in self.stream.part_names(index):
                 self.stream.advance(index, name)
 
-    def _attention(self, emit: Emitter, it: InFlight, layer: int) -> None:
-        emit.prefill_attention(it, layer)
-        self.around_attention(emit, it, layer)
-        self.device_attention(emit, it, layer)
+    def _chain(
+        self, emit: Emitter, its: Pair, index: int, part: Callable[[str], PlacedPart], *, experts_apart: bool,
+        serial: bool = False,
+    ) -> None:  # fmt: skip
+        """Layer `index` of the stream, each part for one micro-batch and then for the other; where it is `serial`, with
+        what else the host's lanes have."""
+        layer, parts = self.stream.layer(index), part("attention_in")
+        for it in its:
+            emit.attention_in(it, layer, parts)
+        for it in its:
+            emit.prefill_attention(it, layer)
+            self.around_attention(emit, it, layer)
+            self.device_attention(emit, it, layer)
+        if serial:
+            self._on_host(emit, its[0].batch.num_tokens)
+        parts = part("attention_out")
+        for it in its:
+            emit.attention_out(it, layer, parts)
+        stored = self.engine.store.experts(layer)
+        for group in [[number] for number in stored] if experts_apart else [list(stored)]:
+            experts = {number: part(stored[number].layout.name) for number in group}
+            for it in its:
+                emit.experts(it, layer, experts)
+        emit.combine(its[0], layer)
 
     def around_attention(self, emit: Emitter, it: InFlight, layer: int) -> None:
         """What a layer has on lanes other than the gpu's."""
@@ -282,15 +231,15 @@ class Bench:
             rows = range(len(it.batch.decode))
             emit.submit(H2D, data.LoadKv(spec, it.batch, it.acts, layer, cache, rows, self.staging), urgent=True)
         emit.submit(D2H, data.FetchSampled(spec, it.batch, it.acts), urgent=True)
-        self.cpu_expert(emit, it.batch.num_tokens)
-        if self.staged is not None:
-            emit.submit(PIN, self.stage())
+        self._on_host(emit, it.batch.num_tokens)
 
-    def cpu_expert(self, emit: Emitter, num_tokens: int) -> None:
-        """An expert over its share of so many tokens."""
+    def _on_host(self, emit: Emitter, num_tokens: int) -> None:
+        """An expert over its share of so many tokens, and a copy into pinned memory."""
         spec, family = self.engine.spec, self.engine.family
         share = -(-num_tokens * spec.experts_per_token // spec.num_experts)
         emit.submit(CPU, CpuExpert(family, spec, self._stored_expert(), self.rows, share))
+        if self.staged is not None:
+            emit.submit(PIN, self.stage())
 
     def _fits_staging(self, it: InFlight) -> bool:
         nbytes = it.batch.on_host.num_context_tokens * self.engine.spec.kv_bytes_per_token_layer
@@ -332,49 +281,37 @@ class Background:
     TOKENS = 200
     AHEAD = 10  # ops that are always queued
 
-    def __init__(self, bench: Bench, *, gpu: bool, link: bool) -> None:
-        self._bench, self._link = bench, link
-        self._emit = Emitter(bench.engine)
+    def __init__(self, probes: LayerProbes, *, gpu: bool, link: bool) -> None:
+        self._probes, self._link = probes, link
         self._computing: list[Ticket] = []
         self._transfer: list[Ticket] = []
         self._it: InFlight | None = None
         if gpu:
-            tokens = min(self.TOKENS, bench.acts[1].max_tokens)
-            self._it = bench.batch(1, Shape(prompts=(min(100, tokens),) * max(1, tokens // 100)))
-            bench.stream.request_layer(0)
-            self._emit.embed(self._it)
-            bench.engine.machine.drain()
+            tokens = min(self.TOKENS, probes.acts[1].max_tokens)
+            self._it = probes.batch(1, Shape(prompts=(min(100, tokens),) * max(1, tokens // 100)))
+            probes.stream.request_layer(0)
+            probes.ops.emit.embed(self._it)
+            probes.engine.machine.drain()
         self.feed()
 
     def feed(self) -> None:
         """To be called more often than what is queued lasts."""
         self._computing = [t for t in self._computing if not t.done]
         while self._it is not None and len(self._computing) < self.AHEAD:
-            self._compute(self._it)
+            self._computing += self._probes.ops.layer(self._it, 0)
         if self._link and sum(not t.done for t in self._transfer) < 3:
             self._settle()
-            self._transfer = self._bench.stream.request_layer(1)
+            self._transfer = self._probes.stream.request_layer(1)
 
     def end(self) -> None:
         self._settle()
-        self._bench.stream.cancel_all()
-        self._bench.engine.machine.drain()
-
-    def _compute(self, it: InFlight) -> None:
-        emit, stream = self._emit, self._bench.stream
-        found = [
-            emit.attention_in(it, 0, stream.part(0, "attention_in")),
-            emit.prefill_attention(it, 0),
-            emit.attention_out(it, 0, stream.part(0, "attention_out")),
-            emit.experts(it, 0, stream.experts(0)),
-            emit.combine(it, 0),
-        ]
-        self._computing += [ticket for ticket in found if ticket is not None]
+        self._probes.stream.cancel_all()
+        self._probes.engine.machine.drain()
 
     def _settle(self) -> None:
         for ticket in self._transfer:
-            self._bench.engine.machine.wait(ticket)
+            self._probes.engine.machine.wait(ticket)
         if self._transfer:
-            for name in self._bench.stream.part_names(1):
-                self._bench.stream.release(1, name)
+            for name in self._probes.stream.part_names(1):
+                self._probes.stream.release(1, name)
         self._transfer = []

@@ -9,7 +9,8 @@ from itertools import combinations
 
 import numpy as np
 
-from harness.calibration.probes import Bench, Shape
+from harness.bench.shapes import Shape
+from harness.calibration.probes import LayerProbes
 from harness.calibration.table import LINKS
 from harness.calibration.undisturbed import Undisturbed
 from harness.engine.emitter import Emitter, InFlight
@@ -27,10 +28,10 @@ _KINDS = {GPU: "experts", CPU: "decode attention", H2D: "weights", D2H: "offload
 class Together:
     """Streams of ops of one kind a lane. The pin lane takes part where the machine has pageable memory for it."""
 
-    def __init__(self, engine: Engine, bench: Bench, undisturbed: Undisturbed, max_context: int) -> None:
-        self._engine, self._bench, self._undisturbed = engine, bench, undisturbed
+    def __init__(self, engine: Engine, probes: LayerProbes, undisturbed: Undisturbed, max_context: int) -> None:
+        self._engine, self._probes, self._undisturbed = engine, probes, undisturbed
         self._max_context = max_context
-        self.lanes = (CPU, D2H, GPU, H2D) if bench.staged is None else (CPU, D2H, GPU, H2D, PIN)
+        self.lanes = (CPU, D2H, GPU, H2D) if probes.staged is None else (CPU, D2H, GPU, H2D, PIN)
 
     def measure(self, repeats: int, log: Callable[[str], None]) -> dict[str, dict[str, float]]:
         """By the names of the lanes, for each of them the time of its op relative to its time alone."""
@@ -66,17 +67,17 @@ class Together:
             machine.now()
             end_s = time.monotonic()
         machine.drain()
-        self._bench.stream.cancel_all()
+        self._probes.stream.cancel_all()
         return {lane: self._median_s(lane, end_s) for lane in group}
 
     def _prepared(self) -> tuple[InFlight, InFlight]:
         """A micro-batch for the gpu and one for the cpu, the weights of a layer on the device."""
-        bench, acts = self._bench, self._bench.acts[0]
-        gpu = bench.batch(0, Shape(prompts=(100,) * max(1, min(400, acts.max_tokens) // 100)))
+        probes, acts = self._probes, self._probes.acts[0]
+        gpu = probes.batch(0, Shape(prompts=(100,) * max(1, min(400, acts.max_tokens) // 100)))
         contexts = min(48, self._max_context // (128 + self._engine.kv.allocator.block_size), acts.max_tokens)
-        cpu = bench.batch(1, Shape(contexts=(128,) * max(1, contexts)))
-        prepare, part = Emitter(self._engine), bench.stream.part
-        bench.stream.request_layer(0)
+        cpu = probes.batch(1, Shape(contexts=(128,) * max(1, contexts)))
+        prepare, part = Emitter(self._engine), probes.stream.part
+        probes.stream.request_layer(0)
         for it in (gpu, cpu):
             prepare.embed(it)
             prepare.attention_in(it, 0, part(0, "attention_in"))
@@ -87,13 +88,13 @@ class Together:
 
     def _stream(self, lane: Lane, gpu: InFlight, cpu: InFlight) -> Callable[[], None]:
         """Keeps `lane` supplied when called."""
-        engine, bench = self._engine, self._bench
+        engine, probes = self._engine, self._probes
         open_: list[Ticket] = []
         transferred: list[Lane] = []  # not empty once a layer was requested
 
         def submit() -> list[Ticket]:
             if lane == GPU:
-                ticket = Emitter(engine).experts(gpu, 0, bench.stream.experts(0))
+                ticket = Emitter(engine).experts(gpu, 0, probes.stream.experts(0))
                 return [] if ticket is None else [ticket]
             if lane == CPU:
                 assert engine.kv.host is not None, "calibration attends over a cache in host memory"
@@ -102,11 +103,11 @@ class Together:
             if lane == D2H:
                 return [engine.machine.submit(lane, data.OffloadQkv(engine.spec, gpu.batch, gpu.acts, 0))]
             if lane == PIN:
-                return [engine.machine.submit(lane, bench.stage())]
-            for name in bench.stream.part_names(1) if transferred else ():
-                bench.stream.release(1, name)
+                return [engine.machine.submit(lane, probes.stage())]
+            for name in probes.stream.part_names(1) if transferred else ():
+                probes.stream.release(1, name)
             transferred.append(lane)
-            return bench.stream.request_layer(1)
+            return probes.stream.request_layer(1)
 
         def supply() -> None:
             open_[:] = [t for t in open_ if not t.done]

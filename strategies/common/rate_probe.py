@@ -9,21 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from statistics import median
+from typing import Any
 
+from harness.bench.op_bench import Once, OpBench, Timed
+from harness.bench.shapes import Shape
 from harness.engine import parallel
-from harness.engine.activations import Activations
-from harness.engine.batch import MicroBatch, assemble
-from harness.engine.emitter import Emitter, InFlight
+from harness.engine.emitter import InFlight
 from harness.engine.engine import Engine
 from harness.engine.limits import SLACK_BYTES, tokens_that_fit
 from harness.engine.ops.data import OffloadQkv, UploadTokens
-from harness.engine.sequences import Sequence, State
 from harness.engine.sharded import shard_of
-from harness.machine.base import D2H, H2D, Ticket, Work
-from harness.memory.kv_cache import BlockAllocator
+from harness.machine.base import D2H, H2D, Ticket
 from harness.memory.paged_weights import PagedWeights
-from harness.workload.request import Request
 from strategies.common.hrm import Level
 from strategies.common.policy_cost import OpSeconds, Rates
 
@@ -35,10 +32,8 @@ _REPEATS = 3  # disturbances only ever add time: the shortest counts
 _REPEATS_IN_COMPANY = 5  # in each round; disturbances belong to what is measured: the median counts
 _ROUNDS_IN_COMPANY = 3
 _LAYERS_BUFFERED = 2
-_OPS_OF_MATRICES = 4  # those that `_matrices` times
+_OPS_OF_MATRICES = 4  # those that `OpBench.layer` times without attention
 _LEAST_S = 1e-9  # a clock may stand still
-
-Once = Callable[[], list[Ticket]]  # submits the ops that are timed
 
 
 class RateProbe:
@@ -59,7 +54,6 @@ class RateProbe:
         self._engine, self._packet_bytes = engine, packet_bytes
         self._cpu_ffn, self._extended = cpu_ffn, extended
         self._adds_up = shares_layers and len(engine.ranks) > 1
-        self._emit = Emitter(engine, fifo=True)
         self._layer = engine.spec.num_layers - 1  # leading layers may be dense
         fitting = tokens_that_fit(
             engine,
@@ -77,33 +71,32 @@ class RateProbe:
         return num_gpus * _LAYERS_BUFFERED * store.layer_bytes + SLACK_BYTES if store.is_pageable else 0
 
     def measure(self) -> Rates:
+        """Return what the machine reaches. All memory is given back."""
         engine = self._engine
-        all_weights = parallel.paged_weights(engine, num_pages=4, packet_bytes=self._packet_bytes)
-        all_acts = parallel.activations(
-            engine, max_tokens=self._max_tokens, name="rate probe", host_experts=self._cpu_ffn
-        )
-        weights, acts = shard_of(all_weights, 0), shard_of(all_acts, 0)
+        weights = parallel.paged_weights(engine, num_pages=4, packet_bytes=self._packet_bytes)
+        acts = parallel.activations(engine, max_tokens=self._max_tokens, name="rate probe", host_experts=self._cpu_ffn)
+        bench = OpBench(engine, shard_of(weights, 0), [shard_of(acts, 0)], fifo=True)
         try:
-            pin_bytes_s, h2d_bytes_s = self._weights(all_weights)
-            gpu = self._gpu(weights, acts)
-            cpu = self._cpu(weights, acts)
-            cpu_ffn = self._cpu_experts(weights, acts) if self._cpu_ffn else cpu
-            d2h_bytes_s = self._offload(acts)
+            pin_bytes_s, h2d_bytes_s = self._weights(weights)
+            gpu = self._gpu(bench)
+            cpu = self._cpu(bench)
+            cpu_ffn = self._cpu_experts(bench) if self._cpu_ffn else cpu
+            offloaded = bench.timed(self._offloads(bench, self._max_tokens), _REPEATS)
             rates = Rates(
                 gpu=gpu,
                 cpu_attention=cpu,
                 cpu_ffn=cpu_ffn,
                 h2d_bytes_s=h2d_bytes_s,
-                d2h_bytes_s=d2h_bytes_s,
+                d2h_bytes_s=offloaded.work.link_bytes / offloaded.shortest_s,
                 pin_bytes_s=pin_bytes_s if engine.store.is_pageable else None,
-                peer_bytes_s=self._sums(all_acts) if self._adds_up else None,
+                peer_bytes_s=self._sums(bench, acts) if self._adds_up else None,
             )
             if self._extended:
-                rates = self._with_ops(rates, all_weights, all_acts)
+                rates = self._with_ops(rates, bench, weights)
         finally:
-            all_weights.close()
+            weights.close()
             for rank in range(len(engine.ranks)):
-                shard_of(all_acts, rank).close()
+                shard_of(acts, rank).close()
         return rates
 
     def _weights(self, weights: PagedWeights) -> tuple[float, float]:
@@ -126,35 +119,41 @@ class RateProbe:
                 weights.release(self._layer)
         return len(self._engine.ranks) * nbytes / min(staging_s), nbytes / min(link_s)
 
-    def _gpu(self, weights: PagedWeights, acts: Activations) -> Level:
+    def _gpu(self, bench: OpBench) -> Level:
         """FLOP/s with many tokens, bytes/s with so few that reading the weights is what takes time."""
-        many_s, many = self._shortest(self._matrices(weights, acts, self._max_tokens))
-        few_s, little = self._shortest(self._matrices(weights, acts, self._few_tokens))
-        return Level(name="gpu", flops_s=many.flops / many_s, bytes_s=little.device_bytes / few_s)
+        many, few = (bench.timed(self._matrices(bench, n), _REPEATS) for n in (self._max_tokens, self._few_tokens))
+        bytes_s = few.work.device_bytes / few.shortest_s
+        return Level(name="gpu", flops_s=many.work.flops / many.shortest_s, bytes_s=bytes_s)
 
-    def _with_ops(self, rates: Rates, all_weights: PagedWeights, all_acts: Activations) -> Rates:
+    def _with_ops(self, rates: Rates, bench: OpBench, weights: PagedWeights) -> Rates:
         """With the fixed cost of ops, and host memory's own rate. On the GPU few tokens differ from a single one by the
         bytes that they read more, which gives both cost and rate; beside many tokens it is small."""
-        weights, acts = shard_of(all_weights, 0), shard_of(all_acts, 0)
 
-        def beside_link(once: Once) -> tuple[float, Work]:
-            return self._in_company(once, all_weights)
+        @contextmanager
+        def busy_link() -> Iterator[None]:
+            weights.load(self._layer + 1, weights.num_pages_of(self._layer + 1) - 1)
+            yield
+            self._engine.machine.drain()
+            weights.release(self._layer + 1)
 
-        few_s, little = beside_link(self._matrices(weights, acts, self._few_tokens))
-        one_s, least = beside_link(self._matrices(weights, acts, 1))
-        gpu = rates.gpu
-        if few_s > one_s and little.device_bytes > least.device_bytes:
-            gpu = replace(gpu, bytes_s=(little.device_bytes - least.device_bytes) / (few_s - one_s))
-        fixed_s = max(one_s - least.device_bytes / gpu.bytes_s, 0.0)
-        with self._attention(weights, acts, 1, 1) as once:
-            attend_s, attended = beside_link(once)
-        offload_s, offloaded = beside_link(self._offloads(acts, 1))
-        upload_s, uploaded = self._shortest(self._uploads(acts))
+        def in_company(once: Once) -> Timed:
+            return bench.timed(once, _REPEATS_IN_COMPANY, rounds=_ROUNDS_IN_COMPANY, beside=busy_link)
+
+        few = in_company(self._matrices(bench, self._few_tokens))
+        one = in_company(self._matrices(bench, 1))
+        gpu, more_bytes = rates.gpu, few.work.device_bytes - one.work.device_bytes
+        if few.median_s > one.median_s and more_bytes > 0:
+            gpu = replace(gpu, bytes_s=more_bytes / (few.median_s - one.median_s))
+        fixed_s = max(one.median_s - one.work.device_bytes / gpu.bytes_s, 0.0)
+        with bench.cached(Shape(contexts=(1,)), self._layer) as it:
+            attended = in_company(self._attention(bench, it))
+        offloaded = in_company(self._offloads(bench, 1))
+        uploaded = bench.timed(self._uploads(bench, 1), _REPEATS)
         op_s = OpSeconds(
             gpu=fixed_s / _OPS_OF_MATRICES,
-            cpu=max(attend_s - attended.host_bytes / rates.cpu_attention.bytes_s, 0.0),
-            h2d=max(upload_s - uploaded.link_bytes / rates.h2d_bytes_s, 0.0),
-            d2h=max(offload_s - offloaded.link_bytes / rates.d2h_bytes_s, 0.0),
+            cpu=max(attended.median_s - attended.work.host_bytes / rates.cpu_attention.bytes_s, 0.0),
+            h2d=max(uploaded.shortest_s - uploaded.work.link_bytes / rates.h2d_bytes_s, 0.0),
+            d2h=max(offloaded.median_s - offloaded.work.link_bytes / rates.d2h_bytes_s, 0.0),
         )
         return replace(rates, gpu=gpu, op_s=op_s, host_bytes_s=self._engine.machine.host_bytes_s)
 
@@ -163,133 +162,55 @@ class RateProbe:
         spec = self._engine.spec
         return min(self._max_tokens, _FEW_TOKENS_AN_EXPERT * max(1, spec.num_experts // spec.experts_per_token))
 
-    def _cpu_experts(self, weights: PagedWeights, acts: Activations) -> Level:
+    def _cpu_experts(self, bench: OpBench) -> Level:
         """FLOP/s and bytes/s of a layer's experts on the CPU, with some tokens and with few."""
-        (some_s, some), (few_s, little) = (
-            self._experts_on_host(weights, acts, n) for n in (min(_SOME_TOKENS, self._max_tokens), self._few_tokens)
+        some, few = (
+            bench.timed(self._experts_on_host(bench, n), _REPEATS)
+            for n in (min(_SOME_TOKENS, self._max_tokens), self._few_tokens)
         )
-        return Level(name="cpu", flops_s=some.flops / some_s, bytes_s=little.host_bytes / few_s)
+        bytes_s = few.work.host_bytes / few.shortest_s
+        return Level(name="cpu", flops_s=some.work.flops / some.shortest_s, bytes_s=bytes_s)
 
-    def _experts_on_host(self, weights: PagedWeights, acts: Activations, num_tokens: int) -> tuple[float, Work]:
-        it, layer = self._behind_attention(weights, acts, num_tokens), self._layer
-        self._emit.attention_out(it, layer, weights.part(layer, "attention_out"))
-        return self._shortest(lambda: self._emit.experts_on_host(it, layer))
+    def _experts_on_host(self, bench: OpBench, num_tokens: int) -> Once:
+        it, layer = bench.behind_attention(Shape(prompts=(num_tokens,)), self._layer), self._layer
+        bench.emit.attention_out(it, layer, bench.weights.part(layer, "attention_out"))
+        return lambda: bench.emit.experts_on_host(it, layer)
 
-    def _matrices(self, weights: PagedWeights, acts: Activations, num_tokens: int) -> Once:
+    def _matrices(self, bench: OpBench, num_tokens: int) -> Once:
         """A layer's projections, router and experts."""
-        part, layer = weights.part, self._layer
-        it = self._behind_attention(weights, acts, num_tokens)
+        it = bench.behind_attention(Shape(prompts=(num_tokens,)), self._layer)
+        return lambda: bench.layer(it, self._layer, attends=False)
 
-        def once() -> list[Ticket]:
-            done = [
-                self._emit.attention_in(it, layer, part(layer, "attention_in")),
-                self._emit.attention_out(it, layer, part(layer, "attention_out")),
-                self._emit.experts(it, layer, weights.experts(layer)),
-                self._emit.combine(it, layer),
-            ]
-            return [ticket for ticket in done if ticket is not None]
-
-        return once
-
-    def _behind_attention(self, weights: PagedWeights, acts: Activations, num_tokens: int) -> InFlight:
-        """A prompt up to attention, by whose results the router chooses: memory as it happens to be would send all
-        tokens to the same experts."""
-        it = InFlight(self._prompt(num_tokens), acts)
-        self._emit.embed(it)
-        self._emit.attention_in(it, self._layer, weights.part(self._layer, "attention_in"))
-        self._emit.prefill_attention(it, self._layer)
-        return it
-
-    def _cpu(self, weights: PagedWeights, acts: Activations) -> Level:
+    def _cpu(self, bench: OpBench) -> Level:
         """Attention over as many sequences as the probe's buffers and the free blocks allow."""
         blocks = self._engine.kv.allocator
         context = max(1, min(_CONTEXT_TOKENS, self._max_tokens, blocks.num_free * blocks.block_size))
         count = max(1, min(self._max_tokens // context, blocks.num_free // blocks.blocks_for(context)))
-        with self._attention(weights, acts, count, context) as once:
-            seconds, work = self._shortest(once)
+        with bench.cached(Shape(contexts=(context,) * count), self._layer) as it:
+            timed = bench.timed(self._attention(bench, it), _REPEATS)
+        seconds, work = timed.shortest_s, timed.work
         return Level(name="cpu", flops_s=work.flops / seconds, bytes_s=work.host_bytes / seconds)
 
-    @contextmanager
-    def _attention(self, weights: PagedWeights, acts: Activations, count: int, context: int) -> Iterator[Once]:
-        """Of `count` sequences, which have blocks meanwhile; their keys and values are written first, since memory that
-        was never written is read too fast."""
-        blocks, layer = self._engine.kv.allocator, self._layer
-        cached = [self._sequence(number, context) for number in range(count)]
-        for sequence in cached:
-            blocks.grow(sequence, context)
-        written = InFlight(assemble(0, cached, [], blocks), acts)
-        self._emit.embed(written)
-        self._emit.attention_in(written, layer, weights.part(layer, "attention_in"))
-        self._emit.offload_qkv(written, layer)
-        self._emit.append_kv(written, layer)
-        for sequence in cached:
-            sequence.num_cached = context - 1
-        it = InFlight(assemble(0, [], cached, blocks), acts)
-
+    def _attention(self, bench: OpBench, it: InFlight) -> Once:
         def once() -> list[Ticket]:
-            ticket = self._emit.attend_on_host(it, layer)
+            ticket = bench.emit.attend_on_host(it, self._layer)
             assert ticket is not None, "its cache lies in host memory"
             return [ticket]
 
-        yield once
-        for sequence in cached:
-            self._engine.kv.release(sequence)
+        return once
 
-    def _offload(self, acts: Activations) -> float:
-        """Bytes/s of keys and values on their way to the host."""
-        seconds, work = self._shortest(self._offloads(acts, self._max_tokens))
-        return work.link_bytes / seconds
+    def _offloads(self, bench: OpBench, num_tokens: int) -> Once:
+        """Keys and values on their way to the host."""
+        spec, batch, acts = self._engine.spec, bench.batch(Shape(prompts=(num_tokens,))), bench.acts[0]
+        return lambda: [bench.emit.submit(D2H, OffloadQkv(spec, batch, acts, self._layer, queries=False))]
 
-    def _offloads(self, acts: Activations, num_tokens: int) -> Once:
-        spec, batch = self._engine.spec, self._prompt(num_tokens)
-        return lambda: [self._emit.submit(D2H, OffloadQkv(spec, batch, acts, self._layer, queries=False))]
+    def _uploads(self, bench: OpBench, num_tokens: int) -> Once:
+        spec, batch, acts = self._engine.spec, bench.batch(Shape(prompts=(num_tokens,))), bench.acts[0]
+        return lambda: [bench.emit.submit(H2D, UploadTokens(spec, batch, acts))]
 
-    def _uploads(self, acts: Activations) -> Once:
-        spec, batch = self._engine.spec, self._prompt(1)
-        return lambda: [self._emit.submit(H2D, UploadTokens(spec, batch, acts))]
-
-    def _sums(self, acts: Activations) -> float:
+    def _sums(self, bench: OpBench, acts: Any) -> float:
         """Bytes/s that each GPU sends while partial sums are added up over all of them."""
-        emit, it = parallel.emitter(self._engine, fifo=True), InFlight(self._prompt(self._max_tokens), acts)
-        seconds, work = self._shortest(lambda: [emit.combine(it, self._layer)])
-        return work.link_bytes / seconds
-
-    def _shortest(self, once: Once) -> tuple[float, Work]:
-        """Of some repetitions: seconds of the ops together, and their work."""
-        times, work = self._timed(once, _REPEATS)
-        return max(min(times), _LEAST_S), work
-
-    def _in_company(self, once: Once, weights: PagedWeights) -> tuple[float, Work]:
-        """The median, while the links bring a layer."""
-        index, times = self._layer + 1, []
-        for _ in range(_ROUNDS_IN_COMPANY):
-            weights.load(index, weights.num_pages_of(index) - 1)
-            found, work = self._timed(once, _REPEATS_IN_COMPANY)
-            times += found
-            self._engine.machine.drain()
-            weights.release(index)
-        return max(median(times), _LEAST_S), work
-
-    def _timed(self, once: Once, repeats: int) -> tuple[list[float], Work]:
-        times = []
-        for _ in range(repeats + 1):  # the first one warms up
-            tickets = once()
-            for ticket in tickets:
-                self._engine.machine.wait(ticket)
-            self._engine.machine.now()
-            times.append(sum((t.finished_s or 0.0) - (t.started_s or 0.0) for t in tickets))
-        works = [ticket.op.work() for ticket in tickets]
-        return times[1:], Work(*(sum(values) for values in zip(*works, strict=True)))
-
-    def _prompt(self, num_tokens: int) -> MicroBatch:
-        """Prompts of random length would say no more than one of all tokens; its blocks are nobody's."""
-        sequence = self._sequence(0, num_tokens)
-        allocator = BlockAllocator(num_tokens, 1)
-        allocator.grow(sequence, num_tokens)
-        return assemble(0, [sequence], [], allocator)
-
-    def _sequence(self, number: int, num_tokens: int) -> Sequence:
-        vocab = self._engine.spec.vocab_size
-        ids = tuple((number * 7919 + 31 * position) % vocab for position in range(num_tokens))
-        request = Request(request_id=-1 - number, prompt_ids=ids, max_new_tokens=2, text=None)
-        return Sequence(request, state=State.PREFILL)
+        emit = parallel.emitter(self._engine, fifo=True)
+        it = InFlight(bench.batch(Shape(prompts=(self._max_tokens,))), acts)
+        timed = bench.timed(lambda: [emit.combine(it, self._layer)], _REPEATS)
+        return timed.work.link_bytes / timed.shortest_s

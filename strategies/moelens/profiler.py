@@ -6,20 +6,19 @@ a line time(n) = a n + c is fitted, and with the time t_w of one layer's transfe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 
 import numpy as np
 
+from harness.bench.op_bench import OpBench, Timed, length_s
+from harness.bench.shapes import Shape
 from harness.engine.activations import Activations
 from harness.engine.batch import PassPlan, assemble
-from harness.engine.emitter import Emitter, InFlight
 from harness.engine.engine import Engine
-from harness.engine.sequences import Sequence, State
 from harness.machine.base import Ticket
-from harness.memory.kv_cache import BlockAllocator
 from harness.memory.weights import WeightStream
-from harness.workload.request import Request
 from strategies.moelens.vslpipe import split
 
 _FRACTIONS = (0.6, 0.8, 1.0, 1.2)
@@ -46,10 +45,6 @@ class Profile:
         return self.n_real / (self.layer_transfer_s * num_layers) if self.n_real > 0 else None
 
 
-def _length_s(tickets: list[Ticket]) -> float:
-    return max(t.finished_s or 0.0 for t in tickets) - min(t.started_s or 0.0 for t in tickets)
-
-
 def line_through(points: list[tuple[int, float]]) -> tuple[float, float]:
     """Least-squares (slope, intercept); through the origin where the points allow no rising line."""
     counts = np.array([n for n, _ in points], dtype=float)
@@ -69,22 +64,21 @@ class PipelineProfiler:
         self._prompt_tokens = prompt_tokens
         self._repeats = repeats
         self._max_tokens = max_tokens
-        self._emit = Emitter(engine)
         self._stream = WeightStream(engine.machine, engine.store, depth=2, packet_bytes=packet_bytes)
+        self._bench = OpBench(engine, self._stream)
         last = engine.spec.num_layers - 1  # leading layers may be dense
         self._probed, self._other = last, max(last - 1, 1 - last)  # what is computed, what is transferred meanwhile
-        self._acts: list[Activations] = []
         self._transfers_s: list[float] = []  # of a layer, beside each computation
-        self._rng = np.random.default_rng(0)
 
     def measure(self) -> Profile:
+        """Return the profile, which takes some passes of one layer."""
         layer_transfer_s = min(self._transfer_layer(self._other) for _ in range(self._repeats))
         self._transfer_layer(self._probed)  # the weights that the probes compute with
         estimate = self._saturating_tokens(layer_transfer_s)
         counts = sorted({int(min(max(estimate * f, 16), self._max_tokens)) for f in _FRACTIONS})
         self._make_room(counts[-1])
         self._transfers_s.clear()
-        samples = [(n, self._compute(n)) for _ in range(self._repeats) for n in counts]
+        samples = [(n, self._compute(n).shortest_s) for _ in range(self._repeats) for n in counts]
         layer_transfer_s = float(np.median(self._transfers_s))  # beside a busy GPU, as it will be
         best = [(n, min(s for m, s in samples if m == n)) for n in counts]  # disturbances only ever add time
         slope, fixed_s = line_through(best)
@@ -93,8 +87,9 @@ class PipelineProfiler:
         )
 
     def close(self) -> None:
+        """Give all buffers back."""
         self._stream.close()
-        for acts in self._acts:
+        for acts in self._bench.acts:
             acts.close()
 
     def _saturating_tokens(self, layer_transfer_s: float) -> float:
@@ -109,7 +104,7 @@ class PipelineProfiler:
         for _ in range(_MAX_STEPS):
             tokens = min(tokens, self._max_tokens)
             self._make_room(tokens)
-            seconds = min(self._compute(tokens) for _ in range(2))
+            seconds = self._compute(tokens, times=2).shortest_s
             slope = (seconds - before[1]) / max(tokens - before[0], 1)
             wanted = tokens + (layer_transfer_s - seconds) / max(slope, 1e-9)
             wanted = min(max(wanted, tokens / 2), 4 * tokens, self._max_tokens)
@@ -119,60 +114,41 @@ class PipelineProfiler:
         return wanted
 
     def _make_room(self, max_tokens: int) -> None:
-        for acts in self._acts:
+        for acts in self._bench.acts:
             acts.close()
         machine, spec = self._engine.machine, self._engine.spec
-        self._acts = [Activations(machine, spec, max_tokens=max_tokens, name=f"profiler {i}") for i in range(2)]
+        self._bench.acts = [Activations(machine, spec, max_tokens=max_tokens, name=f"profiler {i}") for i in range(2)]
 
     def _transfer_layer(self, index: int) -> float:
         """Seconds on the link for all parts of one layer."""
-        tickets = self._stream.request_layer(index)
+        return self._arrived(index, self._stream.request_layer(index))
+
+    def _arrived(self, index: int, tickets: list[Ticket]) -> float:
         for ticket in tickets:
             self._engine.machine.wait(ticket)
         if index != self._probed:
-            self._release(index)
-        return _length_s(tickets)
+            for name in self._stream.part_names(index):
+                self._stream.release(index, name)
+        return length_s(tickets)
 
-    def _release(self, index: int) -> None:
-        for name in self._stream.part_names(index):
-            self._stream.release(index, name)
+    def _compute(self, num_tokens: int, *, times: int = 1) -> Timed:
+        """Time one layer over `num_tokens` prefill tokens in two halves, the link at work."""
+        return self._bench.timed(
+            lambda: self._halves(num_tokens), 1, warm_ups=0, rounds=times, beside=self._transferring
+        )
 
-    def _compute(self, num_tokens: int) -> float:
-        """Seconds on the gpu lane for one layer over `num_tokens` prefill tokens in two halves, the link at work."""
-        busy = self._stream.request_layer(self._other)
+    @contextmanager
+    def _transferring(self) -> Iterator[None]:
+        tickets = self._stream.request_layer(self._other)
+        yield
+        self._transfers_s.append(self._arrived(self._other, tickets))
+
+    def _halves(self, num_tokens: int) -> list[Ticket]:
+        """Submit a layer over prompts of the workload's mean length, `num_tokens` in all, half by half."""
+        prompts, _, blocks = self._bench.sequences(Shape.of_prompts(num_tokens, self._prompt_tokens))
         tickets: list[Ticket] = []
-        for i, half in enumerate(split(PassPlan(self._sequences(num_tokens), [], "profile"))):
-            allocator = BlockAllocator(2 * num_tokens, self._engine.kv.allocator.block_size)
-            for sequence in half[0]:
-                allocator.grow(sequence, sequence.num_tokens)
-            it = InFlight(assemble(i, half[0], [], allocator), self._acts[i])
-            self._emit.embed(it)
-            tickets += self._layer(it)
-        for ticket in tickets:
-            self._engine.machine.wait(ticket)
-        for ticket in busy:
-            self._engine.machine.wait(ticket)
-        self._transfers_s.append(_length_s(busy))
-        self._release(self._other)
-        return sum((t.finished_s or 0.0) - (t.started_s or 0.0) for t in tickets)
-
-    def _layer(self, it: InFlight) -> list[Ticket]:
-        layer, part = self._probed, self._stream.part
-        tickets: list[Ticket | None] = [self._emit.attention_in(it, layer, part(layer, "attention_in"))]
-        tickets.append(self._emit.prefill_attention(it, layer))
-        tickets.append(self._emit.attention_out(it, layer, part(layer, "attention_out")))
-        tickets.append(self._emit.experts(it, layer, self._stream.experts(layer)))
-        tickets.append(self._emit.combine(it, layer))
-        return [t for t in tickets if t is not None]
-
-    def _sequences(self, num_tokens: int) -> list[Sequence]:
-        """Prompts of the workload's mean length with random tokens, `num_tokens` in all."""
-        sequences: list[Sequence] = []
-        for number in count():
-            length = min(self._prompt_tokens, num_tokens - number * self._prompt_tokens)
-            if length <= 0:
-                return sequences
-            ids = self._rng.integers(0, self._engine.spec.vocab_size, length)
-            request = Request(request_id=-1 - number, prompt_ids=tuple(ids.tolist()), max_new_tokens=1, text=None)
-            sequences.append(Sequence(request, state=State.PREFILL))
-        raise AssertionError("unreachable")
+        for i, (prefill, _) in enumerate(split(PassPlan(prompts, [], "profile"))):
+            it = self._bench.place(assemble(i, prefill, [], blocks))
+            self._bench.emit.embed(it)
+            tickets += self._bench.layer(it, self._probed)
+        return tickets

@@ -10,11 +10,12 @@ from itertools import combinations
 
 import pytest
 
+from harness.bench.shapes import Shape
 from harness.calibration import local, together, undisturbed
 from harness.calibration.costs import CalibratedCosts
 from harness.calibration.local import CalibrationTable, identity, link_rates, local_table, table_path
 from harness.calibration.measure import measure_all
-from harness.calibration.probes import Bench, Shape
+from harness.calibration.probes import LayerProbes
 from harness.calibration.table import ALONE, BESIDE_GPU, BESIDE_GPU_AND_LINK, BESIDE_LINK
 from harness.command_line import composed_values
 from harness.config import ConfigError
@@ -78,14 +79,14 @@ def test_the_router_of_probed_micro_batches_sends_tokens_everywhere(tiny):
         assert engine.kv.host is not None
         for buffer in (*engine.kv.host.keys, *engine.kv.host.values):
             machine.submit(CPU, Poison(buffer))
-        bench = Bench(engine, max_tokens=64, packet_bytes=100_000)
-        emit, pair = Emitter(engine, serial=True), bench.pair(Shape(contexts=(20,) * 32))
+        probes = LayerProbes(engine, max_tokens=64, packet_bytes=100_000)
+        emit, pair = Emitter(engine, serial=True), probes.pair(Shape(contexts=(20,) * 32))
         for it in pair:
             machine.submit(GPU, Poison(it.acts.attention))
             emit.embed(it)
-        bench.serial(emit, pair, 0, experts_apart=False)
+        probes.serial(emit, pair, 0, experts_apart=False)
         chosen = [machine.wait(emit.fetch_routing(it, 0)) for it in pair]
-        bench.close()
+        probes.close()
     assert [len(set(ids.ravel().tolist())) for ids in chosen] == [engine.spec.num_experts] * 2
 
 
