@@ -6,24 +6,17 @@ before it goes over the link. Layers form the endless cyclic stream of `WeightSt
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
 
-from harness.machine.base import PIN, Lane, LaneKind, Machine, Ticket
-from harness.memory.ops import CopyPage, CopyWeights, Poison, StagePage
+from harness.machine.base import PIN, Lane, LaneKind, Machine
+from harness.memory.occupancy import Places
+from harness.memory.ops import CopyPage, StagePage
 from harness.memory.tiers import PINNED, Buffer, device_tier
-from harness.memory.weights import PlacedPart, WeightStore
+from harness.memory.weights import PlacedPart, Resident, WeightStore
 from harness.model.layout import ALIGNMENT_BYTES
 
+_Page = tuple[int, int]  # (index in the stream, number within the layer)
 _SLOTS = 2  # of a layer each, on the device and in pinned memory: one is read while the other is written
-
-
-@dataclass(eq=False, slots=True)
-class _Progress:
-    """How many pages of a layer have been requested, and their tickets."""
-
-    staged: int = 0
-    loaded: int = 0
-    tickets: list[Ticket] = field(default_factory=list)
 
 
 class PagedWeights:
@@ -52,9 +45,9 @@ class PagedWeights:
         prefix: str = "",
     ) -> None:
         assert num_pages >= 1, "a layer has at least one page"
-        self._machine, self._store = machine, store
+        self._store = store
         self._tier = device_tier(rank)
-        self._h2d, self._gpu = Lane(LaneKind.H2D, rank), Lane(LaneKind.GPU, rank)
+        self._h2d = Lane(LaneKind.H2D, rank)
         self.num_pages, self._packet_bytes = num_pages, packet_bytes
         self._layers = layers = range(len(store.layers)) if layers is None else layers
         self._names = {layer: part_names(store, layer, experts=experts) for layer in layers}
@@ -62,56 +55,59 @@ class PagedWeights:
         self.slot_bytes = max(self._bytes(layer) for layer in layers)
         self.page_bytes = page_bytes(self.slot_bytes, num_pages)
         self._sources = {layer: self._cut(layer) for layer in layers}
-        self._roots: list[Buffer] = []
-        self._device = [self._reserve(self._tier, f"{prefix}weight pages {slot}") for slot in range(_SLOTS)]
-        self._staging = [
-            self._reserve("pinned", f"{prefix}staged pages {slot}") for slot in range(_SLOTS) if store.is_pageable
+        sizes_bytes = dict.fromkeys(range(-(-self.slot_bytes // self.page_bytes)), self.page_bytes)
+        self._device = Places[_Page](machine, self._tier, rank=rank)
+        self._device_pages = [self._device.reserve(f"{prefix}weight pages {n}", sizes_bytes) for n in range(_SLOTS)]
+        self._staging = Places[_Page](machine, PINNED, rank=rank) if store.is_pageable else None
+        self._staging_pages = [
+            self._staging.reserve(f"{prefix}staged pages {n}", sizes_bytes) for n in range(_SLOTS) if self._staging
         ]
         self._parts = [{layer: self._place(slot, layer) for layer in layers} for slot in range(_SLOTS)]
-        self._resident = self._load_resident()
-        self._progress: dict[int, _Progress] = {}  # by index, from its first request to its release
-        machine.drain()
+        self._resident = Resident(machine, store, rank=rank, embedding=False, head=False, packet_bytes=packet_bytes)
+        kept = [(layer, n) for layer, names in self._names.items() for n in names if n not in self._streamed[layer]]
+        self._resident.keep("resident layer weights", kept)
+        self._num_staged, self._num_loaded = Counter[int](), Counter[int]()  # pages, by index until its release
 
     @property
     def resident_bytes(self) -> int:
         """Of all layers together."""
-        return sum(part.layout.nbytes for parts in self._resident.values() for part in parts.values())
+        return self._resident.nbytes
 
     def num_pages_of(self, index: int) -> int:
         return len(self._sources[self._layer(index)])
 
     def stage(self, index: int, page: int) -> None:
         """W_CtoPin: pages up to this one, pageable to pinned memory."""
-        if not self._staging:
+        if self._staging is None:
             return
-        progress = self._progress.setdefault(index, _Progress())
-        before = self._progress.get(index - _SLOTS)
-        for number in range(progress.staged, min(page + 1, self.num_pages_of(index))):
-            free = before is None or number < before.loaded or before.loaded == self.num_pages_of(index - _SLOTS)
-            assert free, f"page {number} of {index - _SLOTS} has not left the staging memory"
-            source = self._sources[self._layer(index)][number]
-            self._copy(PIN, StagePage, source, self._staging[index % _SLOTS][number], source.nbytes, index)
-            progress.staged += 1
+        for number in self._missing(self._num_staged, index, page):
+            target = self._staging.take((index, number), self._staging_pages[index % _SLOTS][number])
+            op = self._copy(StagePage, self._stored(index, number), target, index, number)
+            self._staging.bring((index, number), PIN, op)
 
     def load(self, index: int, page: int) -> None:
         """W_PinToG: pages up to this one, pinned memory to the device."""
         self.stage(index, page)
-        assert index - _SLOTS not in self._progress, f"layer {index - _SLOTS} of the stream was not released"
-        progress = self._progress.setdefault(index, _Progress())
-        for number in range(progress.loaded, min(page + 1, self.num_pages_of(index))):
-            stored = self._sources[self._layer(index)][number]
-            source = self._staging[index % _SLOTS][number] if self._staging else stored
-            target = self._device[index % _SLOTS][number]
-            self._copy(self._h2d, CopyPage, source, target, stored.nbytes, index)
-            if self._machine.poisons and self._staging:
-                self._machine.submit(self._gpu, Poison(source))
-            progress.loaded += 1
+        for number in self._missing(self._num_loaded, index, page):
+            key = (index, number)
+            staged = self._staging.tickets(key) if self._staging else ()
+            target = self._device.take(key, self._device_pages[index % _SLOTS][number], tickets=staged)
+            source = self._staging[key] if self._staging else self._stored(index, number)
+            self._device.bring(key, self._h2d, self._copy(CopyPage, source, target, index, number))
+            if self._staging:
+                self._staging.leave(key)
+
+    def _missing(self, requested: Counter[int], index: int, page: int) -> range:
+        """The pages up to this one that have not been requested, which they are then."""
+        first, stop = requested[index], min(page + 1, self.num_pages_of(index))
+        requested[index] = max(first, stop)
+        return range(first, stop)
 
     def part(self, index: int, name: str) -> PlacedPart:
         """A part on the device, resident or in its slot; its pages are requested now if they were not yet."""
         layer = self._layer(index)
-        if name in self._resident[layer]:
-            return self._resident[layer][name]
+        if (layer, name) in self._resident:
+            return self._resident.part(layer, name)
         placed, last_page = self._parts[index % _SLOTS][layer][name]
         self.load(index, last_page)
         return placed
@@ -123,42 +119,39 @@ class PagedWeights:
 
     def release(self, index: int) -> None:
         """The last reader of this layer has been submitted; its place may be written again."""
-        loaded = self._progress.pop(index, _Progress()).loaded
-        assert loaded == self.num_pages_of(index), f"layer {index} of the stream was not loaded to its end"
-        if self._machine.poisons:
-            for page in self._device[index % _SLOTS]:
-                self._machine.submit(self._gpu, Poison(page))
+        pages = range(self.num_pages_of(index))
+        self._num_staged.pop(index, None)
+        loaded = self._num_loaded.pop(index, 0)
+        assert loaded == len(pages), f"layer {index} of the stream was not loaded to its end"
+        for number in pages:
+            self._device.leave((index, number))
 
     def cancel_all(self) -> None:
         """Withdraw transfers that have not started and forget the rest: the stream is empty again."""
-        for progress in reversed(self._progress.values()):
-            for ticket in reversed(progress.tickets):
-                self._machine.cancel(ticket)
-        self._progress.clear()
+        for places in filter(None, (self._staging, self._device)):  # what was loaded follows what was staged
+            places.clear()
+        self._num_staged.clear()
+        self._num_loaded.clear()
 
     def close(self) -> None:
         """Cancel, wait, and give all memory back."""
         self.cancel_all()
-        self._machine.drain()
-        for root in self._roots:
-            self._machine.tiers[root.tier].release(root)
+        for places in filter(None, (self._staging, self._device)):
+            places.close()
+        self._resident.close()
 
     def _layer(self, index: int) -> int:
         return self._layers[index % len(self._layers)]
 
-    def _copy(self, lane: Lane, kind: type[CopyPage], source: Buffer, target: Buffer, nbytes: int, index: int) -> None:
-        op = kind(source, target, nbytes=nbytes, layer=self._layer(index), packet_bytes=self._packet_bytes)
-        self._progress[index].tickets.append(self._machine.submit(lane, op))
+    def _stored(self, index: int, number: int) -> Buffer:
+        return self._sources[self._layer(index)][number]
+
+    def _copy(self, kind: type[CopyPage], source: Buffer, target: Buffer, index: int, number: int) -> CopyPage:
+        nbytes = self._stored(index, number).nbytes
+        return kind(source, target, nbytes=nbytes, layer=self._layer(index), packet_bytes=self._packet_bytes)
 
     def _bytes(self, layer: int) -> int:
         return sum(self._store.layers[layer][name].layout.nbytes for name in self._streamed[layer])
-
-    def _reserve(self, tier: str, name: str) -> list[Buffer]:
-        """One slot, page by page."""
-        count = -(-self.slot_bytes // self.page_bytes)
-        root = self._machine.tiers[tier].reserve(name, count * self.page_bytes)
-        self._roots.append(root)
-        return [root.sub(f"page {n}", n * self.page_bytes, self.page_bytes) for n in range(count)]
 
     def _cut(self, layer: int) -> list[Buffer]:
         """The layer's pages in the store, where its parts lie one after another."""
@@ -173,33 +166,14 @@ class PagedWeights:
 
     def _place(self, slot: int, layer: int) -> dict[str, tuple[PlacedPart, int]]:
         """The page table: where each streamed part lies in a slot, and its last page."""
-        placed, offset_bytes, pages = {}, 0, self._device[slot]
+        placed, offset_bytes, pages = {}, 0, self._device_pages[slot]
         for name in self._streamed[layer]:
             layout = self._store.layers[layer][name].layout
             first, last = offset_bytes // self.page_bytes, (offset_bytes + layout.nbytes - 1) // self.page_bytes
             buffer = Buffer(self._tier, f"{name} of layer {layer}", layout.nbytes, pages[0].root, offset_bytes)
-            placed[name] = (PlacedPart(layout, buffer, tuple(pages[first : last + 1])), last)
+            placed[name] = (PlacedPart(layout, buffer, tuple(pages[number] for number in range(first, last + 1))), last)
             offset_bytes += layout.nbytes
         return placed
-
-    def _load_resident(self) -> dict[int, dict[str, PlacedPart]]:
-        kept = {
-            layer: {name: self._store.layers[layer][name] for name in names if name not in self._streamed[layer]}
-            for layer, names in self._names.items()
-        }
-        total_bytes = sum(part.layout.nbytes for parts in kept.values() for part in parts.values())
-        if not total_bytes:
-            return kept
-        root, offset_bytes = self._machine.tiers[self._tier].reserve("resident layer weights", total_bytes), 0
-        self._roots.append(root)
-        for layer, parts in kept.items():
-            for name, stored in parts.items():
-                target = root.sub(f"layer {layer} {name}", offset_bytes, stored.layout.nbytes)
-                offset_bytes += target.nbytes
-                copy = CopyWeights(stored, target, layer=None, packet_bytes=self._packet_bytes)
-                self._machine.submit(self._h2d, copy)
-                parts[name] = PlacedPart(stored.layout, target, (target,))
-        return kept
 
 
 def part_names(store: WeightStore, layer: int, *, experts: bool = True) -> list[str]:

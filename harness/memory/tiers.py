@@ -95,6 +95,7 @@ class Tier:
         self._back = back
         self._unback = unback
         self._within = within
+        self.checks: list[Callable[[], None]] = []  # what else must hold of this memory: see `Places`
 
     @property
     def free_bytes(self) -> int:
@@ -157,6 +158,8 @@ class Tier:
     def check_integrity(self) -> None:
         assert self.used_bytes == sum(self._held.values()), f"{self.name}: accounting is off"
         assert 0 <= self.used_bytes <= self.capacity_bytes, f"{self.name}: over capacity"
+        for check in self.checks:
+            check()
 
 
 def told_bytes(sizes: Mapping[str, float]) -> str:

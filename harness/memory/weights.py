@@ -12,7 +12,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from harness.machine.base import H2D, Lane, LaneKind, Machine, Ticket
-from harness.memory.ops import CopyShare, CopyWeights, Poison, ReadPart, fetched, share_of
+from harness.memory.occupancy import Places
+from harness.memory.ops import CopyShare, CopyWeights, ReadPart, share_of
 from harness.memory.tiers import PAGEABLE, PINNED, Buffer, device_tier
 
 if TYPE_CHECKING:
@@ -135,32 +136,81 @@ class WeightStore:
 
 
 class Resident:
-    """Parts that stay in the memory of GPU `rank` for the whole run: the embedding and the head, or one of them, or
-    none."""
+    """Parts that stay in the memory of GPU `rank` for the whole run, by (layer, name).
+
+    Of the embedding and the head (layer None) those that are asked for; of the layers what a strategy keeps.
+    """
 
     def __init__(
-        self, machine: Machine, store: WeightStore, *, rank: int = 0, embedding: bool = True, head: bool = True
+        self,
+        machine: Machine,
+        store: WeightStore,
+        *,
+        rank: int = 0,
+        embedding: bool = True,
+        head: bool = True,
+        packet_bytes: int = 1 << 22,
     ) -> None:
-        self._embedding = self._load(machine, store.embedding, rank) if embedding else None
-        self._head = self._load(machine, store.head, rank) if head else None
+        self._machine, self._store, self._packet_bytes = machine, store, packet_bytes
+        self._tier, self._h2d = machine.tiers[device_tier(rank)], Lane(LaneKind.H2D, rank)
+        self._roots: list[Buffer] = []
+        self._parts: dict[tuple[int | None, str], tuple[PlacedPart, Ticket]] = {}
+        for name, end, wanted in (("embedding", store.embedding, embedding), ("head", store.head, head)):
+            if wanted:
+                self._load(name, {(None, name): end})
         machine.drain()
+
+    def keep(self, account: str, keys: Iterable[tuple[int, str]]) -> None:
+        """Load those of these parts that are not there yet, into memory that is held under the name `account`.
+
+        Raises MemoryCapacityError.
+        """
+        stored = {(layer, name): self._store.layers[layer][name] for layer, name in keys}
+        self._load(account, {key: part for key, part in stored.items() if key not in self})
+        self._machine.drain()
+
+    def _load(self, account: str, stored: Mapping[tuple[int | None, str], PlacedPart]) -> None:
+        if not stored:
+            return
+        root, offset_bytes = self._tier.reserve(account, sum(part.layout.nbytes for part in stored.values())), 0
+        self._roots.append(root)
+        for (layer, name), part in stored.items():
+            target = root.sub(name if layer is None else f"layer {layer} {name}", offset_bytes, part.layout.nbytes)
+            offset_bytes += target.nbytes
+            copy = CopyWeights(part, target, layer=None, packet_bytes=self._packet_bytes)
+            self._parts[layer, name] = (
+                PlacedPart(part.layout, target, (target,)),
+                self._machine.submit(self._h2d, copy),
+            )
+
+    def __contains__(self, key: tuple[int | None, str]) -> bool:
+        return key in self._parts
+
+    def part(self, layer: int | None, name: str) -> PlacedPart:
+        return self._parts[layer, name][0]
+
+    def ticket(self, layer: int, name: str) -> Ticket:
+        """The transfer that brought a part, which is over."""
+        return self._parts[layer, name][1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.layout.nbytes for part, _ in self._parts.values())
 
     @property
     def embedding(self) -> PlacedPart:
-        assert self._embedding is not None, "the embedding is on another GPU"
-        return self._embedding
+        assert (None, "embedding") in self, "the embedding is on another GPU"
+        return self.part(None, "embedding")
 
     @property
     def head(self) -> PlacedPart:
-        assert self._head is not None, "the head is on another GPU"
-        return self._head
+        assert (None, "head") in self, "the head is on another GPU"
+        return self.part(None, "head")
 
-    @staticmethod
-    def _load(machine: Machine, source: PlacedPart, rank: int) -> PlacedPart:
-        buffer = machine.tiers[device_tier(rank)].reserve(source.layout.name, source.layout.nbytes)
-        copy = CopyWeights(source, buffer, layer=None, packet_bytes=1 << 22)
-        machine.submit(Lane(LaneKind.H2D, rank), copy)
-        return PlacedPart(source.layout, buffer, (buffer,))
+    def close(self) -> None:
+        """Give the device memory back."""
+        for root in self._roots:
+            self._tier.release(root)
 
 
 class WeightStream:
@@ -187,26 +237,16 @@ class WeightStream:
     ) -> None:
         assert depth >= 1, "a stream needs a slot"
         self._rank, self._num_shares = rank, num_shares
-        self._tier = machine.tiers[device_tier(rank)]
-        self._h2d, self._gpu = Lane(LaneKind.H2D, rank), Lane(LaneKind.GPU, rank)
-        self._machine = machine
+        self._h2d = Lane(LaneKind.H2D, rank)
         self._store = store
         self._has_experts = experts
         self._layers = store.layers if experts else [store.dense(layer) for layer in range(len(store.layers))]
         self._part_names = [tuple(parts) for parts in self._layers]  # asked for with every transfer
         self.depth = depth
         self.packet_bytes = packet_bytes
-        self._occupant: dict[tuple[int, str], tuple[int, Ticket]] = {}  # (slot, part) -> (index, its transfer)
-        self._slots = [self._reserve_slot(f"{name} {slot}") for slot in range(depth)]
-
-    def _reserve_slot(self, name: str) -> dict[str, Buffer]:
-        sizes = slot_sizes([part.layout for part in parts.values()] for parts in self._layers)
-        root = self._tier.reserve(name, sum(sizes.values()))
-        slot, offset_bytes = {}, 0
-        for part_name, nbytes in sizes.items():
-            slot[part_name] = root.sub(part_name, offset_bytes, nbytes)
-            offset_bytes += nbytes
-        return slot
+        self._places = Places[tuple[int, str]](machine, device_tier(rank), rank=rank)  # of (index, part name)
+        sizes_bytes = slot_sizes([part.layout for part in parts.values()] for parts in self._layers)
+        self._slots = [self._places.reserve(f"{name} {slot}", sizes_bytes) for slot in range(depth)]
 
     def layer(self, index: int) -> int:
         return index % len(self._layers)
@@ -221,12 +261,10 @@ class WeightStream:
 
     def request(self, index: int, part_name: str, *, urgent: bool = False, after: Iterable[Ticket] = ()) -> Ticket:
         """Submit the transfer of one part."""
-        place = (index % self.depth, part_name)
-        assert place not in self._occupant, f"{part_name} of {self._occupant[place][0]} was not released"
-        op = self._copy(self._slots[place[0]][part_name], part_name, self.layer(index))
-        ticket = self._machine.submit(self._h2d, op, urgent=urgent, after=after)
-        self._occupant[place] = (index, ticket)
-        return ticket
+        key = (index, part_name)
+        target = self._places.take(key, self._slots[index % self.depth][part_name])
+        op = self._copy(target, part_name, self.layer(index))
+        return self._places.bring(key, self._h2d, op, urgent=urgent, after=after)
 
     def _copy(self, target: Buffer, part_name: str, layer: int) -> CopyWeights:
         source, packet_bytes = self._layers[layer][part_name], self.packet_bytes
@@ -243,23 +281,16 @@ class WeightStream:
 
     def part(self, index: int, part_name: str) -> PlacedPart:
         """The requested part in its device slot; ops that read its keys run after its transfer."""
-        target = self._slots[self._place(index, part_name)[0]][part_name]
+        target = self._places[self._requested(index, part_name)]
         return PlacedPart(self._layers[self.layer(index)][part_name].layout, target, (target,))
 
     def release(self, index: int, part_name: str) -> None:
         """The last reader of this part has been submitted; its place may be requested again."""
-        place = self._place(index, part_name)
-        del self._occupant[place]
-        if self._machine.poisons:
-            buffer = self._slots[place[0]][part_name]
-            self._machine.submit(self._gpu, Poison(buffer, (buffer, fetched(buffer))))
+        self._places.leave(self._requested(index, part_name))
 
-    def _place(self, index: int, part_name: str) -> tuple[int, str]:
-        """Where a requested part lies: (slot, part)."""
-        place = (index % self.depth, part_name)
-        occupant = self._occupant.get(place)
-        assert occupant is not None and occupant[0] == index, f"{part_name} of {index} is not in the stream"
-        return place
+    def _requested(self, index: int, part_name: str) -> tuple[int, str]:
+        assert (index, part_name) in self._places, f"{part_name} of {index} is not in the stream"
+        return index, part_name
 
     def advance(self, index: int, part_name: str) -> None:
         """Release a part and request its successor into the same place; with a layer's last part, also what the
@@ -275,14 +306,8 @@ class WeightStream:
 
     def cancel_all(self) -> None:
         """Withdraw transfers that have not started and forget the rest: the stream is empty again."""
-        for _, ticket in reversed(self._occupant.values()):
-            self._machine.cancel(ticket)
-        self._occupant.clear()
+        self._places.clear()
 
     def close(self) -> None:
         """Cancel, wait, and give the device memory back."""
-        self.cancel_all()
-        self._machine.drain()
-        for slot in self._slots:
-            self._tier.release(next(iter(slot.values())).root)
-        self._slots.clear()
+        self._places.close()

@@ -7,7 +7,8 @@ import pytest
 from harness.engine import loop
 from harness.engine.batch import PassPlan
 from harness.engine.sequences import State
-from harness.engine.strategy import Strategy
+from harness.engine.strategy import PassResult, Strategy
+from harness.memory.occupancy import Places
 from strategies.common.static_batches import StaticBatches
 from strategies.moelens.scheduler import ResourceAwareScheduler
 from tests.unit.engine.fakes import FakePipeline, engine, sequences
@@ -65,6 +66,30 @@ def test_padding_is_told_apart_from_what_was_prefilled():
     on = engine(sequences((3, 2), (5, 1)))
     passes = run(on, Padding(on.sequences, on.kv.allocator, max_pass_tokens=30))
     assert [(p.num_prefill_tokens, p.num_padding_tokens, p.num_decode_tokens) for p in passes] == [(8, 6, 0), (0, 0, 1)]
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_places_of_device_memory_are_checked_after_each_pass(check):
+    """A pipeline's second pass puts two parts into one place."""
+    on = engine(sequences((3, 3)))
+    places = Places[str](on.machine, "device")
+    slot = places.reserve("slot", {0: 64})[0]
+
+    class Overwriting(FakePipeline):
+        def run(self, plan: PassPlan) -> PassResult:
+            if self.passes == 1:
+                places.take("one")
+                places._free[slot] = None
+                places.take("other")
+            return super().run(plan)
+
+    pipeline = Overwriting(on)
+    if not check:
+        run(on, pipeline=pipeline, check=False)
+        return
+    with pytest.raises(AssertionError, match="given twice"):
+        run(on, pipeline=pipeline)
+    assert pipeline.passes == 2
 
 
 def test_a_scheduler_that_loses_a_request_is_found_out():

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.memory.expert_slots import ExpertSlots, Key, expert_slot_bytes, num_slots_that_fit
+from harness.memory.expert_slots import ExpertSlots, Key, num_slots_that_fit
+from harness.memory.tiers import MemoryCapacityError
 from harness.memory.weights import WeightStore, WeightStream
-from tests.unit.memory.parts import NUM_LAYERS, FakeSource, content, machine, read_bytes
+from harness.model.layout import PartLayout
+from tests.unit.memory.parts import NUM_LAYERS, FakeFamily, FakeSource, content, machine, part, read_bytes
 
 EXPERTS = (0, 1, 10)
 KEYS = [(layer, expert) for layer in range(NUM_LAYERS) for expert in EXPERTS]
@@ -70,7 +73,7 @@ def test_readers_see_their_own_expert(seed, num_slots, poison, steps):
             case "evict" if there and key not in held:
                 slots.evict(*key)
                 assert key not in slots
-        slots.check_integrity()
+        device.tiers["device"].check_integrity()
         assert all(key in slots for key in held), "what is held was taken away"
     for (layer, expert), ticket in reads:
         assert device.wait(ticket) == [content(layer, f"expert.{expert}")]
@@ -91,7 +94,8 @@ def test_a_prefetch_that_has_not_begun_is_withdrawn_and_costs_nothing():
 
 
 def test_misuse_is_an_error_at_once():
-    slots = slots_on(machine(), 1)
+    device = machine()
+    slots = slots_on(device, 1)
     slots.acquire(0, 0)
     for misuse, message in (
         (lambda: slots.acquire(0, 1), "all 1 expert slots are held"),
@@ -102,15 +106,58 @@ def test_misuse_is_an_error_at_once():
         with pytest.raises(AssertionError, match=message):
             misuse()
     assert not slots.prefetch(0, 1) and not slots.withdraw(0, 0)
-    slots.check_integrity()
+    device.tiers["device"].check_integrity()
 
 
-def test_slots_fill_what_is_left_to_the_byte():
-    store = WeightStore(machine(), FakeSource())
-    size = expert_slot_bytes(store)
-    assert size == max(store.experts(layer)[10].layout.nbytes for layer in range(NUM_LAYERS))
-    assert [num_slots_that_fit(store, nbytes) for nbytes in (-1, size - 1, size, 3 * size - 1)] == [0, 0, 1, 2]
-    assert num_slots_that_fit(store, 100 * size) == len(KEYS), "no more than the model has"
+class Uneven(FakeFamily):
+    """Experts of any sizes, whole cache lines or not; a layer without any is dense."""
+
+    def __init__(self, sizes: list[list[int]]) -> None:
+        self.sizes = sizes
+
+    def layer_parts(self, spec, layer: int) -> tuple[PartLayout, ...]:
+        experts = [part(f"expert.{number}", size) for number, size in enumerate(self.sizes[layer])]
+        return (part("attention_in", 70), *experts)
+
+
+def uneven_store(device, sizes: list[list[int]]) -> WeightStore:
+    source = FakeSource()
+    source.family, source.spec = Uneven(sizes), SimpleNamespace(num_layers=len(sizes))
+    source.read_part = lambda layer, layout, out: out.fill_(16 * (layer or 0) + (layout.expert or 0))
+    return WeightStore(device, source)
+
+
+@settings(max_examples=60)
+@given(
+    sizes=st.lists(st.lists(st.integers(1, 400), max_size=4), min_size=1, max_size=5).filter(any),
+    others_bytes=st.integers(0, 5000),
+    wanted_slots=st.integers(0, 9),
+    beyond_bytes=st.sampled_from((-1, 0, 1, 63)),
+)
+def test_one_slot_more_than_those_that_fit_does_not_fit(sizes, others_bytes, wanted_slots, beyond_bytes):
+    """Whatever else lies on the device; and each slot has room for any expert of the model."""
+    largest_bytes = max(-(-4 * size // 64) * 64 for experts in sizes for size in experts)  # float32, whole cache lines
+    device = machine(device_bytes=max(0, others_bytes + wanted_slots * largest_bytes + beyond_bytes))
+    store, tier = uneven_store(device, sizes), device.tiers["device"]
+    tier.reserve("others", min(others_bytes, tier.free_bytes))
+    num_slots, num_experts = num_slots_that_fit(store, tier.free_bytes), sum(map(len, sizes))
+    assert num_slots <= num_experts
+    if num_slots < num_experts:
+        with pytest.raises(MemoryCapacityError, match="expert slots"):
+            ExpertSlots(device, store, num_slots=num_slots + 1, packet_bytes=64, replacement=Oldest())
+    if not num_slots:
+        return
+    slots = ExpertSlots(device, store, num_slots=num_slots, packet_bytes=64, replacement=Oldest())
+    for layer, experts in enumerate(sizes):
+        for expert in range(len(experts)):
+            read = read_bytes(device, slots.acquire(layer, expert))
+            slots.release(layer, expert)
+            assert device.wait(read) == [16 * layer + expert]
+
+
+def test_a_model_without_experts_is_refused():
+    with pytest.raises(ValueError, match="routed experts"):
+        num_slots_that_fit(uneven_store(machine(), [[], []]), 1000)
 
 
 def test_a_stream_without_experts_holds_the_other_parts_only():

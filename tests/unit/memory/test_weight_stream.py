@@ -56,7 +56,7 @@ def test_a_place_is_requested_only_after_its_release():
     stream = stream_on(machine(), depth=2)
     stream.request(0, "expert.1")
     stream.request(1, "expert.1")
-    with pytest.raises(AssertionError, match="expert.1 of 0 was not released"):
+    with pytest.raises(AssertionError, match="0, 'expert.1'. was not released"):
         stream.request(2, "expert.1")
     stream.release(0, "expert.1")
     stream.request(2, "expert.1")

@@ -1,0 +1,139 @@
+"""Who lies in which place of a memory, and when the place is free again. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from harness.machine.base import Lane, LaneKind, Machine, Op, Ticket
+from harness.memory.ops import Poison, fetched
+from harness.memory.tiers import Buffer
+
+Key = TypeVar("Key", bound=Hashable)
+Label = TypeVar("Label")
+
+
+@dataclass(eq=False, slots=True)
+class _Occupant:
+    place: Buffer
+    tickets: list[Ticket]  # of the transfers that bring it, in the order of their submission
+    holds: int = 0
+
+
+class Places(Generic[Key]):
+    """Memory of one tier, cut into places. A place has one occupant from `take` until that leaves or is withdrawn.
+
+    No place is given to a second occupant before. On machines that poison, what is left is filled with NaN by the gpu
+    lane of `rank`. `Tier.check_integrity` covers the places of its memory.
+    """
+
+    def __init__(self, machine: Machine, tier: str, *, rank: int = 0) -> None:
+        self._machine, self._tier = machine, machine.tiers[tier]
+        self._gpu = Lane(LaneKind.GPU, rank)
+        self._roots: list[Buffer] = []
+        self._all: set[Buffer] = set()
+        self._free: dict[Buffer, None] = {}
+        self._occupants: dict[Key, _Occupant] = {}  # in the order in which they took their places
+        self._tier.checks.append(self.check_integrity)
+
+    def reserve(self, name: str, sizes_bytes: Mapping[Label, int]) -> dict[Label, Buffer]:
+        """Reserve memory under `name` for free places of these sizes, one after another."""
+        root = self._tier.reserve(name, sum(sizes_bytes.values()))
+        found, offset_bytes = {}, 0
+        for label, nbytes in sizes_bytes.items():
+            found[label] = root.sub(str(label), offset_bytes, nbytes)
+            offset_bytes += nbytes
+        self._roots.append(root)
+        self._all.update(found.values())
+        self._free.update(dict.fromkeys(found.values()))
+        return found
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def idle(self) -> Iterator[Key]:
+        """Occupants that nobody holds, in the order in which they took their places."""
+        return (key for key, occupant in self._occupants.items() if not occupant.holds)
+
+    def is_idle(self, key: Key) -> bool:
+        return key in self._occupants and not self._occupants[key].holds
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._occupants
+
+    def __getitem__(self, key: Key) -> Buffer:
+        return self._occupants[key].place
+
+    def tickets(self, key: Key) -> list[Ticket]:
+        """The transfers that bring an occupant, in the order of their submission."""
+        return self._occupants[key].tickets
+
+    def take(self, key: Key, place: Buffer | None = None, *, tickets: Iterable[Ticket] = ()) -> Buffer:
+        """Give a new occupant a place that is free, any where none is named; `tickets` are its transfers until here."""
+        assert key not in self._occupants, f"{key} has a place already"
+        if place is None:
+            place = next(reversed(self._free))
+        elif place not in self._free:
+            others = (other for other, occupant in self._occupants.items() if occupant.place is place)
+            raise AssertionError(f"no place for {key}: {next(others, place)} was not released")
+        del self._free[place]
+        self._occupants[key] = _Occupant(place, list(tickets))
+        return place
+
+    def bring(self, key: Key, lane: Lane, op: Op, *, urgent: bool = False, after: Iterable[Ticket] = ()) -> Ticket:
+        """Submit a transfer that brings an occupant."""
+        ticket = self._machine.submit(lane, op, urgent=urgent, after=after)
+        self._occupants[key].tickets.append(ticket)
+        return ticket
+
+    def hold(self, key: Key) -> None:
+        """Keep an occupant from leaving until `let_go`, which is said as often."""
+        self._occupants[key].holds += 1
+
+    def let_go(self, key: Key) -> None:
+        occupant = self._occupants.get(key)
+        assert occupant is not None and occupant.holds, f"{key} is not held"
+        occupant.holds -= 1
+
+    def leave(self, key: Key) -> None:
+        """Free the place of an occupant whose last reader was submitted."""
+        occupant = self._occupants.pop(key)
+        assert not occupant.holds, f"{key} is held"
+        if self._machine.poisons:
+            self._machine.submit(self._gpu, Poison(occupant.place, (occupant.place, fetched(occupant.place))))
+        self._free[occupant.place] = None
+
+    def withdraw(self, key: Key) -> bool:
+        """Free the place of an occupant whose transfers have not begun. False where it is too late or it is held."""
+        occupant = self._occupants[key]
+        while not occupant.holds and occupant.tickets and self._machine.cancel(occupant.tickets[-1]):
+            occupant.tickets.pop()
+        if occupant.holds or occupant.tickets:
+            return False
+        self._free[self._occupants.pop(key).place] = None
+        return True
+
+    def clear(self) -> None:
+        """Withdraw the transfers that have not begun, the latest first, and free all places, those held as well."""
+        for occupant in self._occupants.values():
+            occupant.holds = 0
+        left = [key for key in reversed(list(self._occupants)) if not self.withdraw(key)]
+        for key in left:
+            self.leave(key)
+
+    def close(self) -> None:
+        """Clear, wait, and give the memory back."""
+        self.clear()
+        self._machine.drain()
+        for root in self._roots:
+            self._tier.release(root)
+        self._tier.checks.remove(self.check_integrity)
+
+    def check_integrity(self) -> None:
+        """Assert that every place is free or has one occupant."""
+        taken = [occupant.place for occupant in self._occupants.values()]
+        assert len(taken) + len(self._free) == len(self._all), "a place was lost, or given twice"
+        assert {*taken, *self._free} == self._all, "a place was lost, or given twice"
+        assert all(occupant.holds >= 0 for occupant in self._occupants.values())
