@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from harness.calibration.local import Log
+from harness.calibration.local import Log, calibrate
 from harness.config import ConfigError
 from harness.engine import loop
-from harness.engine import sequences as engine_sequences
 from harness.engine.engine import Engine
 from harness.engine.limits import least_bytes
 from harness.engine.sequences import State
 from harness.engine.strategy import Strategy, weights_tier, whole_layers
 from harness.machine.base import Machine
-from harness.machine.build import load_machine
 from harness.memory.tiers import MemoryCapacityError
-from harness.preparing import LoadedModel, build_engine, load_model, load_workload, with_host_memory
+from harness.model.loading import LoadedModel
 from harness.record.passes import PassRecord
 from harness.record.summary import RunFacts, build_summary
-from harness.settings import Settings, load_strategy, parse_settings, require_num_gpus
-from harness.simulating import equip
+from harness.session import Session
+from harness.settings import Settings
 from harness.workload.request import Workload
 
 # What errors name that mean too little memory, once the settings themselves have been found valid.
@@ -64,45 +63,32 @@ def make_plan(values: Mapping[str, Any], *, simulate: bool = True, log: Log = pr
 def draft_plan(values: Mapping[str, Any], *, log: Log = print) -> Plan:
     """Everything but the simulation, on the simulated machine. Raises ConfigError, and DoesNotFit where memory does
     not suffice."""
-    settings = parse_settings(values)
-    loaded = load_machine(settings.machine)
-    if loaded.has_tensors:
-        raise ConfigError("machine", f"must be simulated to plan, got {settings.machine['name']}")
-    require_num_gpus(settings, load_strategy(settings.strategy)[1])  # bad settings are told before anything is loaded
-    model = load_model(settings, has_tensors=False)
-    settings = with_host_memory(settings, model)
-    workload = load_workload(settings, model)
-    machine = loaded.build(settings.hardware, model.spec)
+    session = Session.of(values)
+    if session.has_tensors:
+        raise ConfigError("machine", f"must be simulated to plan, got {session.settings.machine['name']}")
+    model, workload = session.load_model(), session.load_workload()
     try:
-        return _built(settings, machine, model, workload, log)
+        session.build_machine(partial(calibrate, log=log))
+        session.queue_requests()
+        engine, strategy = session.build_engine(), session.build_strategy()
     except MemoryCapacityError as error:
-        raise _does_not_fit(error, settings, model, workload) from error
+        raise _does_not_fit(error, session, model, workload) from error
     except ConfigError as error:
         if error.field not in _SIZES:
             raise
-        raise _does_not_fit(error, settings, model, workload) from error
+        raise _does_not_fit(error, session, model, workload) from error
+    return Plan(settings=session.settings, engine=engine, strategy=strategy, data_source=workload.source)
 
 
-def _built(settings: Settings, machine: Machine, model: LoadedModel, workload: Workload, log: Log) -> Plan:
-    module, strategy_config = load_strategy(settings.strategy)
-    equip(machine, settings, model.spec, log=log)
-    queue = [engine_sequences.Sequence(request) for request in workload.requests]
-    engine = build_engine(settings, machine, model, queue, strategy_config)
-    strategy = module.build(strategy_config, engine)
-    return Plan(settings=settings, engine=engine, strategy=strategy, data_source=workload.source)
-
-
-def _does_not_fit(error: Exception, settings: Settings, model: LoadedModel, workload: Workload) -> DoesNotFit:
-    longest = max((len(r.prompt_ids) + r.max_new_tokens for r in workload.requests), default=1)
-    strategy_config = load_strategy(settings.strategy)[1]
+def _does_not_fit(error: Exception, session: Session, model: LoadedModel, workload: Workload) -> DoesNotFit:
     needed = least_bytes(
         model.source,
-        kv_cache_bytes=int(settings.kv_cache_gb * 1e9),
-        longest_tokens=longest,
-        weights_tier=weights_tier(strategy_config),
-        whole_layers=whole_layers(strategy_config),
+        kv_cache_bytes=int(session.settings.kv_cache_gb * 1e9),
+        longest_tokens=max((len(r.prompt_ids) + r.max_new_tokens for r in workload.requests), default=1),
+        weights_tier=weights_tier(session.strategy_config),
+        whole_layers=whole_layers(session.strategy_config),
     )
-    return DoesNotFit(str(error), needed, settings.hardware.capacities_bytes)
+    return DoesNotFit(str(error), needed, session.settings.hardware.capacities_bytes)
 
 
 class _Stop(Exception):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from harness.config import ConfigError, config, parse, require, require_name
 from harness.hardware.profile import HardwareConfig, require_size_gb
@@ -13,6 +13,10 @@ from harness.model.config import ModelConfig
 from harness.record.wandb_sink import WandbConfig
 from harness.routing.build import parse_routing
 from harness.workload.config import DatasetConfig
+
+if TYPE_CHECKING:
+    from harness.engine.engine import Engine
+    from harness.engine.strategy import Strategy
 
 
 @config
@@ -76,8 +80,21 @@ def repeats_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{**values, "repeats": 1, "seed": settings.seed + number} for number in range(settings.repeats)]
 
 
-def load_strategy(values: Mapping[str, Any]) -> tuple[ModuleType, Any]:
-    """The strategy's package and its parsed settings; `values` is the `strategy` group of the configuration."""
+class LoadedStrategy(NamedTuple):
+    """A strategy's package and its parsed settings."""
+
+    package: ModuleType
+    config: Any
+
+    def build(self, engine: Engine) -> Strategy:
+        """Plan the strategy on `engine`, where it takes the memory that it needs beside weights and KV cache."""
+        built: Strategy = self.package.build(self.config, engine)
+        return built
+
+
+def load_strategy(values: Mapping[str, Any]) -> LoadedStrategy:
+    """Import and check what the `strategy` group of the configuration, `values`, asks for. Raises ConfigError below
+    `strategy`."""
     settings = dict(values)
     package = settings.pop("package", None)
     if package is None:
@@ -93,7 +110,7 @@ def load_strategy(values: Mapping[str, Any]) -> tuple[ModuleType, Any]:
     for name in ("Config", "build"):
         if not hasattr(module, name):
             raise ConfigError("strategy.package", f"'{package}' has no {name}")
-    return module, parse(module.Config, settings, "strategy")
+    return LoadedStrategy(module, parse(module.Config, settings, "strategy"))
 
 
 def require_num_gpus(settings: Settings, strategy_config: Any) -> None:

@@ -32,8 +32,8 @@ from harness.commands import CommandParser, whole_number
 from harness.config import ConfigError
 from harness.experiment import run_experiment
 from harness.interrupts import exit_code
+from harness.model.planned import planned_model
 from harness.plan import make_plan
-from harness.preparing import load_model
 from harness.record.provenance import code_version, environment, fingerprint, shown_command
 from harness.settings import parse_settings
 from harness.validation_report import AIMS, aggregates, compared, figures, markdown, verdict
@@ -180,7 +180,7 @@ def calibrate(path: Path, console: Console, *, keep: bool) -> None:
 def merge_calibrations(paths: Sequence[Path]) -> None:
     """One table of all, where the simulator looks for it."""
     settings = parse_settings(composed_values(list(SIMULATED)))
-    cached = table_path(settings, load_model(settings, has_tensors=False).spec)
+    cached = table_path(settings, planned_model(settings.model).spec)
     CalibrationTable.merged([CalibrationTable.read(path) for path in paths]).write(cached)
 
 

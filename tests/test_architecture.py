@@ -71,9 +71,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 # What puts a run together, from settings to records, and what stands on it: each may import all before it.
 for _row in (
     "command_line",
-    "preparing",
+    "session",
     "calibration",
-    "simulating",
     "report",
     "experiment",
     "planning",

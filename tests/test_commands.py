@@ -172,7 +172,7 @@ def test_a_plan_that_does_not_fit_shows_every_tier_by_name(strategy, tier, size_
     """Mixtral-8x7B in bfloat16: 46.7 billion parameters, 1.45 billion a layer."""
     if tier == "host":
         values = composed_values(["machine=simulated", *SMALL, f"strategy={strategy}"])
-        tier = weights_tier(load_strategy(parse_settings(values).strategy)[1])
+        tier = weights_tier(load_strategy(parse_settings(values).strategy).config)
     size = f"hardware.{tier}_memory_gb={size_gb}"
     assert plan.main([*SMALL, f"strategy={strategy}", "kv_cache_gb=2", size]) == 1
     out, err = capsys.readouterr()

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.config import ConfigError
-from harness.machine.build import chosen_machine, load_machine
+from harness.machine.build import load_machine
 from harness.machine.cuda import device_found
 from harness.model.planned import planned_model
 from harness.settings import Settings, load_strategy, parse_settings
@@ -35,7 +35,7 @@ def check(values: dict[str, Any]) -> Settings:
     settings = parse_settings(values)
     load_strategy(settings.strategy)
     loaded = load_machine(settings.machine)
-    runs_here = chosen_machine(settings.machine)["name"] != "cuda" or device_found()
+    runs_here = loaded.values["name"] != "cuda" or device_found()
     if loaded.has_tensors and settings.hardware.gpu is None and runs_here:  # profiles of real machines are for planning
         loaded.build(settings.hardware, SPEC).close()
     return settings
@@ -82,7 +82,7 @@ def test_every_machine_is_built_as_the_profile_says(name):
     settings = parse_settings(values)
     module = importlib.import_module(f"harness.machine.{name}")
     assert set(values["machine"]) == {"name", *(f.name for f in fields(module.Config))}
-    chosen = chosen_machine(values["machine"])["name"]
+    chosen = loaded.values["name"]
     if chosen == "cuda" and not device_found():
         with pytest.raises(ConfigError, match="machine.name: cuda needs an NVIDIA GPU"):
             loaded.build(settings.hardware, SPEC)
@@ -95,7 +95,7 @@ def test_every_machine_is_built_as_the_profile_says(name):
 
 def test_the_default_machine_is_that_of_this_computer():
     """And its configuration is that of the machine itself, so that runs are named and compared as such."""
-    chosen = chosen_machine(composed()["machine"])
+    chosen = load_machine(composed()["machine"]).values
     assert chosen["name"] == ("cuda" if device_found() else "emulated")
     if not device_found():
         assert chosen == composed("machine=emulated")["machine"]

@@ -57,3 +57,13 @@ def test_a_broken_link_is_found(tmp_path):
 def test_files_named_in_it_exist(page):
     named = NAMED.findall(page.read_text(encoding="utf-8"))
     assert [name for name in named if "layerwise" not in name and not (ROOT / name).exists()] == []
+
+
+def test_the_life_of_a_request_has_eight_steps_and_every_step_its_files():
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    section = page.split("\n## The life of a request\n")[1].split("\n## ")[0]
+    steps = re.split(r"^(\d)\. ", section, flags=re.MULTILINE)[1:]
+    assert steps[::2] == [str(number) for number in range(1, 9)]
+    for text in steps[1::2]:
+        files = [name for name in NAMED.findall(text) if name.endswith(".py")]
+        assert files and all((ROOT / name).is_file() for name in files), text

@@ -16,9 +16,9 @@ from harness.machine.base import LaneKind
 from harness.machine.build import load_machine
 from harness.model.planned import planned_model
 from harness.plan import make_plan
-from harness.preparing import build_engine, load_model
 from harness.record.provenance import code_version, environment
 from harness.record.summary import accuracy
+from harness.session import Session
 from harness.settings import parse_settings
 
 
@@ -26,10 +26,9 @@ def calibrate(scale: Scale, rates: Sequence[str], out: Path) -> dict[str, Any]:
     """Measure every op, lane by lane and together, on the machine of the runs, and copy the table to the results."""
     overrides = [*scale.workload(), *rates, "model.path=random", f"machine={scale.machine}"]
     settings = parse_settings(composed_values(overrides))
-    model = load_model(settings, has_tensors=True)
-    machine = load_machine(settings.machine).build(settings.hardware, model.spec)
-    try:
-        engine = build_engine(settings, machine, model, [])
+    with Session(settings, load_machine(settings.machine)) as session:
+        model, machine = session.load_model(), session.build_machine()
+        engine = session.build_engine()
         measured = machine.link_ceilings_gb_s
         facts = environment()
         table = measure_all(
@@ -45,8 +44,6 @@ def calibrate(scale: Scale, rates: Sequence[str], out: Path) -> dict[str, Any]:
             repeats=1 if scale.dry else 3,
             log=lambda text: print(f"   {text}", flush=True),
         )  # fmt: skip
-    finally:
-        machine.close()
     for path in (table_path(settings, model.spec), out / "calibration.json"):
         table.write(path)
     return {"ops": len(table.samples), "together": table.together, "worst_fit": table.worst_fit()}

@@ -14,9 +14,7 @@ from typing import Any
 
 from benchmarks.gpu_stages.plan import MODEL, ROOT, Scale, free_host_gb
 from harness.command_line import composed_values
-from harness.model.planned import planned_model
-from harness.preparing import load_model, load_workload
-from harness.settings import parse_settings
+from harness.session import Session
 
 _SPARE_GB = 4.0  # of host memory, beside the weights
 
@@ -24,13 +22,12 @@ _SPARE_GB = 4.0  # of host memory, beside the weights
 def measure(scale: Scale, out: Path, left_s: float, *, batch: int) -> dict[str, Any]:
     if not scale.dry and find_spec("accelerate") is None:
         return {"peer": None, "reason": "accelerate is not installed: pip install accelerate"}
-    settings = parse_settings(composed_values([*scale.workload(), "machine=simulated"]))
-    spec = planned_model(settings.model).spec
+    session = Session.of(composed_values([*scale.workload(), "machine=simulated"]))
+    spec = session.load_model().spec
     needed_gb, free_gb = spec.model_bytes / 1e9 + _SPARE_GB, free_host_gb()
     if not scale.dry and free_gb < needed_gb:
         return {"peer": None, "reason": f"it needs {needed_gb:.0f} GB of host memory, of which {free_gb:.0f} are free"}
-    workload = load_workload(settings, load_model(settings, has_tensors=False))
-    prompts = [list(request.prompt_ids) for request in workload.requests[:batch]]
+    prompts = [list(request.prompt_ids) for request in session.load_workload().requests[:batch]]
     asked = {
         "dry": scale.dry, "model": MODEL, "device_gb": scale.device_gb, "max_new_tokens": scale.max_new_tokens,
         "prompts": prompts, "box_s": min(scale.box_s, left_s / 2),

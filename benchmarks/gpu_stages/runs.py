@@ -19,8 +19,8 @@ from harness.machine.cuda import device_lost
 from harness.memory.weights import stored_bytes
 from harness.model.gpu_kernels import warm_up
 from harness.model.planned import planned_model
-from harness.preparing import load_model
 from harness.record.files import read_json
+from harness.session import Session
 from harness.settings import parse_settings
 
 _KEPT = (
@@ -118,15 +118,12 @@ def take_memory(scale: Scale) -> dict[str, Any]:
     """Take and pin the host memory of weights and KV cache, for all runs that follow within `keeping`."""
     overrides = [*scale.workload(), "model.path=random", f"machine={scale.machine}"]
     settings = parse_settings(composed_values(overrides))
-    source = load_model(settings, has_tensors=True).source
-    machine = load_machine(settings.machine).build(settings.hardware, source.spec)
-    sizes = {"weights": stored_bytes(source), "kv cache": int(scale.kv_gb * 1e9)}
-    begun_s = time.monotonic()
-    try:
+    with Session(settings, load_machine(settings.machine)) as session:
+        sizes = {"weights": stored_bytes(session.load_model().source), "kv cache": int(scale.kv_gb * 1e9)}
+        pinned = session.build_machine().tiers["pinned"]
+        begun_s = time.monotonic()
         for name, nbytes in sizes.items():
-            machine.tiers["pinned"].reserve(name, nbytes)
-    finally:
-        machine.close()
+            pinned.reserve(name, nbytes)
     seconds = time.monotonic() - begun_s
     total_gb = sum(sizes.values()) / 1e9
     print(f"   {total_gb:.4g} GB in {seconds:.1f} s", flush=True)

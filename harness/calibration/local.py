@@ -16,15 +16,16 @@ from harness.config import file_name, require
 from harness.hardware.constants import Constant
 from harness.hardware.profile import HardwareConfig
 from harness.machine.base import LaneKind
-from harness.machine.emulated import Config as EmulatedConfig
-from harness.machine.emulated import build as build_emulated
+from harness.machine.build import load_machine
 from harness.machine.emulated import resource
+from harness.machine.simulated import SimulatedMachine
 from harness.machine.turn import Turn
 from harness.memory.weights import stored_bytes
 from harness.model.cache import cache_folder, make_writable
+from harness.model.loading import LoadedModel
 from harness.model.spec import ModelSpec
-from harness.preparing import build_engine, load_model
 from harness.record.provenance import code_version, environment, fingerprint
+from harness.session import Session
 from harness.settings import Settings
 
 Log = Callable[[str], None]
@@ -92,18 +93,12 @@ def measure(settings: Settings, log: Log = print) -> CalibrationTable:
 
 
 def _measured(settings: Settings, log: Log) -> CalibrationTable:
-    rate = Constant(LINK_GB_S)
-    model = load_model(settings, has_tensors=True)
-    left_gb = settings.hardware.pinned_memory_gb - stored_bytes(model.source) / 1e9
-    wanted_gb = KV_TOKENS * model.spec.kv_bytes_per_token / 1e9
-    kv_cache_gb = min(wanted_gb, left_gb / 2) if left_gb > 0 else wanted_gb
-    hardware = replace(settings.hardware, h2d_gb_s=rate, d2h_gb_s=rate)
-    settings = replace(settings, hardware=hardware, kv_cache_gb=kv_cache_gb)
-    machine = build_emulated(EmulatedConfig(), settings.hardware, model.spec)
-    facts = environment()
-    try:
+    with Session(settings, load_machine({"name": "emulated"})) as session:
+        model = session.load_model()
+        session.settings = settings = _with_measured_sizes(session.settings, model)
+        machine, facts = session.build_machine(), environment()
         return measure_all(
-            build_engine(settings, machine, model, []),
+            session.build_engine(),
             link_bytes_s=link_rates(settings.hardware),
             packet_bytes=PACKET_BYTES,
             ram_bytes=facts["memory_bytes"],
@@ -113,8 +108,16 @@ def _measured(settings: Settings, log: Log) -> CalibrationTable:
             },
             log=log,
         )  # fmt: skip
-    finally:
-        machine.close()
+
+
+def _with_measured_sizes(settings: Settings, model: LoadedModel) -> Settings:
+    """Return the settings with the link beside which ops are measured, and with the KV cache that is measured."""
+    rate = Constant(LINK_GB_S)
+    left_gb = settings.hardware.pinned_memory_gb - stored_bytes(model.source) / 1e9
+    wanted_gb = KV_TOKENS * model.spec.kv_bytes_per_token / 1e9
+    kv_cache_gb = min(wanted_gb, left_gb / 2) if left_gb > 0 else wanted_gb
+    hardware = replace(settings.hardware, h2d_gb_s=rate, d2h_gb_s=rate)
+    return replace(settings, hardware=hardware, kv_cache_gb=kv_cache_gb)
 
 
 def link_rates(hardware: HardwareConfig) -> dict[LaneKind, float]:
@@ -125,7 +128,8 @@ def link_rates(hardware: HardwareConfig) -> dict[LaneKind, float]:
     return rates
 
 
-def calibrated_costs(
-    table: CalibrationTable, hardware: HardwareConfig, is_busy: Callable[[LaneKind], bool]
-) -> CalibratedCosts:
-    return CalibratedCosts(table, link_rates(hardware), is_busy)
+def calibrate(machine: SimulatedMachine, settings: Settings, spec: ModelSpec, log: Log = print) -> None:
+    """Give `machine` the costs that were measured on this computer; measure them now if they never were."""
+    table = local_table(settings, spec, log)
+    costs = CalibratedCosts(table, link_rates(settings.hardware), machine.is_busy)
+    machine.calibrate(costs, table.slowdowns(), table.host)

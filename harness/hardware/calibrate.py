@@ -25,7 +25,7 @@ from harness.commands import CommandParser
 from harness.interrupts import exit_code
 from harness.machine.base import LaneKind
 from harness.model.cache import CACHE_VARIABLE, make_writable
-from harness.preparing import load_model
+from harness.model.planned import planned_model
 from harness.settings import parse_settings
 
 _COMPANIES = {"beside h2d": BESIDE_LINK, "beside gpu": BESIDE_GPU, "beside both": BESIDE_GPU_AND_LINK}
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _calibrate(given: Namespace) -> int:
     console = Console(stderr=True)
     settings = parse_settings(composed_values(given.overrides))
-    path = given.out or table_path(settings, load_model(settings, has_tensors=False).spec)
+    path = given.out or table_path(settings, planned_model(settings.model).spec)
     make_writable(path.parent, "--out" if given.out else CACHE_VARIABLE)  # before a minute of work
     table = measure(settings, log=lambda text: console.print(text, highlight=False, style="dim"))
     table.write(path)

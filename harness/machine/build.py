@@ -26,9 +26,11 @@ from harness.model.spec import ModelSpec
 
 @dataclass(frozen=True)
 class LoadedMachine:
-    """A loaded machine builds the machine that the configuration asks for. `has_tensors`: it runs models, it does not
-    only time them."""
+    """A loaded machine builds the machine that the configuration asks for. `values` is the `machine` group with the
+    machine that will run, where the configuration leaves the choice to this computer. `has_tensors`: it runs models,
+    it does not only time them."""
 
+    values: dict[str, Any]
     has_tensors: bool
     build: Callable[[HardwareConfig, ModelSpec], Machine]
     resource: Callable[[], str] | None
@@ -40,15 +42,13 @@ class LoadedMachine:
 
 def load_machine(values: Mapping[str, Any]) -> LoadedMachine:
     """Load the machine from the `machine` group of the configuration, which is checked at once."""
-    module, config = _parsed(chosen_machine(values))
-    return LoadedMachine(module.Config.has_tensors, partial(module.build, config), getattr(module, "resource", None))
-
-
-def chosen_machine(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `machine` group with the machine that will run, where it leaves the choice to this computer."""
-    module, config = _parsed(values)
-    chosen: dict[str, Any] = module.choose(config) if hasattr(module, "choose") else dict(values)
-    return chosen
+    chosen = dict(values)
+    module, config = _parsed(chosen)
+    if hasattr(module, "choose"):
+        chosen = module.choose(config)
+        module, config = _parsed(chosen)
+    build, resource = partial(module.build, config), getattr(module, "resource", None)
+    return LoadedMachine(chosen, module.Config.has_tensors, build, resource)
 
 
 def _parsed(values: Mapping[str, Any]) -> tuple[ModuleType, Any]:

@@ -60,7 +60,7 @@ def engine_on(
     num_gpus: int = 1, values: dict[str, Any] | None = None,
 ) -> Engine:  # fmt: skip
     """Build an engine; with the `values` of a strategy its weights lie where that strategy wants them."""
-    config = values and load_strategy(values)[1]
+    config = values and load_strategy(values).config
     shared = parallelism(config)
     specs = [source.spec for source in rank_sources(checkpoint, num_gpus, shared)]
     keeping = specs if shared == "tensor" else specs[:1]  # GPUs whose heads the host's cache has
@@ -79,9 +79,7 @@ def engine_on(
 
 def strategy_of(engine: Engine, values: dict[str, Any]) -> Strategy:
     """Build the strategy from `values` as in conf/strategy/*.yaml."""
-    module, config = load_strategy(values)
-    built: Strategy = module.build(config, engine)
-    return built
+    return load_strategy(values).build(engine)
 
 
 def run_to_end(engine: Engine, build: Callable[[Engine], Strategy]) -> list[PassRecord]:

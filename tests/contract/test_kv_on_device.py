@@ -75,7 +75,7 @@ def test_device_memory_bounds_the_batch_and_is_used_up(tiny):
 def test_a_batch_that_does_not_fit_is_a_mistake_and_so_is_a_device_that_is_too_small(tiny):
     work = requests(4, vocab_size=tiny.spec.vocab_size)
     engine = engine_on(shuffled(0), tiny, work, kv_blocks=40)
-    device, config = engine.machine.tiers["device"], load_strategy(yaml_of("deepspeed_zero"))[1]
+    device, config = engine.machine.tiers["device"], load_strategy(yaml_of("deepspeed_zero")).config
     room_bytes = device.free_bytes - 2 * engine.store.layer_bytes
     sequence_bytes = room_bytes // plan_batch(config, engine).batch_size_limit
     device.reserve("another", room_bytes - 4 * sequence_bytes)  # less what is lost to alignment: room for three

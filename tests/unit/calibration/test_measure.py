@@ -29,8 +29,8 @@ from harness.machine.simulated import SimulatedMachine
 from harness.machine.simulation import World
 from harness.machine.turn import Turn
 from harness.memory.ops import Poison
+from harness.model.planned import planned_model
 from harness.plan import make_plan
-from harness.preparing import load_model
 from harness.record.terminal import told_estimated
 from harness.routing.kinds.uniform import UniformRouting
 from harness.settings import parse_settings
@@ -120,7 +120,7 @@ def test_the_simulator_runs_strategies_on_it(calibrated, strategy, tmp_path, mon
     monkeypatch.setenv("MOE_HARNESS_CACHE", str(tmp_path))
     values = composed_values([f"strategy={strategy[0]}", *strategy[1:], *LOCAL, *OVERRIDES])
     settings = parse_settings(values)
-    calibrated.write(table_path(settings, load_model(settings, has_tensors=False).spec))
+    calibrated.write(table_path(settings, planned_model(settings.model).spec))
     summary = make_plan(values).summary
     assert summary["generated_tokens"] == 6 * 3
     assert summary["throughput_tok_s"] > 0
@@ -137,7 +137,7 @@ def test_the_share_of_a_kind_that_is_missing_is_told(calibrated, tmp_path, monke
     }
     values = composed_values(["strategy=ondemand", *LOCAL, *OVERRIDES])
     settings = parse_settings(values)
-    spec = load_model(settings, has_tensors=False).spec
+    spec = planned_model(settings.model).spec
     replace(calibrated, samples=samples).write(table_path(settings, spec))
     plan = make_plan(values)
     window, spent = plan.summary["window"], {}
@@ -172,7 +172,7 @@ def test_ops_that_no_calibration_knows_run_on_it(sketch, calibrated, tiny):
 def test_a_table_is_found_again_by_what_was_measured(calibrated, tmp_path, monkeypatch):
     monkeypatch.setenv("MOE_HARNESS_CACHE", str(tmp_path))
     settings = parse_settings(composed_values(["machine=simulated", "hardware=local", *OVERRIDES]))
-    spec = load_model(settings, has_tensors=False).spec
+    spec = planned_model(settings.model).spec
     calibrated.write(table_path(settings, spec))
     assert local_table(settings, spec).together == calibrated.together
     for free in ("hardware.h2d_gb_s=1", "kv_cache_gb=0.001", "strategy=ondemand"):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from harness.config import ConfigError
-from harness.model.planned import planned_model
 from harness.planning import draft_plan
-from harness.preparing import LoadedModel, with_host_memory
+from harness.session import Session
 from harness.settings import Settings, parse_settings
 from tests.composing import composed
 
@@ -20,9 +19,9 @@ PAPERS_GB = {"mixtral-8x7b": 94, "mixtral-8x22b": 282, "dbrx": 264}  # MoE-Lens 
 
 
 def sized(*overrides: str) -> Settings:
-    settings = parse_settings(composed(*overrides))
-    model = LoadedModel(source=planned_model(settings.model), weights_source="")
-    return with_host_memory(settings, model)
+    session = Session.of(composed("machine=simulated", *overrides))
+    session.load_model()
+    return session.settings
 
 
 @pytest.mark.parametrize("kv_gb", [70, 210])

@@ -8,8 +8,9 @@ import torch
 from harness.config import ConfigError
 from harness.model import random_weights
 from harness.model.checkpoint import part_views
+from harness.model.loading import load_model
 from harness.model.random_weights import RandomWeights
-from harness.preparing import load_model
+from harness.session import Session
 from harness.settings import parse_settings
 from tests.composing import composed
 
@@ -18,7 +19,11 @@ SMALL = [f"model.spec.{name}={value}" for name, value in {"num_layers": 2, "hidd
 
 
 def settings(*overrides: str):
-    return parse_settings(composed("model=mixtral-8x7b", "model.path=random", "verify=off", *SMALL, *overrides))
+    return parse_settings(values(*overrides))
+
+
+def values(*overrides: str):
+    return composed("model=mixtral-8x7b", "model.path=random", "verify=off", *SMALL, *overrides)
 
 
 def parts(source):
@@ -92,15 +97,15 @@ def test_what_is_there_already_is_left_and_whatever_is_not_is_written(monkeypatc
 
 def test_tokens_of_random_weights_cannot_be_verified():
     with pytest.raises(ConfigError, match="verify: must be off for model.path=random"):
-        load_model(settings("verify=sample"), has_tensors=True)
+        Session.of(values("verify=sample")).load_model()
 
 
 def test_the_simulated_machine_knows_the_same_model():
-    planned, random = (load_model(settings(), has_tensors=h).source.spec for h in (False, True))
+    planned, random = (load_model(settings().model, has_tensors=h, seed=0).spec for h in (False, True))
     assert planned == random
 
 
 def test_a_family_without_math_is_refused():
-    values = composed("model=dbrx", "model.path=random", "verify=off")
+    dbrx = parse_settings(composed("model=dbrx", "model.path=random", "verify=off"))
     with pytest.raises(ConfigError, match="family"):
-        load_model(parse_settings(values), has_tensors=True)
+        load_model(dbrx.model, has_tensors=True, seed=0)
