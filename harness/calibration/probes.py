@@ -218,8 +218,8 @@ class LayerProbes:
         emit.upload_tokens(it)
         emit.submit(GPU, paged.AppendKvOnDevice(spec, it.batch, it.acts, layer, self.kv))
         if it.batch.on_device.num_decode:
-            attend = paged.DecodeAttentionPaged(self.engine.family, spec, it.batch, it.acts, layer, self.kv)
-            emit.submit(GPU, attend)
+            family, part = self.engine.family, self.engine.resident.attention[layer]
+            emit.submit(GPU, paged.DecodeAttentionPaged(family, spec, it.batch, it.acts, layer, self.kv, part))
 
     def host_side(self, emit: Emitter, it: InFlight, layer: int) -> None:
         """All that a pass has on lanes other than the gpu's, once. `emit` is a serial one."""

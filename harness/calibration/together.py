@@ -98,7 +98,8 @@ class Together:
                 return [] if ticket is None else [ticket]
             if lane == CPU:
                 assert engine.kv.host is not None, "calibration attends over a cache in host memory"
-                op = host.DecodeAttention(engine.spec, cpu.batch, cpu.acts, 0, engine.kv.host)
+                cache, part = engine.kv.host, engine.store.attention[0]
+                op = host.DecodeAttention(engine.family, engine.spec, cpu.batch, cpu.acts, 0, cache, part)
                 return [engine.machine.submit(lane, op)]
             if lane == D2H:
                 return [engine.machine.submit(lane, data.OffloadQkv(engine.spec, gpu.batch, gpu.acts, 0))]

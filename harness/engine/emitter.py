@@ -74,7 +74,8 @@ class Emitter:
         """Attention of the prompts among themselves."""
         if not it.batch.prefill:
             return None
-        return self.submit(GPU, compute.PrefillAttention(self._family, self._spec, it.batch, it.acts, layer))
+        part = self._engine.resident.attention[layer]
+        return self.submit(GPU, compute.PrefillAttention(self._family, self._spec, it.batch, it.acts, layer, part))
 
     def offload_qkv(self, it: InFlight, layer: int, *, queries: bool = True) -> Ticket | None:
         """What the host needs of tokens whose KV cache lies there."""
@@ -112,14 +113,17 @@ class Emitter:
         """Attention of sequences whose cache lies in device memory."""
         if not it.batch.on_device.num_decode:
             return None
-        op = paged.DecodeAttentionPaged(self._family, self._spec, it.batch, it.acts, layer, self._device_cache)
+        cache, part = self._device_cache, self._engine.resident.attention[layer]
+        op = paged.DecodeAttentionPaged(self._family, self._spec, it.batch, it.acts, layer, cache, part)
         return self._on_kv(it, GPU, op)
 
     def attend_on_host(self, it: InFlight, layer: int) -> Ticket | None:
         """Attention of sequences whose cache lies in host memory, by the CPU."""
         if not it.batch.on_host.num_decode:
             return None
-        return self._on_kv(it, CPU, host.DecodeAttention(self._spec, it.batch, it.acts, layer, self._host_cache))
+        cache, part = self._host_cache, self._engine.store.attention[layer]
+        op = host.DecodeAttention(self._family, self._spec, it.batch, it.acts, layer, cache, part)
+        return self._on_kv(it, CPU, op)
 
     def load_attention(self, it: InFlight, layer: int) -> Ticket | None:
         """What `attend_on_host` found, to the device."""
@@ -162,7 +166,8 @@ class Emitter:
 
     def attend_on_device(self, it: InFlight, layer: int, rows: range, staged: Buffer) -> Ticket:
         """Decode attention over what `load_kv` staged and the newest tokens."""
-        op = compute.DecodeAttentionDevice(self._family, self._spec, it.batch, it.acts, layer, rows, staged)
+        part = self._engine.resident.attention[layer]
+        op = compute.DecodeAttentionDevice(self._family, self._spec, it.batch, it.acts, layer, rows, staged, part)
         return self.submit(GPU, op)
 
     def attention_out(self, it: InFlight, layer: int, part: PlacedPart) -> Ticket:

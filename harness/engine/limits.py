@@ -13,7 +13,7 @@ from harness.engine.activations import (
 )
 from harness.engine.engine import Engine
 from harness.memory.tiers import PINNED, RAM, Tier, told_bytes
-from harness.memory.weights import PartSource, least_weight_bytes, stored_bytes
+from harness.memory.weights import PartSource, attention_parts, least_weight_bytes, stored_bytes
 
 SLACK_BYTES = 1 << 16  # alignment of many small buffers
 
@@ -45,6 +45,7 @@ def least_bytes(
         "device": {
             two_layers(whole_layers): least_weight_bytes(source, whole_layers=whole_layers),
             "embedding and head": family.embedding_part(spec).nbytes + family.head_part(spec).nbytes,
+            "weights of attention itself": sum(part.nbytes for part in attention_parts(source) if part),
             tokens: longest_tokens * device_bytes_per_token(spec),
         },
         weights_tier: {"weights": stored_bytes(source)},

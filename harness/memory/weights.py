@@ -48,10 +48,16 @@ class ShardedSource(PartSource, Protocol):
     def shard(self, rank: int, num_ranks: int) -> PartSource: ...
 
 
+def attention_parts(source: PartSource) -> list[PartLayout | None]:
+    """Return by layer the weights that attention itself uses, which every device keeps."""
+    return [source.family.attention_part(source.spec, layer) for layer in range(source.spec.num_layers)]
+
+
 def stored_bytes(source: PartSource, *, layers: bool = True, ends: bool = True) -> int:
     """Of all that a `WeightStore` holds, or of its layers, or its ends (embedding and head), alone."""
     spec, family = source.spec, source.family
     inner = [family.layer_parts(spec, layer) for layer in range(spec.num_layers)] if layers else []
+    inner += [(part,) for part in attention_parts(source) if part and layers]
     outer = (family.embedding_part(spec), family.head_part(spec)) if ends else ()
     return sum(part.nbytes for parts in (*inner, outer) for part in parts)
 
@@ -88,7 +94,8 @@ class WeightStore:
         spec, family = source.spec, source.family
         layouts = [family.layer_parts(spec, layer) for layer in range(spec.num_layers)]
         ends = () if first else (family.embedding_part(spec), family.head_part(spec))
-        total_bytes = sum(part.nbytes for parts in (*layouts, ends) for part in parts)
+        own = attention_parts(source)
+        total_bytes = sum(part.nbytes for parts in (*layouts, ends, own) for part in parts if part)
         self.is_pageable = tier == PAGEABLE
         root = machine.tiers[tier].reserve("weights", total_bytes)
         offset_bytes = 0
@@ -106,6 +113,7 @@ class WeightStore:
             {part.layout.expert: part for part in parts.values() if part.layout.expert is not None}
             for parts in self.layers
         ]
+        self.attention = [place(layer, part) if part else None for layer, part in enumerate(own)]
         if first is None:
             self.embedding, self.head = (place(None, end) for end in ends)
         else:
@@ -138,7 +146,8 @@ class WeightStore:
 class Resident:
     """Parts that stay in the memory of GPU `rank` for the whole run, by (layer, name).
 
-    Of the embedding and the head (layer None) those that are asked for; of the layers what a strategy keeps.
+    Of the embedding and the head (layer None) those that are asked for; of the layers what a strategy keeps, and what
+    attention itself uses: that is in `attention` by layer, too, None where the family has none.
     """
 
     def __init__(
@@ -158,6 +167,10 @@ class Resident:
         for name, end, wanted in (("embedding", store.embedding, embedding), ("head", store.head, head)):
             if wanted:
                 self._load(name, {(None, name): end})
+        own: dict[tuple[int | None, str], PlacedPart] = {}
+        own |= {(layer, "attention"): part for layer, part in enumerate(store.attention) if part}
+        self._load("weights of attention itself", own)
+        self.attention = [self.part(i, "attention") if part else None for i, part in enumerate(store.attention)]
         machine.drain()
 
     def keep(self, account: str, keys: Iterable[tuple[int, str]]) -> None:

@@ -75,8 +75,10 @@ class Checkpoint:
 
     def parts(self) -> list[tuple[int | None, PartLayout]]:
         """Every part of the model with its layer, None for embedding and head."""
-        layers = [(i, part) for i in range(self.spec.num_layers) for part in self.family.layer_parts(self.spec, i)]
-        return [(None, self.family.embedding_part(self.spec)), *layers, (None, self.family.head_part(self.spec))]
+        spec, family = self.spec, self.family
+        layers = [(i, part) for i in range(spec.num_layers) for part in family.layer_parts(spec, i)]
+        layers += [(i, part) for i in range(spec.num_layers) if (part := family.attention_part(spec, i))]
+        return [(None, family.embedding_part(spec)), *layers, (None, family.head_part(spec))]
 
     def validate(self) -> None:
         """Check presence, shape and dtype of every tensor of every part."""

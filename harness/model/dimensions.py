@@ -34,6 +34,30 @@ class LatentAttention:
 
 
 @config
+class Router:
+    """How logits become experts and weights: experts are chosen by score (with a correction bias, by score + bias),
+    within the best `groups_per_token` of `num_groups` equal groups, and weighed by score."""
+
+    scoring: Literal["softmax", "sigmoid"] = "softmax"  # over all experts, or of each
+    renormalise: bool = True  # the weights of a token's experts sum to 1 before `scale`
+    scale: float = 1.0
+    num_groups: int = 1
+    groups_per_token: int = 1
+    group_score_experts: int = 1  # a group's score is the sum of those of so many of its best experts
+
+    def __post_init__(self) -> None:
+        require(self.scale > 0, "scale", f"must be positive, got {self.scale}")
+        require(self.num_groups >= 1, "num_groups", f"must be at least 1, got {self.num_groups}")
+        require(
+            1 <= self.groups_per_token <= self.num_groups,
+            "groups_per_token",
+            f"must lie between 1 and num_groups {self.num_groups}, got {self.groups_per_token}",
+        )
+        best = self.group_score_experts
+        require(best >= 1, "group_score_experts", f"must be at least 1, got {best}")
+
+
+@config
 class WeightFormat:
     """How the matrices of some parts are published, scales included; everything else is in the model's dtype."""
 
@@ -78,6 +102,7 @@ class Dimensions:
     router_bias: bool = False
     correction_bias: bool = False  # added to the router's scores for choosing, not for weighting
     expert_bias: bool = False
+    router: Router = Router()
     weights: WeightFormat | None = None
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from harness.model.dimensions import Router
 from harness.model.linear import linear
 
 
@@ -34,20 +36,29 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+class AttentionOptions(NamedTuple):
+    """How a layer attends. `window`: a token sees itself and the window - 1 tokens before it, None: all before it.
+    `sinks`: float32 [heads], one more logit a head that has no value (gpt-oss)."""
+
+    scale: float
+    window: int | None = None
+    sinks: torch.Tensor | None = None
+
+
 def causal_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: Sequence[int], window: int | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: Sequence[int], options: AttentionOptions
 ) -> torch.Tensor:
     """Grouped-query attention inside each sequence, q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim].
 
-    `window`: a token sees itself and the window - 1 tokens before it. Returns [tokens, heads * head_dim].
+    Returns [tokens, heads * head_dim].
     """
     assert sum(seq_lens) == q.shape[0], f"sequences hold {sum(seq_lens)} tokens, q has {q.shape[0]}"
     by_sequence = zip(*(x.split(list(seq_lens)) for x in (q, k, v)), strict=True)
-    outs = [_causal_sequence(one_q, one_k, one_v, window) for one_q, one_k, one_v in by_sequence]
+    outs = [_causal_sequence(one_q, one_k, one_v, options) for one_q, one_k, one_v in by_sequence]
     return torch.cat(outs) if outs else q.new_empty(0, q.shape[1] * q.shape[2])
 
 
-def _causal_sequence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+def _causal_sequence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
     length, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     group = num_heads // num_kv_heads
@@ -56,21 +67,77 @@ def _causal_sequence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: 
     grouped_q = q.view(length, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)  # [kv_heads, group, length, head_dim]
     shared_k, shared_v = (x.permute(1, 0, 2)[:, None].expand(-1, group, -1, -1) for x in (k, v))
     mask = None
-    if window is not None and length > window:
-        mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - window)
-    out = F.scaled_dot_product_attention(grouped_q, shared_k, shared_v, attn_mask=mask, is_causal=mask is None)
+    if options.sinks is not None or (options.window is not None and length > options.window):
+        mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - (options.window or length))
+    if options.sinks is not None:
+        out = _with_sinks(
+            grouped_q, shared_k, shared_v, mask, options.scale, options.sinks.view(num_kv_heads, group, 1)
+        )
+    else:
+        out = F.scaled_dot_product_attention(
+            grouped_q, shared_k, shared_v, attn_mask=mask, is_causal=mask is None, scale=options.scale
+        )
     return out.permute(2, 0, 1, 3).reshape(length, num_heads * head_dim)
 
 
 def decode_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context_len: int, window: int | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context_len: int, options: AttentionOptions
 ) -> torch.Tensor:
     """One query, q [heads, head_dim], against k and v [kv_heads, >= context_len, head_dim]. [heads * head_dim]."""
     num_kv_heads, _, head_dim = k.shape
-    start = 0 if window is None else max(0, context_len - window)
+    start = 0 if options.window is None else max(0, context_len - options.window)
+    k, v = k[None, :, start:context_len], v[None, :, start:context_len]
     grouped_q = q.view(1, num_kv_heads, -1, head_dim)  # the heads of a group stand as query positions of one KV head
-    out = F.scaled_dot_product_attention(grouped_q, k[None, :, start:context_len], v[None, :, start:context_len])
-    return out.reshape(-1)
+    if options.sinks is not None:
+        return _with_sinks(grouped_q, k, v, None, options.scale, options.sinks.view(num_kv_heads, -1)).reshape(-1)
+    return F.scaled_dot_product_attention(grouped_q, k, v, scale=options.scale).reshape(-1)
+
+
+def _with_sinks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    """Attention in float32 with one logit more in each softmax: q [..., queries, head_dim], k and v
+    [..., keys, head_dim], mask [queries, keys], true where a query sees a key, sinks [..., queries or 1]."""
+    scores = q.float() @ k.float().transpose(-1, -2) * scale  # [..., queries, keys]
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    sink = sinks[..., None].float().expand(*scores.shape[:-1], 1)
+    weights = torch.cat((scores, sink), dim=-1).softmax(dim=-1)[..., :-1]
+    return (weights @ v.float()).to(q.dtype)
+
+
+def choose_experts(
+    logits: torch.Tensor, top_k: int, router: Router, choice_bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts of each token by logits [tokens, experts], and their weights: int64 and float32 [tokens, top_k].
+
+    Experts are chosen by score + `choice_bias` [experts], within the best groups where the router has groups (as
+    DeepSeek-V2 and V3 limit devices), and weighed by score alone.
+    """
+    wide = logits.float()
+    scores = wide.softmax(dim=-1) if router.scoring == "softmax" else wide.sigmoid()
+    choice = scores if choice_bias is None else scores + choice_bias
+    if router.num_groups > 1:
+        choice = _in_best_groups(choice, router)
+    ids = choice.topk(top_k, dim=-1).indices
+    weights = scores.gather(-1, ids)
+    if router.renormalise:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return ids, weights * router.scale
+
+
+def _in_best_groups(choice: torch.Tensor, router: Router) -> torch.Tensor:
+    """`choice` [tokens, experts], minus infinity outside each token's best groups."""
+    grouped = choice.unflatten(-1, (router.num_groups, -1))  # [tokens, groups, experts of one]
+    of_groups = grouped.topk(router.group_score_experts, dim=-1).values.sum(dim=-1)
+    best = of_groups.topk(router.groups_per_token, dim=-1).indices
+    is_out = torch.ones_like(of_groups, dtype=torch.bool).scatter(-1, best, False)
+    return grouped.masked_fill(is_out[..., None], float("-inf")).flatten(-2)
 
 
 def swiglu(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:

@@ -12,10 +12,10 @@ from kernels import triton as gpu
 def warm_up(spec: ModelSpec, device: torch.device, kv_block_size: int | None = None) -> None:
     """Compile and load what `spec` needs on this device; nothing where these kernels do not serve it.
     `kv_block_size`: of a paged KV cache in device memory."""
-    if not gpu.serves(torch.empty(0, device=device)) or spec.latent is not None or spec.attention_sinks:
+    if not gpu.serves(torch.empty(0, device=device)) or spec.latent is not None:
         return
     family = families.family(spec.family)
-    part = next(part for part in family.layer_parts(spec, spec.num_layers - 1) if part.expert is not None)
+    part = next(part for part in family.layer_parts(spec, spec.moe_layers[-1]) if part.expert is not None)
     kind = getattr(torch, part.dtype)
     views = {t.name: torch.empty(t.shape, dtype=kind, device="meta") for t in part.tensors}
     gpu.warm_up(
@@ -26,7 +26,11 @@ def warm_up(spec: ModelSpec, device: torch.device, kv_block_size: int | None = N
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
-            window=spec.sliding_window,
+            windows=tuple({spec.window(layer) for layer in range(spec.num_layers)}),
+            has_sinks=spec.attention_sinks,
+            has_choice_bias=spec.correction_bias,
+            scoring=spec.router.scoring,
+            renormalise=spec.router.renormalise,
             kv_block_size=kv_block_size,
         ),
         device,

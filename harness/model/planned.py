@@ -40,6 +40,10 @@ class PlannedLayout:
         )
 
     @staticmethod
+    def attention_part(spec: ModelSpec, layer: int) -> PartLayout | None:
+        return None
+
+    @staticmethod
     def embedding_part(spec: ModelSpec) -> PartLayout:
         return PartLayout("embedding", spec.dtype, (), spec.parts[model_parts.EMBEDDING].nbytes)
 

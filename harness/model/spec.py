@@ -70,8 +70,13 @@ class ModelSpec(Dimensions):
         return self.num_heads // self.num_kv_heads
 
     @property
+    def moe_layers(self) -> range:
+        """The layers that have a router and experts."""
+        return range(self.num_dense_layers, self.num_layers)
+
+    @property
     def num_moe_layers(self) -> int:
-        return self.num_layers - self.num_dense_layers
+        return len(self.moe_layers)
 
     @property
     def kv_bytes_per_token_layer(self) -> int:
@@ -177,7 +182,15 @@ class ModelSpec(Dimensions):
             return self.prefill_pair_flops
         return 2 * self.num_heads * (2 * self.latent.kv_rank + self.latent.rope_dim)
 
+    @property
+    def attention_scale(self) -> float:
+        """What scores are multiplied by before the softmax."""
+        return self.head_dim**-0.5
+
+    def window(self, layer: int) -> int | None:
+        """Return how many tokens a query sees in `layer`, its own included; None: all."""
+        return self.sliding_window if self.sliding_layers == "all" or layer % 2 == 0 else None
+
     def seen_tokens(self, layer: int, context_len: int) -> int:
         """Tokens of the context that a query sees in `layer`, its own included."""
-        slides = self.sliding_layers == "all" or layer % 2 == 0
-        return min(context_len, self.sliding_window) if self.sliding_window and slides else context_len
+        return min(context_len, self.window(layer) or context_len)

@@ -19,14 +19,15 @@ import torch
 from torch import Tensor
 
 from harness.model.checkpoint import Checkpoint
+from harness.model.spec import ModelSpec
 from harness.verify.records import GeneratedSequence, Segment, VerifyReport
-from harness.verify.reference import NotFiniteError, Reference, reference_for
+from harness.verify.reference import NotFiniteError, Reference, RouterScores, reference_for
 
 
 @dataclass(frozen=True)
 class Tolerance:
     token_gap: float  # below the reference's best logit, in standard deviations of the logits
-    router_gap: float  # below the reference's k-th best expert, as a share of that expert's router probability
+    router_gap: float  # below the reference's k-th best expert, as a share of that expert's score
 
 
 TOLERANCES = {"float32": Tolerance(1e-5, 1e-5), "bfloat16": Tolerance(0.15, 0.15)}
@@ -137,19 +138,19 @@ def _check_lives(reference: Reference, sequence: GeneratedSequence, tolerance: T
         if impossible := _impossible_choice(reference, routing):
             found.mismatches.append(f"request {sequence.request_id}, {impossible}")
             break
-        logits, probs = reference.replay(token_ids, routing, first_logit=num_prompt + first - 1)
-        _compare_routing(sequence, routing.transpose(0, 1), probs, tolerance, found)
-        _compare_tokens(sequence, first, logits, tolerance, found)
+        replay = reference.replay(token_ids, routing, first_logit=num_prompt + first - 1)
+        _compare_routing(reference.spec, sequence, routing.transpose(0, 1), replay.routers, tolerance, found)
+        _compare_tokens(sequence, first, replay.logits, tolerance, found)
     return found
 
 
 def _recorded_routing(
     reference: Reference, sequence: GeneratedSequence, segment: Segment, num_positions: int
 ) -> Tensor:
-    """int64 [positions, layers, k]."""
+    """int64 [positions, layers with a router, k]."""
     spec, shape = reference.spec, segment.routing.shape
-    if len(shape) != 3 or shape[0] < num_positions or shape[1:] != (spec.num_layers, spec.experts_per_token):
-        needed = f"[>= {num_positions}, {spec.num_layers}, {spec.experts_per_token}]"
+    if len(shape) != 3 or shape[0] < num_positions or shape[1:] != (spec.num_moe_layers, spec.experts_per_token):
+        needed = f"[>= {num_positions}, {spec.num_moe_layers}, {spec.experts_per_token}]"
         raise ValueError(f"request {sequence.request_id}: routing: must have shape {needed}, got {list(shape)}")
     return torch.from_numpy(segment.routing[:num_positions].astype("int64"))
 
@@ -159,25 +160,33 @@ def _impossible_choice(reference: Reference, routing: Tensor) -> str:
     ordered = routing.sort(dim=-1).values
     wrong = (ordered[..., 0] < 0) | (ordered[..., -1] >= reference.spec.num_experts)
     wrong |= (ordered[..., 1:] == ordered[..., :-1]).any(dim=-1)
-    for position, layer in wrong.nonzero()[:1].tolist():
-        return f"position {position}, layer {layer}: impossible experts {routing[position, layer].tolist()}"
+    for position, at in wrong.nonzero()[:1].tolist():
+        layer = reference.spec.moe_layers[at]
+        return f"position {position}, layer {layer}: impossible experts {routing[position, at].tolist()}"
     return ""
 
 
 def _compare_routing(
-    sequence: GeneratedSequence, chosen: Tensor, probs: Tensor, tolerance: Tolerance, found: _Findings
+    spec: ModelSpec,
+    sequence: GeneratedSequence,
+    chosen: Tensor,
+    routers: RouterScores,
+    tolerance: Tolerance,
+    found: _Findings,
 ) -> None:
-    """chosen [layers, positions, k] against the reference's probabilities [layers, positions, experts]."""
-    best = probs.topk(chosen.shape[-1], dim=-1)
-    last = best.values[..., -1]  # [layers, positions]
-    gaps = ((last - probs.gather(-1, chosen).amin(dim=-1)) / last).clamp(min=0)
+    """chosen [layers with a router, positions, k] against what the reference's routers chose by."""
+    best = routers.choice.topk(chosen.shape[-1], dim=-1)
+    unit = routers.measure.gather(-1, best.indices[..., -1:])[..., 0]  # [layers, positions]
+    shortfall = best.values[..., -1] - routers.choice.gather(-1, chosen).amin(dim=-1)
+    of_groups = routers.group_shortfall / spec.router.group_score_experts
+    gaps = (torch.maximum(shortfall, of_groups) / unit).clamp(min=0)
     found.rerouted |= bool((chosen.sort().values != best.indices.sort().values).any())
     found.worst_router_gap = _worst(found.worst_router_gap, gaps.max().item())
-    for layer, position in (~(gaps <= tolerance.router_gap)).nonzero()[:1].tolist():
+    for at, position in (~(gaps <= tolerance.router_gap)).nonzero()[:1].tolist():
         found.mismatches.append(
-            f"request {sequence.request_id}, position {position}, layer {layer}: chose experts "
-            f"{chosen[layer, position].tolist()}, {gaps[layer, position]:.3g} of the router probability below the "
-            f"reference's {best.indices[layer, position].tolist()}"
+            f"request {sequence.request_id}, position {position}, layer {spec.moe_layers[at]}: chose experts "
+            f"{chosen[at, position].tolist()}, {gaps[at, position]:.3g} of the router's score below the "
+            f"reference's {best.indices[at, position].tolist()}"
         )
 
 

@@ -8,6 +8,7 @@ checkpoint: what is changed or deleted under the run, and what would choose anot
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from harness.model.checkpoint import Checkpoint
 from harness.model.quiet import quiet_transformers
 from harness.model.shards import checkpoint_error
+from harness.model.spec import ModelSpec
 from harness.verify.generations import Generations
 
 # Eager attention holds [heads, length, length] scores: beyond this many positions the fused kernel takes its place.
@@ -28,11 +30,19 @@ class NotFiniteError(ArithmeticError):
     """The reference computed logits by which nothing can be verified: NaN, infinity, or all the same."""
 
 
+class RouterScores(NamedTuple):
+    """What the reference's routers went by, float32, by layer with a router and by position."""
+
+    choice: Tensor  # [layers, positions, experts], by whose order a router chooses
+    measure: Tensor  # [layers, positions, experts], by whose size rounding is judged: the scores without a bias
+    group_shortfall: Tensor  # [layers, positions], how far the worst recorded group lies below the last of the best
+
+
 class Replay(NamedTuple):
     """One teacher-forced pass over one sequence."""
 
     logits: Tensor  # float32 [asked positions, vocab]
-    router_probs: Tensor  # float32 [layers, positions, experts], by whose order the router chooses
+    routers: RouterScores
 
 
 _loaded: dict[tuple[Any, ...], Reference] = {}  # the last one
@@ -54,21 +64,20 @@ class Reference:
         self.spec = checkpoint.spec
         self._model = _load_float32(checkpoint)
         self._model.register_forward_hook(_require_finite)
-        self._choices: dict[int, _RecordedChoice] = {}  # by layer, while a replay runs
-        routers = checkpoint.family.reference_routers(self._model)
-        assert len(routers) == self.spec.num_layers, "one router a layer"
-        for layer, router in enumerate(routers):
-            router.register_forward_hook(self._router_hook(layer))
+        self._family = checkpoint.family
+        self._choices: list[_RecordedChoice] = []  # by layer with a router, while a replay runs
+        self._routers = checkpoint.family.reference_routers(self.spec, self._model)
+        assert len(self._routers) == self.spec.num_moe_layers, "one router a layer that has experts"
+        for index, router in enumerate(self._routers):
+            router.forward = self._replaying(index, router.forward)
         self._generations = Generations(checkpoint.version())
 
-    def _router_hook(self, layer: int) -> Callable[..., Any]:
-        def hook(router: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            if not self._choices:
-                return None
-            with self._choices[layer]:
-                return router.forward(*args)
+    def _replaying(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def route(*args: Any, **kwargs: Any) -> Any:
+            with self._choices[index] if self._choices else nullcontext():
+                return forward(*args, **kwargs)
 
-        return hook
+        return route
 
     def generate(self, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
         """Greedy `generate`: the first `num_tokens` tokens, an end token among them or not."""
@@ -93,16 +102,27 @@ class Reference:
 
     @torch.inference_mode()
     def replay(self, token_ids: Sequence[int], routing: Tensor, first_logit: int) -> Replay:
-        """Teacher-forced over `token_ids`, with the expert ids `routing` int64 [positions, layers, k] in place of the
-        model's own choice. Logits are those at positions `first_logit` and later."""
+        """Teacher-forced over `token_ids`, with the expert ids `routing` int64 [positions, layers with a router, k] in
+        place of the model's own choice. Logits are those at positions `first_logit` and later."""
         self._choose_attention(len(token_ids))
-        self._choices = {layer: _RecordedChoice(ids) for layer, ids in enumerate(routing.unbind(1))}
+        self._choices = [_RecordedChoice(self.spec, ids) for ids in routing.unbind(1)]
         try:
             kept = len(token_ids) - first_logit
             output = self._model(torch.tensor([list(token_ids)]), use_cache=False, logits_to_keep=kept)
-            return Replay(output.logits[0], torch.stack([choice.scores for choice in self._choices.values()]))
+            return Replay(output.logits[0], self._router_scores())
         finally:
-            self._choices = {}
+            self._choices = []
+
+    def _router_scores(self) -> RouterScores:
+        choices, measures = zip(
+            *(
+                self._family.reference_scores(self.spec, router, found.choice)
+                for router, found in zip(self._routers, self._choices, strict=True)
+            ),
+            strict=True,
+        )
+        shortfalls = [found.group_shortfall for found in self._choices]
+        return RouterScores(torch.stack(choices), torch.stack(measures), torch.stack(shortfalls))
 
     def _choose_attention(self, num_positions: int) -> None:
         wanted = "eager" if num_positions <= EAGER_ATTENTION_POSITIONS else "sdpa"
@@ -112,21 +132,36 @@ class Reference:
 
 class _RecordedChoice(TorchFunctionMode):
     """Runs a router of transformers as it is, but for the one thing that a replay prescribes: which experts `topk`
-    chooses. The weights of these experts are then what the router itself makes of its scores."""
+    chooses, and of which groups. The weights of these experts are then what the router itself makes of its scores."""
 
-    def __init__(self, expert_ids: Tensor) -> None:
+    def __init__(self, spec: ModelSpec, expert_ids: Tensor) -> None:
         super().__init__()
-        self._expert_ids = expert_ids  # int64 [positions, k]
-        self.scores = torch.empty(0)  # [positions, experts]
+        self._spec, self._expert_ids = spec, expert_ids  # int64 [positions, k]
+        self.choice = torch.empty(0)  # [positions, experts]
+        self.group_shortfall = torch.zeros(len(expert_ids))
 
     def __torch_function__(
         self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func not in (torch.topk, Tensor.topk):
             return func(*args, **(kwargs or {}))
-        assert not self.scores.numel(), "a router that chooses in several steps cannot be replayed"
-        self.scores = args[0].clone()
-        return torch.return_types.topk((args[0].gather(-1, self._expert_ids), self._expert_ids))
+        scores, spec = args[0], self._spec
+        if scores.dim() != 2:  # within groups
+            return func(*args, **(kwargs or {}))
+        if spec.router.num_groups > 1 and scores.shape[-1] == spec.router.num_groups:
+            ids = self._groups(scores)
+        else:
+            assert scores.shape[-1] == spec.num_experts and not self.choice.numel(), "a router chooses experts once"
+            self.choice, ids = scores.clone(), self._expert_ids
+        return torch.return_types.topk((scores.gather(-1, ids), ids))
+
+    def _groups(self, scores: Tensor) -> Tensor:
+        """The groups [positions, chosen] of the recorded experts, and the best others where these are fewer."""
+        router = self._spec.router
+        groups = self._expert_ids // (self._spec.num_experts // router.num_groups)
+        last = scores.topk(router.groups_per_token).values[..., -1]
+        self.group_shortfall = (last - scores.gather(-1, groups).amin(dim=-1)).clamp(min=0)
+        return scores.scatter(-1, groups, float("inf")).topk(router.groups_per_token).indices
 
 
 def _require_finite(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +26,11 @@ class Shapes:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    window: int | None = None
+    windows: tuple[int | None, ...] = (None,)  # of its layers
     has_sinks: bool = False
     scoring: str = "softmax"
     renormalise: bool = True
+    has_choice_bias: bool = False
     kv_block_size: int | None = None  # of a paged cache on the device, where there is one
 
 
@@ -43,7 +45,13 @@ def warm_up(shapes: Shapes, device: torch.device) -> None:
     def zeros(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=of, device=device)
 
-    choose_experts(zeros(1, shapes.num_experts), shapes.top_k, scoring=shapes.scoring, renormalise=shapes.renormalise)
+    choose_experts(
+        zeros(1, shapes.num_experts),
+        shapes.top_k,
+        scoring=shapes.scoring,
+        renormalise=shapes.renormalise,
+        choice_bias=zeros(shapes.num_experts, of=torch.float32) if shapes.has_choice_bias else None,
+    )
     ids, weights = zeros(1, shapes.top_k, of=torch.int64), zeros(1, shapes.top_k, of=torch.float32)
     out, table = zeros(1, experts.hidden, of=torch.float32), zeros(shapes.num_experts, ADDRESSES, of=torch.int64)
     scratch_bytes = expert_scratch_bytes(1, shapes.top_k, shapes.num_experts, shapes.num_experts, experts)
@@ -52,12 +60,17 @@ def warm_up(shapes: Shapes, device: torch.device) -> None:
         tokens = (zeros(1, experts.hidden), ids, weights, out)
         launch(*tokens, table, experts, shapes.num_experts, scratch, rows)
 
+    for window in shapes.windows:
+        _attend_once(shapes, window, zeros)
+
+
+def _attend_once(shapes: Shapes, window: int | None, zeros: Callable[..., torch.Tensor]) -> None:
     heads, kv_heads, head_dim = shapes.num_heads, shapes.num_kv_heads, shapes.head_dim
     q, kv, positions = zeros(1, heads, head_dim), zeros(1, kv_heads, head_dim), zeros(1, of=torch.int64)
     options: dict[str, Any] = {
         "scale": 1.0,
-        "window": shapes.window,
-        "sinks": zeros(heads) if shapes.has_sinks else None,
+        "window": window,
+        "sinks": zeros(heads, of=torch.float32) if shapes.has_sinks else None,
     }
     causal_attention(q, kv, kv, positions, torch.empty_like(q), **options)
     staging = zeros(2 * kv_heads * head_dim)

@@ -10,7 +10,7 @@ from harness.engine.activations import Activations
 from harness.engine.batch import MicroBatch
 from harness.engine.ops.compute import ComputeOp
 from harness.engine.ops.data import MicroBatchOp
-from harness.engine.ops.views import rows, weights
+from harness.engine.ops.views import keep, rows, weights
 from harness.machine.base import Context, Work
 from harness.memory.weights import PlacedPart
 from harness.model.spec import ModelSpec
@@ -41,7 +41,7 @@ class OutputProjection(ComputeOp):
         spec, n = self.spec, self.batch.num_tokens
         attention = rows(ctx, self.acts.attention, n, spec.q_dim, spec.dtype)
         out = rows(ctx, self.acts.moe_out, n, spec.hidden_dim, "float32")
-        out.copy_(self.family.output_projection(spec, weights(ctx, self.parts[0]), attention))
+        out.copy_(self.family.output_projection(spec, weights(ctx, self.parts[0]), attention, self.layer))
 
 
 class AfterAttention(ComputeOp):
@@ -71,12 +71,7 @@ class AfterAttention(ComputeOp):
         spec, acts, n = self.spec, self.acts, self.batch.num_tokens
         hidden = rows(ctx, acts.hidden, n, spec.hidden_dim, spec.dtype)
         normed = rows(ctx, acts.normed, n, spec.hidden_dim, spec.dtype)
-        found = self.family.after_attention(spec, weights(ctx, self.parts[0]), normed, hidden)
-        hidden.copy_(found[0])
-        normed.copy_(found[1])
-        rows(ctx, acts.expert_ids, n, spec.experts_per_token, "int64").copy_(found[2])
-        rows(ctx, acts.expert_weights, n, spec.experts_per_token, "float32").copy_(found[3])
-        rows(ctx, acts.moe_out, n, spec.hidden_dim, "float32").zero_()
+        keep(ctx, self, self.family.after_attention(spec, weights(ctx, self.parts[0]), normed, hidden, self.layer))
 
 
 def _share_bytes(op: OutputProjection | AfterAttention, *, of_projection: bool) -> float:

@@ -12,7 +12,7 @@ from harness.engine.activations import Activations, head_workspace_bytes
 from harness.engine.batch import MicroBatch
 from harness.engine.ops import on_gpu
 from harness.engine.ops.data import MicroBatchOp, device_rows
-from harness.engine.ops.views import attend_each, matrices, rows, weights
+from harness.engine.ops.views import attend_each, attention_weights, keep, matrices, rows, weights
 from harness.machine.base import Context, Work
 from harness.memory.tiers import Buffer
 from harness.memory.weights import PlacedPart
@@ -86,20 +86,30 @@ class AttentionIn(ComputeOp):
         spec, n = self.spec, self.batch.num_tokens
         positions = device_rows(ctx, self.batch, self.acts)[1]
         hidden = rows(ctx, self.acts.hidden, n, spec.hidden_dim, spec.dtype)
-        q, k, v = self.family.attention_in(spec, weights(ctx, self.parts[0]), hidden, positions)
+        q, k, v = self.family.attention_in(spec, weights(ctx, self.parts[0]), hidden, positions, self.layer)
         ctx.tensor(self.acts.q, (n, spec.num_heads, spec.head_dim), spec.dtype).copy_(q)
         ctx.tensor(self.acts.k, (n, spec.num_kv_heads, spec.head_dim), spec.dtype).copy_(k)
         ctx.tensor(self.acts.v, (n, spec.num_kv_heads, spec.head_dim), spec.dtype).copy_(v)
 
 
 class PrefillAttention(ComputeOp):
-    """Causal attention among the tokens of each prefilling sequence."""
+    """Causal attention among the tokens of each prefilling sequence. `part`: see `AttentionOverCache`."""
 
     kind: ClassVar[str] = "prefill attention"
 
-    def __init__(self, family: Any, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int) -> None:
-        super().__init__(family, spec, batch, acts, (), layer)
-        self.reads, self.writes = (acts.tokens, acts.q, acts.k, acts.v), ((acts.attention, "prefill"),)
+    def __init__(
+        self,
+        family: Any,
+        spec: ModelSpec,
+        batch: MicroBatch,
+        acts: Activations,
+        layer: int,
+        part: PlacedPart | None,
+    ) -> None:
+        super().__init__(family, spec, batch, acts, (part,) if part else (), layer)
+        self.part = part
+        self.reads = (acts.tokens, acts.q, acts.k, acts.v, *self.weight_keys)
+        self.writes = ((acts.attention, "prefill"),)
 
     def work(self) -> Work:
         assert self.layer is not None
@@ -118,11 +128,12 @@ class PrefillAttention(ComputeOp):
         q = ctx.tensor(self.acts.q, (n, spec.num_heads, spec.head_dim), spec.dtype)[:first]
         k = ctx.tensor(self.acts.k, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)[:first]
         v = ctx.tensor(self.acts.v, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)[:first]
-        out = rows(ctx, self.acts.attention, n, spec.q_dim, spec.dtype)
+        out, w = rows(ctx, self.acts.attention, n, spec.q_dim, spec.dtype), attention_weights(ctx, self.part)
         if on_gpu.attends(spec, q):
             positions = device_rows(ctx, self.batch, self.acts)[1, :first]
-            return on_gpu.prefill_attention(spec, q, k, v, positions, out[:first])
-        out[:first].copy_(self.family.prefill_attention(spec, q, k, v, self.batch.prefill_lens))
+            options = self.family.attention_options(spec, w, self.layer)
+            return on_gpu.prefill_attention(options, q, k, v, positions, out[:first])
+        out[:first].copy_(self.family.prefill_attention(spec, w, q, k, v, self.batch.prefill_lens, self.layer))
 
 
 class DecodeAttentionDevice(ComputeOp):
@@ -139,10 +150,11 @@ class DecodeAttentionDevice(ComputeOp):
         layer: int,
         rows: range,
         staging: Buffer,
+        part: PlacedPart | None,
     ) -> None:
-        super().__init__(family, spec, batch, acts, (), layer)
-        self.rows, self.staging, self.there = rows, staging, batch.on_host
-        self.reads = (acts.tokens, acts.q, acts.k, acts.v, staging)
+        super().__init__(family, spec, batch, acts, (part,) if part else (), layer)
+        self.rows, self.staging, self.there, self.part = rows, staging, batch.on_host, part
+        self.reads = (acts.tokens, acts.q, acts.k, acts.v, staging, *self.weight_keys)
         self.writes = ((acts.attention, "decode"), staging)
 
     def work(self) -> Work:
@@ -171,12 +183,15 @@ class DecodeAttentionDevice(ComputeOp):
         if reads.num_shadows and on_gpu.attends(spec, q):
             positions = on_gpu.numbers(reads.positions, q.device)
 
+        w, layer = attention_weights(ctx, self.part), self.layer
+
         def attend(q: Any, out: Any) -> None:
             if on_gpu.attends(spec, q):
-                return on_gpu.decode_attention(spec, q, staging, positions, out)
+                options = self.family.attention_options(spec, w, layer)
+                return on_gpu.decode_attention(options, q, staging, positions, out, num_kv_heads=spec.num_kv_heads)
             lens = reads.lens.tolist()
             for at, (keys, values) in enumerate(self._staged(staging, lens)):
-                out[at] = self.family.decode_attention(spec, q[at], keys, values, lens[at]).reshape(-1)
+                out[at] = self.family.decode_attention(spec, w, q[at], keys, values, lens[at], layer).reshape(-1)
 
         attend_each(reads, q[mine], out, attend)
 
@@ -229,12 +244,9 @@ class AttentionOut(ComputeOp):
         spec, acts, n = self.spec, self.acts, self.batch.num_tokens
         hidden = rows(ctx, acts.hidden, n, spec.hidden_dim, spec.dtype)
         attention = rows(ctx, acts.attention, n, spec.q_dim, spec.dtype)
-        residual, normed, ids, probs = self.family.attention_out(spec, weights(ctx, self.parts[0]), attention, hidden)
-        hidden.copy_(residual)
-        rows(ctx, acts.normed, n, spec.hidden_dim, spec.dtype).copy_(normed)
-        rows(ctx, acts.expert_ids, n, spec.experts_per_token, "int64").copy_(ids)
-        rows(ctx, acts.expert_weights, n, spec.experts_per_token, "float32").copy_(probs)
-        rows(ctx, acts.moe_out, n, spec.hidden_dim, "float32").zero_()
+        w = weights(ctx, self.parts[0])
+        projected = self.family.output_projection(spec, w, attention, self.layer)
+        keep(ctx, self, self.family.after_attention(spec, w, projected, hidden, self.layer))
 
 
 class Experts(ComputeOp):

@@ -8,13 +8,15 @@ import kernels
 from harness.engine.activations import Activations
 from harness.engine.batch import KvReads, MicroBatch
 from harness.engine.ops.data import MicroBatchOp
-from harness.engine.ops.views import attend_each
+from harness.engine.ops.views import attend_each, attention_weights
 from harness.machine.arenas import tensor_of
 from harness.machine.base import Context, Work
+from harness.memory.weights import PlacedPart
 from harness.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from harness.memory.kv_cache import KVCache
+    from harness.model.functional import AttentionOptions
 
 
 class KvOp(MicroBatchOp):
@@ -57,14 +59,46 @@ class AppendKv(KvOp):
             kernels.kv_append(k[rows], v[rows], keys, values, slots[rows])
 
 
-class DecodeAttention(KvOp):
-    """Attention of each decoding sequence's newest token over its whole context, where that is in the host cache."""
+class AttentionOverCache(KvOp):
+    """Attention of each decoding sequence's newest token over its whole context; `part` has the layer's
+    `attention_part` on the side where the op runs, None where the family has none."""
+
+    def __init__(
+        self,
+        family: Any,
+        spec: ModelSpec,
+        batch: MicroBatch,
+        acts: Activations,
+        layer: int,
+        cache: KVCache,
+        part: PlacedPart | None,
+    ) -> None:
+        super().__init__(spec, batch, acts, layer, cache)
+        self.family, self.part = family, part
+        self.attention_keys = part.keys if part else ()
+
+    def options(self, ctx: Context) -> AttentionOptions:
+        return self.family.attention_options(self.spec, attention_weights(ctx, self.part), self.layer)
+
+
+class DecodeAttention(AttentionOverCache):
+    """Attention on the cpu lane over what is in the host cache."""
 
     kind: ClassVar[str] = "decode attention"
 
-    def __init__(self, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int, cache: KVCache) -> None:
-        super().__init__(spec, batch, acts, layer, cache)
-        self.reads, self.writes = (acts.host_q, *self.kv_keys), (acts.host_attention,)
+    def __init__(
+        self,
+        family: Any,
+        spec: ModelSpec,
+        batch: MicroBatch,
+        acts: Activations,
+        layer: int,
+        cache: KVCache,
+        part: PlacedPart | None,
+    ) -> None:
+        super().__init__(family, spec, batch, acts, layer, cache, part)
+        self.reads = (acts.host_q, *self.kv_keys, *self.attention_keys)
+        self.writes = (acts.host_attention,)
 
     def work(self) -> Work:
         assert self.layer is not None
@@ -80,11 +114,11 @@ class DecodeAttention(KvOp):
         shape = (self.batch.num_tokens, spec.num_heads, spec.head_dim)
         q = ctx.tensor(self.acts.host_q, shape, spec.dtype)[here.decode]
         out = ctx.tensor(self.acts.host_attention, shape, spec.dtype)[here.decode]
-        paged_attention(spec, q, *self.cached(ctx), here.reads, out, num_threads=ctx.num_threads())
+        paged_attention(self.options(ctx), q, *self.cached(ctx), here.reads, out, num_threads=ctx.num_threads())
 
 
 def paged_attention(
-    spec: ModelSpec, q: Any, keys: Any, values: Any, reads: KvReads, out: Any, *, num_threads: int = 1
+    options: AttentionOptions, q: Any, keys: Any, values: Any, reads: KvReads, out: Any, *, num_threads: int = 1
 ) -> None:
     """The paged kernel: q and out [decode, heads, head_dim]."""
 
@@ -96,8 +130,9 @@ def paged_attention(
             tensor_of(reads.tables),
             tensor_of(reads.lens),
             out,
-            scale=spec.head_dim**-0.5,
-            sliding_window=spec.sliding_window or 0,
+            scale=options.scale,
+            sliding_window=options.window or 0,
+            sinks=options.sinks,
             num_threads=num_threads,
         )
 

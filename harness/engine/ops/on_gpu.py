@@ -6,30 +6,35 @@ from collections.abc import Mapping
 from typing import Any
 
 from harness.machine.arenas import tensor_of
+from harness.model.functional import AttentionOptions
 from harness.model.spec import ModelSpec
 from kernels import triton as gpu
 
 
 def attends(spec: ModelSpec, q: Any) -> bool:
-    """Whether the kernels do this model's attention: queries over keys and values of heads, nothing else in it."""
-    return gpu.serves(q) and spec.latent is None and not spec.attention_sinks
+    """Whether the kernels do this model's attention: queries over keys and values of heads."""
+    return gpu.serves(q) and spec.latent is None
 
 
-def prefill_attention(spec: ModelSpec, q: Any, k: Any, v: Any, positions: Any, out: Any) -> None:
+def prefill_attention(options: AttentionOptions, q: Any, k: Any, v: Any, positions: Any, out: Any) -> None:
     """All prefilling sequences at once; positions [tokens], out [tokens, heads * head_dim]."""
     if len(q):
-        gpu.causal_attention(q, k, v, positions, out.view(q.shape), **_options(spec))
+        gpu.causal_attention(q, k, v, positions, out.view(q.shape), **options._asdict())
 
 
-def decode_attention(spec: ModelSpec, q: Any, staging: Any, positions: Any, out: Any) -> None:
+def decode_attention(
+    options: AttentionOptions, q: Any, staging: Any, positions: Any, out: Any, *, num_kv_heads: int
+) -> None:
     """All sequences that `LoadKv` staged; positions [seqs] of their new tokens, out [seqs, heads * head_dim]."""
-    heads = spec.num_kv_heads
-    gpu.staged_decode_attention(q, staging, positions, out.view(q.shape), num_kv_heads=heads, **_options(spec))
+    out = out.view(q.shape)
+    gpu.staged_decode_attention(q, staging, positions, out, num_kv_heads=num_kv_heads, **options._asdict())
 
 
-def paged_attention(spec: ModelSpec, q: Any, keys: Any, values: Any, blocks: Any, positions: Any, out: Any) -> None:
+def paged_attention(
+    options: AttentionOptions, q: Any, keys: Any, values: Any, blocks: Any, positions: Any, out: Any
+) -> None:
     """All sequences whose cache lies on the device; blocks as `CachedRows.flat_blocks`, the others as above."""
-    gpu.paged_decode_attention(q, keys, values, blocks, positions, out.view(q.shape), **_options(spec))
+    gpu.paged_decode_attention(q, keys, values, blocks, positions, out.view(q.shape), **options._asdict())
 
 
 def numbers(values: Any, device: Any) -> Any:
@@ -37,10 +42,6 @@ def numbers(values: Any, device: Any) -> Any:
     until it has been read: a copy from pageable memory waits until the stream has done all before it."""
     host = tensor_of(values)
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
-
-
-def _options(spec: ModelSpec) -> dict[str, Any]:
-    return {"scale": spec.head_dim**-0.5, "window": spec.sliding_window}
 
 
 def groups_experts(x: Any) -> bool:

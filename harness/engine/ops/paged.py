@@ -10,9 +10,10 @@ from harness.engine.activations import Activations
 from harness.engine.batch import MicroBatch
 from harness.engine.ops import on_gpu
 from harness.engine.ops.data import device_rows
-from harness.engine.ops.host import KvOp, paged_attention
-from harness.engine.ops.views import attend_each
+from harness.engine.ops.host import AttentionOverCache, KvOp, paged_attention
+from harness.engine.ops.views import attend_each, attention_weights
 from harness.machine.base import Context, Work
+from harness.memory.weights import PlacedPart
 from harness.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -46,19 +47,25 @@ class AppendKvOnDevice(KvOp):
                 target[blocks[rows], :, inside[rows]] = new[rows]
 
 
-class DecodeAttentionPaged(KvOp):
-    """Attention of each decoding sequence's newest token over its whole context, where that is in device memory."""
+class DecodeAttentionPaged(AttentionOverCache):
+    """Attention on the gpu lane over what is in the device's cache."""
 
     kind: ClassVar[str] = "decode attention (paged)"
 
     def __init__(
-        self, family: Any, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int, cache: KVCache
+        self,
+        family: Any,
+        spec: ModelSpec,
+        batch: MicroBatch,
+        acts: Activations,
+        layer: int,
+        cache: KVCache,
+        part: PlacedPart | None,
     ) -> None:
-        super().__init__(spec, batch, acts, layer, cache)
-        self.family = family
+        super().__init__(family, spec, batch, acts, layer, cache, part)
         assert acts.block_tables is not None, "the activations were made without a KV cache on the device"
         self.tables = acts.block_tables
-        self.reads = (acts.tokens, self.tables, acts.q, *self.kv_keys)
+        self.reads = (acts.tokens, self.tables, acts.q, *self.kv_keys, *self.attention_keys)
         self.writes = ((acts.attention, "decode on device"),)
 
     def work(self) -> Work:
@@ -79,7 +86,7 @@ class DecodeAttentionPaged(KvOp):
         if on_gpu.attends(spec, q):
             self._by_gpu_kernel(ctx, q, keys, values, out)
         else:
-            (self.by_kernel if q.device.type == "cpu" else self.by_family)(q, keys, values, out)
+            (self.by_kernel if q.device.type == "cpu" else self.by_family)(ctx, q, keys, values, out)
 
     def _by_gpu_kernel(self, ctx: Context, q: Any, keys: Any, values: Any, out: Any) -> None:
         """All sequences in one launch. Blocks and positions of shadows are known to the host alone."""
@@ -88,28 +95,29 @@ class DecodeAttentionPaged(KvOp):
         blocks = ctx.tensor(self.tables, here.flat_blocks.shape, "int32")
         if here.reads.num_shadows:
             positions, blocks = (on_gpu.numbers(x, q.device) for x in (here.reads.positions, here.reads.flat_blocks))
+        options = self.options(ctx)
 
         def attend(q: Any, out: Any) -> None:
-            on_gpu.paged_attention(self.spec, q, keys, values, blocks, positions, out)
+            on_gpu.paged_attention(options, q, keys, values, blocks, positions, out)
 
         attend_each(here.reads, q, out, attend)
 
-    def by_kernel(self, q: Any, keys: Any, values: Any, out: Any) -> None:
+    def by_kernel(self, ctx: Context, q: Any, keys: Any, values: Any, out: Any) -> None:
         """The paged kernel, on one thread, where device memory is played by the host's."""
-        paged_attention(self.spec, q, keys, values, self.batch.on_device.reads, out)
+        paged_attention(self.options(ctx), q, keys, values, self.batch.on_device.reads, out)
 
-    def by_family(self, q: Any, keys: Any, values: Any, out: Any) -> None:
+    def by_family(self, ctx: Context, q: Any, keys: Any, values: Any, out: Any) -> None:
         """The family's own math, sequence by sequence, where the GPU kernels do not know this model's attention."""
-        reads = self.batch.on_device.reads
+        reads, w = self.batch.on_device.reads, attention_weights(ctx, self.part)
 
         def attend(q: Any, out: Any) -> None:
             for entry, length in enumerate(reads.lens.tolist()):
-                out[entry] = self._attend(q[entry], keys, values, reads.tables[entry], length).view(out[entry].shape)
+                out[entry] = self._attend(w, q[entry], keys, values, reads.tables[entry], length).view(out[entry].shape)
 
         attend_each(reads, q, out, attend)
 
-    def _attend(self, q: Any, keys: Any, values: Any, table: np.ndarray, length: int) -> Any:
+    def _attend(self, w: Any, q: Any, keys: Any, values: Any, table: np.ndarray, length: int) -> Any:
         _, heads, block_size, head_dim = self.cache.shape
         blocks = table[: -(-length // block_size)].tolist()
         k, v = (x[blocks].transpose(0, 1).reshape(heads, -1, head_dim) for x in (keys, values))
-        return self.family.decode_attention(self.spec, q, k, v, length)
+        return self.family.decode_attention(self.spec, w, q, k, v, length, self.layer)

@@ -10,6 +10,7 @@ from harness.engine.ops import on_gpu
 from harness.machine.base import Context
 from harness.memory.tiers import Buffer
 from harness.memory.weights import PlacedPart
+from harness.model.families import MoeInput
 from harness.model.spec import ModelSpec
 
 
@@ -20,6 +21,11 @@ def weights(ctx: Context, part: PlacedPart) -> dict[str, Any]:
         memo[key] = (part.layout, _weight_views(ctx, part))  # the layout is kept so that its id stays its own
     views: dict[str, Any] = memo[key][1]
     return views
+
+
+def attention_weights(ctx: Context, part: PlacedPart | None) -> dict[str, Any]:
+    """What a layer's attention itself uses, by local name; most families: nothing."""
+    return weights(ctx, part) if part else {}
 
 
 def matrices(ctx: Context, family: Any, spec: ModelSpec, part: PlacedPart) -> tuple[Any, tuple[int, ...]]:
@@ -55,3 +61,16 @@ def attend_each(reads: KvReads, q: Any, out: Any, attend: Callable[[Any, Any], N
     found = out.new_empty((len(reads.lens), *out.shape[1:]))
     attend(q.index_select(0, on_gpu.numbers(reads.queries, q.device)), found)
     out.copy_(found[: reads.num_rows])
+
+
+def keep(ctx: Context, op: Any, found: MoeInput) -> None:
+    """Put what lies between attention and experts into the buffers of `op`, which has `spec`, `acts` and `batch`.
+    `moe_out` begins with what all tokens get."""
+    spec, acts, n = op.spec, op.acts, op.batch.num_tokens
+    rows(ctx, acts.hidden, n, spec.hidden_dim, spec.dtype).copy_(found.residual)
+    rows(ctx, acts.normed, n, spec.hidden_dim, spec.dtype).copy_(found.normed)
+    if found.expert_ids is not None:
+        rows(ctx, acts.expert_ids, n, spec.experts_per_token, "int64").copy_(found.expert_ids)
+        rows(ctx, acts.expert_weights, n, spec.experts_per_token, "float32").copy_(found.expert_weights)
+    moe_out = rows(ctx, acts.moe_out, n, spec.hidden_dim, "float32")
+    moe_out.zero_() if found.common is None else moe_out.copy_(found.common)

@@ -48,8 +48,8 @@ class WarmUp(Op):
             return {t.name: torch.zeros(t.shape, dtype=dtype, device=device) for t in parts[name].tensors}
 
         token = torch.zeros(1, dtype=torch.int64, device=device)
-        hidden = family.embed(spec, embedding, token)
-        q, _, _ = family.attention_in(spec, zeros("attention_in"), hidden, token)
-        attention = q.new_zeros(1, spec.q_dim)
-        family.attention_out(spec, zeros("attention_out"), attention, hidden)
+        hidden, behind, last = family.embed(spec, embedding, token), zeros("attention_out"), spec.num_layers - 1
+        q, _, _ = family.attention_in(spec, zeros("attention_in"), hidden, token, last)
+        projected = family.output_projection(spec, behind, q.new_zeros(1, spec.q_dim), last)
+        family.after_attention(spec, behind, projected, hidden, last)
         family.head(spec, head, hidden).argmax(dim=-1)

@@ -1,10 +1,11 @@
 """Model families: one pair of modules per Hugging Face `model_type`, found by name.
 
-`<model_type>_layout.py` says which dimensions a config.json has and where every tensor lies (torch-free);
-`<model_type>.py` is the math on weight views, and re-exports the layout functions. Adding the pair adds the family.
+`<model_type>_layout.py` (torch-free) has `LAYOUT`, which says which dimensions a config.json has and where every tensor
+lies; `<model_type>.py` has `FAMILY`, which adds the math on weight views. Adding the pair adds the family; what most
+families share is in `decoder_parts.py` and `decoder.py`.
 
-Shapes below: tokens are flat over all sequences of a batch; `w` maps a part's local tensor names to its views. All
-tensors are in `spec.dtype` on any one device unless a line says otherwise.
+Shapes below: tokens are flat over all sequences of a batch; `w` maps a part's local tensor names to its views; `layer`
+counts all layers from 0. All tensors are in `spec.dtype` on any one device unless a line says otherwise.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from harness.config import ConfigError
 from harness.model.layout import PartLayout
@@ -23,9 +24,21 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from harness.model.config import RandomRecipe
+    from harness.model.functional import AttentionOptions
     from kernels.triton import ExpertMatrices
 
 LAYOUT_SUFFIX = "_layout"
+
+
+class MoeInput(NamedTuple):
+    """What lies between a layer's attention and its experts. The layer's output is residual + common + the sum over k
+    of weight * expert(normed)."""
+
+    residual: Tensor  # [tokens, hidden]
+    normed: Tensor  # [tokens, hidden], the experts' input
+    expert_ids: Tensor | None  # int64 [tokens, k]; None in a dense layer
+    expert_weights: Tensor | None  # float32 [tokens, k]; None in a dense layer
+    common: Tensor | None = None  # [tokens, hidden], what shared experts or a dense layer's MLP give; None without
 
 
 class FamilyLayout(Protocol):
@@ -43,6 +56,11 @@ class FamilyLayout(Protocol):
         """In the order of first use: attention_in, attention_out, then the experts."""
         ...
 
+    def attention_part(self, spec: ModelSpec, layer: int) -> PartLayout | None:
+        """Return the few weights that attention itself uses (sinks), if any. Each device keeps those of all layers for
+        the whole run, and the host beside it: attention runs where the KV cache is."""
+        ...
+
     def embedding_part(self, spec: ModelSpec) -> PartLayout: ...
 
     def head_part(self, spec: ModelSpec) -> PartLayout: ...
@@ -56,37 +74,55 @@ class Family(FamilyLayout, Protocol):
         ...
 
     def attention_in(
-        self, spec: ModelSpec, w: Mapping[str, Tensor], hidden: Tensor, positions: Tensor
+        self, spec: ModelSpec, w: Mapping[str, Tensor], hidden: Tensor, positions: Tensor, layer: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], contiguous, RoPE applied to q and k."""
         ...
 
-    def prefill_attention(self, spec: ModelSpec, q: Tensor, k: Tensor, v: Tensor, seq_lens: Sequence[int]) -> Tensor:
+    def attention_options(self, spec: ModelSpec, w: Mapping[str, Tensor], layer: int) -> AttentionOptions:
+        """Return scale, window and sinks of a layer's attention, for kernels. Here and in the next two `w` are the
+        views of `attention_part`, none where there is none."""
+        ...
+
+    def prefill_attention(
+        self,
+        spec: ModelSpec,
+        w: Mapping[str, Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        seq_lens: Sequence[int],
+        layer: int,
+    ) -> Tensor:
         """Causal attention inside each sequence; sequences lie one after another. [tokens, heads * head_dim]."""
         ...
 
-    def decode_attention(self, spec: ModelSpec, q: Tensor, k: Tensor, v: Tensor, context_len: int) -> Tensor:
+    def decode_attention(
+        self, spec: ModelSpec, w: Mapping[str, Tensor], q: Tensor, k: Tensor, v: Tensor, context_len: int, layer: int
+    ) -> Tensor:
         """One token of one sequence: q [heads, head_dim] at position context_len - 1, k and v
         [kv_heads, >= context_len, head_dim] with that token's own entry included. [heads * head_dim]."""
         ...
 
-    def attention_out(
-        self, spec: ModelSpec, w: Mapping[str, Tensor], attn: Tensor, residual: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """attn [tokens, heads * head_dim], residual = the layer's input [tokens, hidden] -> the new residual, its
-        normed copy (the experts' input), expert ids int64 [tokens, k] and float32 weights [tokens, k]. The layer's
-        output is residual_new + sum over k of weight * expert(normed)."""
-        ...
-
-    def output_projection(self, spec: ModelSpec, w: Mapping[str, Tensor], attn: Tensor) -> Tensor:
-        """The first half of `attention_out`, linear in attn: [tokens, heads * head_dim] -> [tokens, hidden]. Where
-        several GPUs share the heads, their results are summed in between."""
+    def output_projection(self, spec: ModelSpec, w: Mapping[str, Tensor], attn: Tensor, layer: int) -> Tensor:
+        """[tokens, heads * head_dim] -> [tokens, hidden], linear in attn. Where several GPUs share the heads, their
+        results are summed."""
         ...
 
     def after_attention(
-        self, spec: ModelSpec, w: Mapping[str, Tensor], projected: Tensor, residual: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The second half: everything behind the output projection, to the same results as `attention_out`."""
+        self, spec: ModelSpec, w: Mapping[str, Tensor], projected: Tensor, residual: Tensor, layer: int
+    ) -> MoeInput:
+        """Everything behind the output projection `projected` [tokens, hidden] and before the experts; `residual`
+        [tokens, hidden] is the layer's input. Where several GPUs share the layer, their `common` are summed."""
+        ...
+
+    def router_logits(self, spec: ModelSpec, w: Mapping[str, Tensor], normed: Tensor, layer: int) -> Tensor:
+        """[tokens, hidden] -> [tokens, experts], also for predictors, which ask it of another layer's hidden states."""
+        ...
+
+    def route(self, spec: ModelSpec, w: Mapping[str, Tensor], logits: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Choose experts by `spec.router`: logits [tokens, experts] -> ids int64 [tokens, k], float32 weights
+        [tokens, k]. `w` has what is added to the scores for the choice alone."""
         ...
 
     def expert(self, spec: ModelSpec, w: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -101,8 +137,13 @@ class Family(FamilyLayout, Protocol):
         """[n, hidden] -> float32 logits [n, vocab]."""
         ...
 
-    def reference_routers(self, model: nn.Module) -> list[nn.Module]:
-        """The modules of the Hugging Face model that choose experts, with one `topk` each, by layer."""
+    def reference_routers(self, spec: ModelSpec, model: nn.Module) -> list[nn.Module]:
+        """The modules of the Hugging Face model that choose experts by `topk`, of the layers that have a router."""
+        ...
+
+    def reference_scores(self, spec: ModelSpec, router: nn.Module, choice: Tensor) -> tuple[Tensor, Tensor]:
+        """Return, from what a reference router's `topk` saw (`choice`, float32 [tokens, experts]), the scores by which
+        it chooses, and those by whose size rounding is judged: positive, without a bias. Both in that shape."""
         ...
 
 
@@ -113,12 +154,12 @@ def available() -> list[str]:
 
 def layout(name: str) -> FamilyLayout:
     """The torch-free half of a family."""
-    return cast(FamilyLayout, _load(name, LAYOUT_SUFFIX))
+    return cast(FamilyLayout, _load(name, LAYOUT_SUFFIX).LAYOUT)
 
 
 def family(name: str) -> Family:
     """Layout and math of the family whose Hugging Face `model_type` is `name`."""
-    return cast(Family, _load(name, ""))
+    return cast(Family, _load(name, "").FAMILY)
 
 
 def _load(name: str, suffix: str) -> ModuleType:

@@ -80,7 +80,7 @@ CASES: list[tuple[Op, Work]] = [
         Work(flops=2 * N * 80 * (96 + 32 + 32), device_bytes=2 * (80 + 80 * 160) + N * (80 + 160) * 2),
     ),
     (
-        compute.PrefillAttention(*own, 0),
+        compute.PrefillAttention(*own, 0, None),
         Work(flops=sum(map(pairs, PROMPTS)) * 2 * 2 * 96, device_bytes=PREFILL * (96 + 32 + 32 + 96) * 2),
     ),
     (
@@ -109,14 +109,14 @@ CASES: list[tuple[Op, Work]] = [
     (compute.Combine(*own, 0, (acts.moe_out,)), Work(device_bytes=N * 80 * (2 + 4 + 2))),
     (compute.Head(*own, store.head), Work(flops=2 * 5 * 80 * 400, device_bytes=2 * (80 * 400 + 80))),
     (
-        compute.DecodeAttentionDevice(*own, 0, range(1, 3), acts.moe_out),
+        compute.DecodeAttentionDevice(*own, 0, range(1, 3), acts.moe_out, None),
         Work(flops=(33 + 64) * 2 * 2 * 96, device_bytes=(33 + 64) * KV),
     ),
     (host.AppendKv(SPEC, here, acts, 0, cache), Work(host_bytes=2 * N * KV)),
-    (host.DecodeAttention(SPEC, here, acts, 0, cache), Work(flops=SEEN * 2 * 2 * 96, host_bytes=SEEN * KV)),
+    (host.DecodeAttention(*own, 0, cache, None), Work(flops=SEEN * 2 * 2 * 96, host_bytes=SEEN * KV)),
     (paged.AppendKvOnDevice(SPEC, there, acts, 0, on_device_cache), Work(device_bytes=2 * N * KV)),
     (
-        paged.DecodeAttentionPaged(None, SPEC, there, acts, 0, on_device_cache),
+        paged.DecodeAttentionPaged(None, SPEC, there, acts, 0, on_device_cache, None),
         Work(flops=SEEN * 2 * 2 * 96, device_bytes=SEEN * KV),
     ),
     (data.UploadTokens(SPEC, there, acts), Work(link_bytes=4 * N * 8 + BLOCKS * 4)),
@@ -193,5 +193,5 @@ def test_a_sliding_window_leaves_each_token_what_lies_within(length, window):
     spec = replace(SPEC, sliding_window=window)
     one = replace(here, prefill_lens=(length,))
     exact = sum(min(position + 1, window) for position in range(length))
-    op = compute.PrefillAttention(None, spec, one, acts, 0)
+    op = compute.PrefillAttention(None, spec, one, acts, 0, None)
     assert op.work().flops == pytest.approx(exact * 4 * 96, rel=0.03)

@@ -27,6 +27,10 @@ class FakeFamily:
         return part("embedding", 50)
 
     @staticmethod
+    def attention_part(spec, layer) -> None:
+        """None of its own."""
+
+    @staticmethod
     def head_part(spec) -> PartLayout:
         return part("head", 90)
 

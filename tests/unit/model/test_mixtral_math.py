@@ -46,6 +46,11 @@ def weights_of(checkpoint):
     return views
 
 
+def behind(family, spec, weights, layer, attn, hidden):
+    w = weights[layer, "attention_out"]
+    return family.after_attention(spec, w, family.output_projection(spec, w, attn, layer), hidden, layer)
+
+
 def combine(checkpoint, weights, layer, normed, ids, expert_weights):
     out = torch.zeros_like(normed)
     for expert in range(checkpoint.spec.num_experts):
@@ -77,15 +82,13 @@ def test_float32_layer_by_layer(variant, model_config):
     for layer in range(spec.num_layers):
         name = f"model.layers.{layer}"
         hidden = seen.inputs[name][0]  # the reference's own input, so that errors do not add up over layers
-        q, k, v = family.attention_in(spec, weights[layer, "attention_in"], hidden, torch.arange(len(PROMPT)))
+        q, k, v = family.attention_in(spec, weights[layer, "attention_in"], hidden, torch.arange(len(PROMPT)), layer)
         assert q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
         reference_v = seen.outputs[f"{name}.self_attn.v_proj"][0].view(v.shape)
         torch.testing.assert_close(v, reference_v, **close)
-        attn = family.prefill_attention(spec, q, k, v, [len(PROMPT)])
+        attn = family.prefill_attention(spec, {}, q, k, v, [len(PROMPT)], layer)
         torch.testing.assert_close(attn, seen.inputs[f"{name}.self_attn.o_proj"][0], **close)
-        residual, normed, ids, expert_weights = family.attention_out(
-            spec, weights[layer, "attention_out"], attn, hidden
-        )
+        residual, normed, ids, expert_weights, _ = behind(family, spec, weights, layer, attn, hidden)
         torch.testing.assert_close(residual, seen.inputs[f"{name}.post_attention_layernorm"][0], **close)
         torch.testing.assert_close(normed, seen.outputs[f"{name}.post_attention_layernorm"][0], **close)
         _, reference_weights, reference_ids = seen.outputs[f"{name}.mlp.gate"]
@@ -114,11 +117,9 @@ def test_bfloat16_is_as_close_to_float32_as_hugging_face_is(method, tiny, monkey
     for layer in range(spec.num_layers):
         name, module = f"model.layers.{layer}", exact.model.layers[layer]
         hidden = seen.inputs[name][0]
-        q, k, v = family.attention_in(spec, weights[layer, "attention_in"], hidden, torch.arange(len(PROMPT)))
-        attn = family.prefill_attention(spec, q, k, v, [len(PROMPT)])
-        residual, normed, ids, expert_weights = family.attention_out(
-            spec, weights[layer, "attention_out"], attn, hidden
-        )
+        q, k, v = family.attention_in(spec, weights[layer, "attention_in"], hidden, torch.arange(len(PROMPT)), layer)
+        attn = family.prefill_attention(spec, {}, q, k, v, [len(PROMPT)], layer)
+        residual, normed, ids, expert_weights, _ = behind(family, spec, weights, layer, attn, hidden)
         embeddings = exact.model.rotary_emb(hidden.float()[None], torch.arange(len(PROMPT))[None])
         mask = torch.full((len(PROMPT), len(PROMPT)), float("-inf")).triu(1)[None, None]
         normed_in = module.input_layernorm(hidden.float()[None])
@@ -143,8 +144,8 @@ def test_decode_positions_beyond_the_prompt_are_rotated_as_in_one_pass(tiny):
     spec, family, weights = tiny.spec, tiny.family, weights_of(tiny)
     hidden = family.embed(spec, weights[None, "embedding"], PROMPT)
     w = weights[0, "attention_in"]
-    whole = family.attention_in(spec, w, hidden, torch.arange(len(PROMPT)))
-    alone = family.attention_in(spec, w, hidden[41:42], torch.tensor([41]))
+    whole = family.attention_in(spec, w, hidden, torch.arange(len(PROMPT)), 0)
+    alone = family.attention_in(spec, w, hidden[41:42], torch.tensor([41]), 0)
     for one, all_of_them in zip(alone, whole, strict=True):
         torch.testing.assert_close(one[0], all_of_them[41], rtol=1e-5, atol=1e-5)
 
@@ -155,12 +156,12 @@ def test_everything_stays_on_the_device_it_got(tiny):
     weights = {name: {key: view.to("meta") for key, view in views.items()} for name, views in weights_of(tiny).items()}
     token_ids = torch.zeros(12, dtype=torch.int64, device="meta")
     hidden = family.embed(spec, weights[None, "embedding"], token_ids)
-    q, k, v = family.attention_in(spec, weights[0, "attention_in"], hidden, token_ids)
+    q, k, v = family.attention_in(spec, weights[0, "attention_in"], hidden, token_ids, 0)
     assert (q.shape, k.shape, v.shape) == ((12, 4, 16), (12, 2, 16), (12, 2, 16))
     windowed = replace(spec, sliding_window=3)
-    attn = family.prefill_attention(windowed, q, k, v, [5, 7])
-    assert family.decode_attention(windowed, q[0], k.transpose(0, 1), v.transpose(0, 1), 9).shape == (64,)
-    residual, normed, ids, expert_weights = family.attention_out(spec, weights[0, "attention_out"], attn, hidden)
+    attn = family.prefill_attention(windowed, {}, q, k, v, [5, 7], 0)
+    assert family.decode_attention(windowed, {}, q[0], k.transpose(0, 1), v.transpose(0, 1), 9, 0).shape == (64,)
+    residual, normed, ids, expert_weights, _ = behind(family, spec, weights, 0, attn, hidden)
     assert ids.shape == expert_weights.shape == (12, 2)
     y = family.expert(spec, weights[0, "expert.5"], normed[:3])
     logits = family.head(spec, weights[None, "head"], residual[:2])

@@ -14,7 +14,7 @@ from harness.engine.ops.compute import Combine, Experts
 from harness.memory.weights import PlacedPart
 from harness.model import functional
 from harness.model.checkpoint import part_views
-from harness.model.families import mixtral
+from harness.model.families.mixtral import FAMILY
 from tests.unit.engine.fakes import SPEC
 
 SPEC = replace(SPEC, dtype="bfloat16")
@@ -55,7 +55,7 @@ def test_the_routers_softmax_is_in_float32(config):
     gate.weight.copy_(rand(SPEC.num_experts, SPEC.hidden_dim, seed=3, std=0.125))
     w = {"post_norm": rand(SPEC.hidden_dim, seed=4, std=0.2, mean=1.0), "router": gate.weight}
     projected, residual = (rand(NUM_TOKENS, SPEC.hidden_dim, seed=seed) for seed in (5, 6))
-    summed, normed, ids, weights = mixtral.after_attention(SPEC, w, projected, residual)
+    summed, normed, ids, weights, _ = FAMILY.after_attention(SPEC, w, projected, residual, 0)
     _, expected, expected_ids = gate(normed)
     assert torch.equal(summed, projected + residual) and weights.dtype == torch.float32
     assert torch.equal(ids, expected_ids) and torch.equal(weights, expected)
@@ -82,7 +82,7 @@ def test_experts_are_weighted_and_summed_in_float32(config):
     experts = theirs.MixtralExperts(config).bfloat16()
     experts.gate_up_proj.copy_(rand(*experts.gate_up_proj.shape, seed=7, std=0.125))
     experts.down_proj.copy_(rand(*experts.down_proj.shape, seed=8, std=0.1))
-    layouts = mixtral.layer_parts(SPEC, 0)[2:]
+    layouts = FAMILY.layer_parts(SPEC, 0)[2:]
     memory = Memory(
         normed=rand(NUM_TOKENS, SPEC.hidden_dim, seed=9),
         hidden=rand(NUM_TOKENS, SPEC.hidden_dim, seed=10),
@@ -105,12 +105,12 @@ def test_experts_are_weighted_and_summed_in_float32(config):
     names = {"normed": "normed", "expert_ids": "ids", "expert_weights": "weights", "moe_out": "out", "hidden": "hidden"}
     acts, batch = SimpleNamespace(**names, max_tokens=NUM_TOKENS), SimpleNamespace(num_tokens=NUM_TOKENS, index=0)
     parts = tuple(PlacedPart(layout, layout.name, ()) for layout in layouts)
-    Experts(mixtral, SPEC, batch, acts, parts, tuple(range(SPEC.num_experts)), 0).run(memory, 0)
+    Experts(FAMILY, SPEC, batch, acts, parts, tuple(range(SPEC.num_experts)), 0).run(memory, 0)
 
     def error(got: torch.Tensor) -> float:
         return (got.double() - exact).pow(2).mean().sqrt().item()
 
     assert error(memory.tensors["out"]) < 0.05 * error(experts(normed, ids, weights))
     before = hidden.clone()
-    Combine(mixtral, SPEC, batch, acts, 0, ("out",)).run(memory, 0)
+    Combine(FAMILY, SPEC, batch, acts, 0, ("out",)).run(memory, 0)
     assert torch.equal(hidden, before + memory.tensors["out"].bfloat16())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from harness.config import ConfigError
 from harness.model.checkpoint import part_views
-from harness.model.families import mixtral
+from harness.model.families.mixtral import FAMILY
 from harness.model.sharding import shard_spec, share_start
 from tests.unit.engine.fakes import SPEC
 
@@ -61,11 +61,11 @@ def test_partial_results_add_up_to_the_layer(tiny, num_ranks):
     def double(source, name):
         return {key: value.double() for key, value in tensors(source, 2, name).items()}
 
-    experts = [mixtral.expert(s.spec, double(s, "expert.1"), x) for s in shards]
-    torch.testing.assert_close(sum(experts), mixtral.expert(spec, double(tiny, "expert.1"), x))
+    experts = [FAMILY.expert(s.spec, double(s, "expert.1"), x) for s in shards]
+    torch.testing.assert_close(sum(experts), FAMILY.expert(spec, double(tiny, "expert.1"), x))
     pieces = zip(shards, attn.chunk(num_ranks, -1), strict=True)
-    projected = [mixtral.output_projection(s.spec, double(s, "attention_out"), piece) for s, piece in pieces]
-    torch.testing.assert_close(sum(projected), mixtral.output_projection(spec, double(tiny, "attention_out"), attn))
+    projected = [FAMILY.output_projection(s.spec, double(s, "attention_out"), piece, 1) for s, piece in pieces]
+    torch.testing.assert_close(sum(projected), FAMILY.output_projection(spec, double(tiny, "attention_out"), attn, 1))
 
 
 @given(num_ranks=st.sampled_from([1, 2, 4, 8]), heads=st.integers(1, 4), group=st.integers(1, 8))

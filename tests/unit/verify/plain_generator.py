@@ -66,24 +66,28 @@ class PlainGenerator:
         spec, family, routes = self.spec, self.family, []
         hidden = family.embed(spec, self.weights[None, "embedding"], token_ids)
         for layer in range(spec.num_layers):
-            q, k, v = family.attention_in(spec, self.weights[layer, "attention_in"], hidden, positions)
+            q, k, v = family.attention_in(spec, self.weights[layer, "attention_in"], hidden, positions, layer)
             attn = self._attend(layer, q, k, v, caches, fault)
             w = self.weights[layer, "attention_out"]
-            residual, normed, ids, expert_weights = family.attention_out(spec, w, attn, hidden)
-            ids = fault.routes(layer, ids)
+            found = family.after_attention(spec, w, family.output_projection(spec, w, attn, layer), hidden, layer)
+            hidden = found.residual if found.common is None else found.residual + found.common
+            if found.expert_ids is None:
+                continue
+            ids = fault.routes(layer, found.expert_ids)
             routes.append(ids)
-            hidden = residual + self._experts(layer, normed, ids, expert_weights, fault)
+            hidden = hidden + self._experts(layer, found.normed, ids, found.expert_weights, fault)
         logits = family.head(spec, self.weights[None, "head"], hidden[-1:])
-        return logits[0], torch.stack(routes, dim=1).numpy().astype(np.int16)  # [tokens, layers, k]
+        return logits[0], torch.stack(routes, dim=1).numpy().astype(np.int16)  # [tokens, layers with a router, k]
 
     def _attend(self, layer, q, k, v, caches, fault):
+        w = self.weights.get((layer, "attention"), {})
         new = (k.transpose(0, 1), v.transpose(0, 1))  # [kv_heads, tokens, head_dim]
         if caches[layer] is None:
             caches[layer] = new
-            return self.family.prefill_attention(self.spec, q, k, v, [q.shape[0]])
+            return self.family.prefill_attention(self.spec, w, q, k, v, [q.shape[0]], layer)
         caches[layer] = tuple(torch.cat(pair, dim=1) for pair in zip(caches[layer], new, strict=True))
         seen_k, seen_v = fault.kv(layer, *caches[layer])
-        return self.family.decode_attention(self.spec, q[0], seen_k, seen_v, seen_k.shape[1])[None]
+        return self.family.decode_attention(self.spec, w, q[0], seen_k, seen_v, seen_k.shape[1], layer)[None]
 
     def _experts(self, layer, normed, ids, expert_weights, fault):
         out = torch.zeros_like(normed)

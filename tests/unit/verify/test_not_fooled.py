@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 from plain_generator import NUM_TOKENS, Fault, edited, generate
-from torch.nn.functional import linear
 
-from harness.model.families import mixtral
+from harness.model.families.mixtral import Mixtral
 from harness.verify import oracle, reference
 from harness.verify.oracle import TOLERANCES, verify
+from harness.verify.reference import RouterScores
+from tests.unit.engine.fakes import SPEC
 
 PREEMPTED = (5, 13)
 
@@ -19,6 +20,11 @@ class Three:
     """Stands in for a sequence of three tokens."""
 
     request_id, generated_ids = 0, (1, 2, 3)
+
+
+def scores(probs):
+    """Of a router without groups that chooses by probability."""
+    return RouterScores(probs, probs, torch.zeros(probs.shape[:-1]))
 
 
 def all_of(token, sequences):
@@ -53,7 +59,7 @@ def test_gaps_that_are_not_finite_are_mismatches_and_are_told():
     probs = torch.full((1, 3, 8), 1 / 8)
     probs[0, 1, 2] = math.nan
     found = oracle._Findings(worst_router_gap=0.01)
-    oracle._compare_routing(sequence, torch.tensor([[[0, 1], [0, 2], [0, 1]]]), probs, tolerance, found)
+    oracle._compare_routing(SPEC, sequence, torch.tensor([[[0, 1], [0, 2], [0, 1]]]), scores(probs), tolerance, found)
     assert "position 1, layer 0" in found.mismatches[0] and math.isnan(found.worst_router_gap)
     assert math.isnan(oracle._worst(0.5, math.nan, 0.1)) and oracle._worst(0.5, 0.1) == 0.5 and oracle._worst() == 0.0
 
@@ -70,7 +76,8 @@ def test_random_experts_are_told_from_bfloat16s_rounding(num_experts, k, at_rand
 
     def verdict(chosen, first, end):
         found = oracle._Findings()
-        oracle._compare_routing(Three(), chosen[None, first:end], probs[None, first:end], TOLERANCES["bfloat16"], found)
+        routers = scores(probs[None, first:end])
+        oracle._compare_routing(SPEC, Three(), chosen[None, first:end], routers, TOLERANCES["bfloat16"], found)
         return found
 
     def share_accepted(chosen):
@@ -87,13 +94,13 @@ def test_random_experts_are_told_from_bfloat16s_rounding(num_experts, k, at_rand
 
 
 def test_routing_weights_that_are_not_normalised_are_caught_in_bfloat16(checkpoint_of, prompts_of, monkeypatch):
-    right = mixtral.attention_out
+    right = Mixtral.route
 
-    def without_renormalisation(spec, w, attn, residual):
-        residual, normed, ids, _ = right(spec, w, attn, residual)
-        return residual, normed, ids, linear(normed, w["router"]).float().softmax(-1).gather(-1, ids)
+    def without_renormalisation(family, spec, w, logits, layer):
+        ids, _ = right(family, spec, w, logits, layer)
+        return ids, logits.float().softmax(-1).gather(-1, ids)
 
-    monkeypatch.setattr(mixtral, "attention_out", without_renormalisation)
+    monkeypatch.setattr(Mixtral, "route", without_renormalisation)
     for model in ("tiny-bfloat16", "mini-like-bfloat16"):
         checkpoint = checkpoint_of(model)
         assert not verify(checkpoint, generate(checkpoint, prompts_of(checkpoint)), eos=False).ok
@@ -119,7 +126,7 @@ def test_wrong_experts_at_any_position_of_any_life_are_caught(checkpoint_of, pro
     for life, (segment, first, end) in enumerate(right.lives()):
         token_ids = all_ids[: num_prompt + end - 1]
         routing = torch.from_numpy(segment.routing[: len(token_ids)].astype("int64"))
-        probs = reference.reference_for(checkpoint).replay(token_ids, routing, first_logit=0).router_probs
+        probs = reference.reference_for(checkpoint).replay(token_ids, routing, first_logit=0).routers.choice
         for position in (0, num_prompt + first - 1, len(token_ids) - 1):
             for layer in (0, 3):
                 wrong = segment.routing.copy()

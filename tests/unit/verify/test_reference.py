@@ -49,7 +49,7 @@ def test_a_replay_computes_in_float32_with_the_weights_that_the_router_gives_to_
     expected = routed_by_hand(model.eval(), routing)(torch.tensor([token_ids])).logits[0]
     replay = reference.reference_for(checkpoint).replay(token_ids, routing, first_logit=5)
     torch.testing.assert_close(replay.logits, expected[5:], rtol=1e-5, atol=1e-5)
-    probs = replay.router_probs
+    probs = replay.routers.choice
     assert probs.shape == (shape[1], shape[0], shape[2]) and probs.dtype == torch.float32
     torch.testing.assert_close(probs.sum(-1), torch.ones(probs.shape[:2]))
 

@@ -1,0 +1,91 @@
+"""What most families share of their math: RMS norms, grouped-query attention with RoPE, a linear router over SwiGLU
+experts. `families/__init__.py` states each contract; a family says what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harness.model import functional
+from harness.model.families import MoeInput
+from harness.model.functional import AttentionOptions
+from harness.model.linear import linear
+from harness.model.spec import ModelSpec
+from kernels import triton as gpu
+
+Weights = Mapping[str, Tensor]
+
+
+class Decoder:
+    def embed(self, spec: ModelSpec, w: Weights, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, w["embed"])
+
+    def attention_in(
+        self, spec: ModelSpec, w: Weights, hidden: Tensor, positions: Tensor, layer: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        num_tokens = hidden.shape[0]
+        qkv = linear(functional.rms_norm(hidden, w["input_norm"], spec.norm_eps), w["qkv"])
+        q, k, v = (
+            x.view(num_tokens, -1, spec.head_dim) for x in qkv.split((spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1)
+        )
+        tables = functional.rope_tables(spec.rope_theta, spec.head_dim, spec.max_positions, hidden.dtype, hidden.device)
+        cos, sin = (table[positions] for table in tables)
+        return functional.apply_rope(q, cos, sin), functional.apply_rope(k, cos, sin), v.contiguous()
+
+    def attention_options(self, spec: ModelSpec, w: Weights, layer: int) -> AttentionOptions:
+        return AttentionOptions(spec.attention_scale, spec.window(layer), w.get("sinks"))
+
+    def prefill_attention(
+        self, spec: ModelSpec, w: Weights, q: Tensor, k: Tensor, v: Tensor, seq_lens: Sequence[int], layer: int
+    ) -> Tensor:
+        return functional.causal_attention(q, k, v, seq_lens, self.attention_options(spec, w, layer))
+
+    def decode_attention(
+        self, spec: ModelSpec, w: Weights, q: Tensor, k: Tensor, v: Tensor, context_len: int, layer: int
+    ) -> Tensor:
+        return functional.decode_attention(q, k, v, context_len, self.attention_options(spec, w, layer))
+
+    def output_projection(self, spec: ModelSpec, w: Weights, attn: Tensor, layer: int) -> Tensor:
+        return linear(attn, w["o"])
+
+    def after_attention(self, spec: ModelSpec, w: Weights, projected: Tensor, residual: Tensor, layer: int) -> MoeInput:
+        residual = residual + projected
+        normed = functional.rms_norm(residual, w["post_norm"], spec.norm_eps)
+        if spec.is_dense(layer):
+            return MoeInput(residual, normed, None, None, functional.swiglu(normed, w["gate_up"], w["down"]))
+        ids, weights = self.route(spec, w, self.router_logits(spec, w, normed, layer), layer)
+        return MoeInput(residual, normed, ids, weights)
+
+    def router_logits(self, spec: ModelSpec, w: Weights, normed: Tensor, layer: int) -> Tensor:
+        return linear(normed, w["router"])
+
+    def route(self, spec: ModelSpec, w: Weights, logits: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        router, bias = spec.router, w.get("correction_bias")
+        if gpu.serves(logits) and router.num_groups == 1:
+            return gpu.choose_experts(
+                logits,
+                spec.experts_per_token,
+                scoring=router.scoring,
+                renormalise=router.renormalise,
+                scale=router.scale,
+                choice_bias=bias,
+            )
+        return functional.choose_experts(logits, spec.experts_per_token, router, bias)
+
+    def expert(self, spec: ModelSpec, w: Weights, x: Tensor) -> Tensor:
+        return functional.swiglu(x, w["gate_up"], w["down"])
+
+    def expert_matrices(self, spec: ModelSpec, w: Weights) -> gpu.ExpertMatrices:
+        gate, up = w["gate_up"].chunk(2)
+        return gpu.ExpertMatrices(gate=gate, up=up, down=w["down"])
+
+    def head(self, spec: ModelSpec, w: Weights, hidden: Tensor) -> Tensor:
+        return linear(functional.rms_norm(hidden, w["final_norm"], spec.norm_eps), w["lm_head"]).float()
+
+    def reference_routers(self, spec: ModelSpec, model: nn.Module) -> list[nn.Module]:
+        return [model.model.layers[layer].mlp.gate for layer in spec.moe_layers]  # type: ignore[union-attr, index]
+
+    def reference_scores(self, spec: ModelSpec, router: nn.Module, choice: Tensor) -> tuple[Tensor, Tensor]:
+        return choice, choice

@@ -1,0 +1,127 @@
+"""What most families share of their layout: entries of config.json, and tensors by their usual names. Torch-free."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, ClassVar
+
+from harness.model.dimensions import require_countable
+from harness.model.families.reading import ConfigReader, bad_entry, checked_dtype
+from harness.model.layout import PartLayout, TensorSource, lay_out
+from harness.model.spec import ModelSpec
+
+
+class DecoderLayout:
+    """Grouped-query attention and SwiGLU experts, each a checkpoint tensor of its own. Families say what differs."""
+
+    mlp: ClassVar[str] = "mlp"  # a layer's module that has router and experts
+    experts: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
+
+    def layer_parts(self, spec: ModelSpec, layer: int) -> tuple[PartLayout, ...]:
+        """attention_in, attention_out, then every expert: the order in which a pass first needs them."""
+        return _layer_parts(self, spec, layer)
+
+    def attention_part(self, spec: ModelSpec, layer: int) -> PartLayout | None:
+        return None
+
+    def embedding_part(self, spec: ModelSpec) -> PartLayout:
+        shape = (spec.vocab_size, spec.hidden_dim)
+        return lay_out("embedding", spec.dtype, (TensorSource("embed", shape, ("model.embed_tokens.weight",)),))
+
+    def head_part(self, spec: ModelSpec) -> PartLayout:
+        """With tied embeddings `lm_head` is a copy of the embedding, so that this part stands alone as others do."""
+        matrix = "model.embed_tokens.weight" if spec.tie_embeddings else "lm_head.weight"
+        sources = (
+            TensorSource("final_norm", (spec.hidden_dim,), ("model.norm.weight",)),
+            TensorSource("lm_head", (spec.vocab_size, spec.hidden_dim), (matrix,)),
+        )
+        return lay_out("head", spec.dtype, sources)
+
+    def attention_in_sources(self, spec: ModelSpec, prefix: str) -> tuple[TensorSource, ...]:
+        return (
+            TensorSource("input_norm", (spec.hidden_dim,), (prefix + "input_layernorm.weight",)),
+            TensorSource(
+                "qkv",
+                (spec.q_dim + 2 * spec.kv_dim, spec.hidden_dim),
+                tuple(f"{prefix}self_attn.{projection}_proj.weight" for projection in "qkv"),
+                (spec.q_dim, spec.kv_dim, spec.kv_dim),
+            ),
+        )
+
+    def attention_out_sources(self, spec: ModelSpec, prefix: str) -> tuple[TensorSource, ...]:
+        return (
+            TensorSource("o", (spec.hidden_dim, spec.q_dim), (prefix + "self_attn.o_proj.weight",)),
+            TensorSource("post_norm", (spec.hidden_dim,), (prefix + "post_attention_layernorm.weight",)),
+        )
+
+    def router_sources(self, spec: ModelSpec, prefix: str) -> tuple[TensorSource, ...]:
+        name = f"{prefix}{self.mlp}.gate.weight"
+        return (TensorSource("router", (spec.num_experts, spec.hidden_dim), (name,)),)
+
+    def expert_sources(self, spec: ModelSpec, prefix: str, expert: int) -> tuple[TensorSource, ...]:
+        return self.swiglu_sources(f"{prefix}{self.mlp}.experts.{expert}.", spec.expert_dim, spec.hidden_dim)
+
+    def swiglu_sources(self, module: str, width: int, hidden: int) -> tuple[TensorSource, ...]:
+        gate, up, down = (f"{module}{name}.weight" for name in self.experts)
+        return (
+            TensorSource("gate_up", (2 * width, hidden), (gate, up)),
+            TensorSource("down", (hidden, width), (down,)),
+        )
+
+
+@lru_cache(maxsize=1024)
+def _layer_parts(layout: DecoderLayout, spec: ModelSpec, layer: int) -> tuple[PartLayout, ...]:
+    prefix = f"model.layers.{layer}."
+    behind = (*layout.attention_out_sources(spec, prefix), *layout.router_sources(spec, prefix))
+    return (
+        lay_out("attention_in", spec.dtype, layout.attention_in_sources(spec, prefix)),
+        lay_out("attention_out", spec.dtype, behind),
+        *(
+            lay_out(f"expert.{expert}", spec.dtype, layout.expert_sources(spec, prefix, expert), expert=expert)
+            for expert in range(spec.num_experts)
+        ),
+    )
+
+
+def read_dimensions(
+    read: ConfigReader, name: str, dtype: str, *, num_kv_heads: int, rope_theta: float, norm_eps: float
+) -> dict[str, Any]:
+    """Read the entries that all decoders with grouped-query attention have, as fields of `ModelSpec`: all but those of
+    the experts. The numbers given are what transformers assumes where config.json leaves the entry out."""
+    hidden_dim, num_heads = read.positive_int("hidden_size"), read.positive_int("num_attention_heads")
+    absent = "num_key_value_heads" not in read.entries
+    kv_heads = read.positive_int("num_key_value_heads", default=num_kv_heads if absent else None)
+    if num_heads % kv_heads:
+        raise bad_entry("num_key_value_heads", f"must divide num_attention_heads {num_heads}, got {kv_heads}")
+    head_dim = read.positive_int("head_dim", default=max(1, hidden_dim // num_heads))
+    if head_dim % 2:
+        raise bad_entry("head_dim", f"must be even (RoPE rotates pairs), got {head_dim}")
+    vocab_size = read.positive_int("vocab_size")
+    return {
+        "name": name,
+        "num_layers": read.positive_int("num_hidden_layers"),
+        "hidden_dim": hidden_dim,
+        "num_heads": num_heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocab_size,
+        "max_positions": read.positive_int("max_position_embeddings"),
+        "rope_theta": read.rope_theta(rope_theta),
+        "norm_eps": read.positive_float("rms_norm_eps", norm_eps),
+        "tie_embeddings": read.flag("tie_word_embeddings", default=False),
+        "eos_token_id": read.eos_token_id(vocab_size),
+        "dtype": checked_dtype(dtype),
+    }
+
+
+def read_experts(read: ConfigReader, *, count: str, width: str) -> dict[str, Any]:
+    """Read how many experts there are and how large they are, from the entries `count` and `width`."""
+    num_experts, experts_per_token = read.positive_int(count), read.positive_int("num_experts_per_tok")
+    if experts_per_token > num_experts:
+        raise bad_entry("num_experts_per_tok", f"must be at most {count} {num_experts}, got {experts_per_token}")
+    require_countable("model.path", read.positive_int("num_hidden_layers"), num_experts)
+    return {
+        "num_experts": num_experts,
+        "experts_per_token": experts_per_token,
+        "expert_dim": read.positive_int(width),
+    }

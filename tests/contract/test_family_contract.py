@@ -1,0 +1,48 @@
+"""What a family may have beyond Mixtral's reaches every op that needs it: a made-up family gives its own tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.contract.running import engine_on, requests, run_to_end, shuffled, strategy_of
+from tests.contract.test_strategies import YAMLS
+from tests.contract.toy_family import INGREDIENTS, PlainToy, make_toy
+
+RUNS = {
+    "attention on the host": ("moelens", {"n_real": 40}, 1),
+    "attention over staged keys": ("moelens", {"attention": "gpu", "gpu_kv_staging_mb": 0.02, "n_real": 60}, 1),
+    "attention on the device": ("deepspeed_zero", {}, 1),
+    "on two GPUs": ("ondemand", {}, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def toy(tiny, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        yield make_toy(tiny, tmp_path_factory.mktemp("toy") / "toy", patch)
+
+
+@pytest.fixture(scope="module")
+def work(toy):
+    return requests(5, vocab_size=toy.spec.vocab_size, longest=14, max_new_tokens=5, seed=3)
+
+
+@pytest.fixture(scope="module")
+def expected(toy, work):
+    return [PlainToy(toy).generate(request.prompt_ids, request.max_new_tokens) for request in work]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_tokens(toy, work, expected, run):
+    name, change, num_gpus = RUNS[run]
+    values = YAMLS[name] | change
+    engine = engine_on(shuffled(1, num_gpus=num_gpus), toy, work, kv_blocks=40, num_gpus=num_gpus, values=values)
+    run_to_end(engine, lambda e: strategy_of(e, values))
+    assert [sequence.generated for sequence in engine.sequences] == expected
+
+
+@pytest.mark.parametrize("ingredient", INGREDIENTS)
+def test_each_ingredient_matters_for_the_tokens(toy, work, expected, ingredient):
+    plain = PlainToy(toy)
+    without = [plain.generate(request.prompt_ids, request.max_new_tokens, (ingredient,)) for request in work]
+    assert without != expected
