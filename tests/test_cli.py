@@ -13,6 +13,7 @@ import pytest
 from harness.record.store import list_runs
 from harness.record.terminal import number
 from tests.conftest import ROOT
+from tests.test_documented_commands import run_script
 
 MISTAKES = [
     ("dataset.num_requets=8", "dataset.num_requets", "did you mean 'num_requests'?"),
@@ -41,13 +42,24 @@ def run(tmp_path: Path, *arguments: str, sweep: bool = False, **more: str) -> su
 
 
 @pytest.mark.parametrize(("mistake", "field", "valid"), MISTAKES, ids=[m for m, _, _ in MISTAKES])
-def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, mistake, field, valid):
-    done = run(tmp_path, "experiment=smoke", "progress=false", mistake)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, mistake, field, valid, monkeypatch, capfd):
+    """In this process, since a process of its own takes seconds to import all that it needs."""
+    monkeypatch.chdir(tmp_path)
+    words = ["experiment=smoke", "progress=false", mistake, f"results_dir={tmp_path}/results", "wandb.mode=disabled"]
+    assert run_script(monkeypatch, ["run.py", *words]) == 2
+    told = capfd.readouterr()
+    (line,) = told.err.splitlines()
     assert line.startswith(f"error: {field}: ")
     assert valid in line
-    assert not done.stdout
+    assert not told.out
+
+
+@pytest.mark.parametrize(("mistake", "field", "valid"), [MISTAKES[0], MISTAKES[-1]], ids=["composing", "planning"])
+def test_a_mistake_is_all_that_a_process_tells(tmp_path, mistake, field, valid):
+    done = run(tmp_path, "experiment=smoke", "progress=false", mistake)
+    assert done.returncode == 2 and not done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: {field}: ") and valid in line
 
 
 def test_a_run_prints_its_table_and_no_warnings(tmp_path):
