@@ -17,6 +17,7 @@ os.environ["WANDB_MODE"] = "offline"
 import pytest
 import yaml
 
+from tests import quick
 from tests.kernels.eventually import unhurried_examples
 
 unhurried_examples()
@@ -51,6 +52,17 @@ def _worth_workers(config: pytest.Config) -> bool:
         and option.markexpr in ("", "quick")
         and not (option.usepdb or option.trace or option.capture == "no")
     )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files without quick tests unread where only those are to run: to import all takes half a minute."""
+    only_quick = config.option.markexpr == "quick" and collection_path.suffix == ".py"
+    return True if only_quick and not quick.is_quick(collection_path) else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    quick.mark(items)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

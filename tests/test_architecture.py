@@ -10,6 +10,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 from tests.conftest import ROOT
+from tests.quick import QUICK
 
 PACKAGES = ("harness", "strategies", "kernels")
 TOP_LEVEL_FOLDERS = {
@@ -232,6 +233,14 @@ def test_files_and_functions_stay_short():
         functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
         long |= {f"{module}.{f.name}": code_lines(f) for f in functions if code_lines(f) > MAX_FUNCTION_LINES}
     assert long == {}
+
+
+def test_quick_tests_are_of_every_room_of_the_harness():
+    texts = [(ROOT / "tests" / path).read_text(encoding="utf-8") for path in QUICK]
+    rooms = {module.split(".")[1] for module in MODULES if module.count(".") > 1 and module.startswith("harness.")}
+    assert len(rooms) > 5
+    imported = {room for text in texts for room in re.findall(r"^from harness\.(\w+)", text, re.MULTILINE)}
+    assert sorted(rooms - imported) == [], "tests/quick.py names no test of these"
 
 
 def test_kernel_sources_stay_short():
