@@ -30,7 +30,7 @@ Once = Callable[[], list[Ticket]]  # submits the ops that are timed
 
 
 class LayerWeights(Protocol):
-    """Layers on the device, by index: a stream or pages."""
+    """The layers on the device, by index: a stream or pages."""
 
     def part(self, index: int, name: str, /) -> PlacedPart: ...
     def experts(self, index: int) -> dict[int, PlacedPart]: ...
@@ -38,7 +38,7 @@ class LayerWeights(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """Seconds that some ops took together in each repetition, and the work of one repetition."""
+    """The seconds that some ops took together in each repetition, and the work of one repetition."""
 
     times_s: tuple[float, ...]
     work: Work
@@ -102,7 +102,7 @@ class OpBench:
         return [ticket for ticket in tickets if ticket is not None]
 
     def behind_attention(self, shape: Shape, layer: int) -> InFlight:
-        """Submit prompts up to attention, by whose results the router chooses: memory as it happens to be would send
+        """Submit prompts up to attention, by whose results the router chooses. Memory as it happens to be would send
         all tokens to the same experts."""
         it = self.place(self.batch(shape))
         self._attention_in(it, layer)

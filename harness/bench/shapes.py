@@ -1,4 +1,4 @@
-"""Sequences of chosen lengths with random tokens, which stand for a workload's. Torch-free."""
+"""Make sequences of chosen lengths with random tokens, which stand for a workload's. Torch-free."""
 
 from __future__ import annotations
 

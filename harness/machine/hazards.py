@@ -26,15 +26,15 @@ class _Touched:
 
 
 class Hazards:
-    """Last writer and readers since, by key. Program order is submission order.
+    """The last writer and the readers since, by key. Program order is submission order.
 
     Keys of one buffer are different memory where they are not equal. Keys of two buffers are the same memory as far as
-    their bytes are: whoever cuts a root anew, for another pass or as pages, need not wait until nobody uses the old
-    cut, on no GPU. So memory that is handed on cannot be written by whoever had it before, unless an op does not
-    declare what it touches; and nothing waits that would not have to.
+    their bytes are. So a root may be cut again, for another pass or as pages, without waiting until nothing uses the
+    old cut, on no GPU. Memory that is handed on cannot be written by its holder before, unless an op does not declare
+    what it touches; and nothing waits that would not have to.
 
-    A ticket carries the number of the submission that looked at it last (`stamp`): how one that is met under several
-    keys counts once, without a set for every op.
+    A ticket carries the number of the submission that looked at it last (`stamp`): so a ticket that is met under
+    several keys counts once, without a set for every op.
     """
 
     def __init__(self) -> None:

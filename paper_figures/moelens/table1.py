@@ -2,7 +2,7 @@
 
 The paper names neither model nor GPU memory, and 265 GB is no sum that its section 7 gives for Mixtral-8x7B. What fits
 is Mixtral-8x7B on a GPU of 16 GiB with 265 GiB of host memory, planned as MoE-Lightning's artifact plans
-(github.com/caoshiyi/artifacts, branch asplos25, fastmoe/backend). `artifact_plan` states that planner's model anew:
+(github.com/caoshiyi/artifacts, branch asplos25, fastmoe/backend). `artifact_plan` states that planner's model again:
 
 * device: all but the experts, a share r_w of the experts, two layers of what is streamed, the hidden states of all
   prompts of the batch and twice those of a micro-batch, two micro-batches' cache of a layer, and 1.2 times what unfused

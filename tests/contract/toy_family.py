@@ -30,8 +30,8 @@ INGREDIENTS = ("sinks", "window", "correction bias", "groups", "scale", "shared 
 
 
 class Toy(Mixtral):
-    """Attention sinks, a window in every other layer, grouped sigmoid routing with a correction bias, and a shared
-    expert beside the experts."""
+    """The toy family has attention sinks, a window in every other layer, grouped sigmoid routing with a correction
+    bias, and a shared expert beside the experts."""
 
     def spec_from_config(self, config, name: str, dtype: str) -> ModelSpec:  # type: ignore[no-untyped-def]
         spec = super().spec_from_config({**config, "model_type": "mixtral"}, name, dtype)
@@ -59,7 +59,7 @@ class Toy(Mixtral):
 
 
 def make_toy(tiny: Checkpoint, folder: Path, patch: pytest.MonkeyPatch) -> Checkpoint:
-    """The tiny checkpoint with the toy's tensors beside its own."""
+    """Make the tiny checkpoint with the toy's tensors beside its own."""
     load = families._load
     toy = SimpleNamespace(LAYOUT=Toy(), FAMILY=Toy())
     patch.setattr(families, "_load", lambda name, suffix: toy if name == "toy" else load(name, suffix))
@@ -84,7 +84,7 @@ def make_toy(tiny: Checkpoint, folder: Path, patch: pytest.MonkeyPatch) -> Check
 
 
 class PlainToy:
-    """All of a sequence again for each token, head by head and expert by expert."""
+    """A plain model that computes all of a sequence again for each token, head by head and expert by expert."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.spec, self.num_layers = checkpoint.spec, checkpoint.spec.num_layers

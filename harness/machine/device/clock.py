@@ -42,7 +42,7 @@ class DeviceClock:
         return mark.host_s + self._runtime.elapsed_s(mark.event, event)
 
     def refresh(self) -> None:
-        """Set the clock anew if it is time. To be called now and then, by one thread at a time."""
+        """Set the clock again if it is time. One thread at a time calls this now and then."""
         if time.monotonic() - self.mark.host_s < PERIOD_S:
             return
         new = self._set()

@@ -28,7 +28,7 @@ class DeviceRuntime(Protocol):
         """Make this thread work on the device: the first thing a thread does."""
 
     def limit_memory(self, nbytes: int) -> None:
-        """Limit the device's memory: allocations beyond that fail with torch.OutOfMemoryError, whoever makes them."""
+        """Limit the device's memory: allocations beyond that fail with torch.OutOfMemoryError."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Allocate uint8 [nbytes] on the device."""

@@ -75,7 +75,7 @@ struct Depth {
   int64_t first, last, whole;  // [first, last) of `whole`
 };
 
-// Of the prefetcher, while a panel's chunk is computed: one for each tile of weights and group of tokens.
+// Counts the prefetcher's steps while a panel's chunk is computed: one for each tile of weights and group of tokens.
 inline int64_t num_steps_of(const Depth& depth, int64_t num_groups) {
   return (depth.last - depth.first + kTileDepth - 1) / kTileDepth * num_groups * kPanelTiles;
 }
@@ -213,7 +213,7 @@ inline int64_t packed_floats(DType dtype, int64_t num_tokens, int64_t depth) {
   return TokenTiles::num_bytes(dtype, num_tokens, depth) / int64_t(sizeof(float));
 }
 
-// As many panels as leave each thread some blocks.
+// Chooses as many panels as leave each thread some blocks.
 inline int64_t block_rows(int64_t, int64_t num_weight_rows, int num_threads) {
   const int64_t panels = num_weight_rows / kPanelRows / (4 * num_threads);
   return std::clamp<int64_t>(panels, 1, kMaxPanels) * kPanelRows;

@@ -73,7 +73,7 @@ template <int T>
 KERNELS_INLINE void tile_zero() {
   asm volatile("tilezero %%tmm%c0" ::"i"(T));
 }
-// What the compiler still has in registers must be written before: tile_fence().
+// Call tile_fence() before: values that the compiler still has in registers must be written to memory.
 template <int T>
 KERNELS_INLINE void tile_load(const void* start, int64_t stride_bytes) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(start), "r"(stride_bytes), "i"(T));

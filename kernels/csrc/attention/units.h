@@ -1,4 +1,4 @@
-// What one step of the computation works on: a tile and up to kHeadTile of the query heads that use it.
+// One step of the computation works on these units: a tile and up to kHeadTile of the query heads that use it.
 #pragma once
 
 #include "state.h"

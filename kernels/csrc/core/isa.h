@@ -11,7 +11,7 @@ enum class Isa { kPortable, kAvx2, kAvx512, kAvx512Bf16, kAmx };
 // Throws std::invalid_argument when KERNELS_ISA names an unknown or an unsupported path.
 Isa current_isa();
 
-// The same for what does not multiply bfloat16: kAvx512 in the place of kAmx and kAvx512Bf16.
+// Returns the path for code that does not multiply bfloat16: kAvx512 instead of kAmx and kAvx512Bf16.
 Isa current_vector_isa();
 
 // Force a path by its name or go back to the process's own ("", decided again at the next use); same errors.

@@ -10,7 +10,7 @@ namespace kernels {
 // To be made thread_local. Aligned to cache lines: a vector load across two lines costs twice.
 class Scratch {
  public:
-  // What was there before is lost.
+  // The scratch memory's earlier content is lost.
   float* floats(size_t num_floats) {
     if (num_floats_ < num_floats + 16) {
       buffer_.reset();

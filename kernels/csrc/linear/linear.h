@@ -22,7 +22,7 @@ struct LinearRequest {
   bool accumulate = false;             // add to `y` instead of overwriting it
 };
 
-// Without row weights, which are an expert's (ffn.h).
+// Multiplies without row weights: only an expert has these (ffn.h).
 void linear(const LinearRequest& request, ThreadPool* pool);
 
 }  // namespace kernels

@@ -7,7 +7,7 @@
 namespace kernels::KERNELS_ISA_NS {
 namespace {
 
-// What `packed_floats` of memory hold: x as `pack` leaves it, and h.
+// Returns the view of x as `pack` leaves it, or of h, in `packed_floats` of memory.
 TokenTiles packed_tokens(const float* start, DType dtype, int64_t num_tokens, int64_t depth) {
   return TokenTiles(const_cast<float*>(start), dtype, num_tokens, depth);
 }

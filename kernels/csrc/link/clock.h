@@ -12,10 +12,10 @@ double thread_cpu_s();
 // Returns at `deadline_s` or, when that has passed, at once. Overshoots by a few microseconds (see TimerSlack).
 void sleep_until(double deadline_s);
 
-// The same, calling `interrupt`, which may throw, some times a second, though not shortly before the deadline.
+// Sleeps as above and calls `interrupt`, which may throw, some times a second, though not shortly before the deadline.
 void sleep_until(double deadline_s, const std::function<void()>& interrupt);
 
-// The same within a microsecond: wakes early and spins for up to kSpinS, because a virtual machine wakes a thread
+// Sleeps to within a microsecond: wakes early and spins for up to kSpinS, because a virtual machine wakes a thread
 // 50-150 us late and back-to-back copies would add that up.
 constexpr double kSpinS = 150e-6;
 void sleep_exactly_until(double deadline_s);

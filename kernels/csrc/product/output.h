@@ -1,4 +1,4 @@
-// Where sums go.
+// The places that sums are written to.
 #pragma once
 
 namespace kernels::KERNELS_ISA_NS {

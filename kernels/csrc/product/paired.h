@@ -20,7 +20,7 @@ constexpr int tile_outputs(int num_rows) { return num_rows <= 2 ? 8 : num_rows <
 template <class X>
 constexpr int most_tile_rows() { return sizeof(X) == sizeof(bf16) ? 8 : 6; }
 
-// What a register tile reads of x fills half of the first-level cache.
+// The part of x that a register tile reads fills half of the first-level cache.
 template <class X>
 constexpr int64_t chunk_depth(int64_t num_rows) {
   const int64_t rows = std::min<int64_t>(num_rows, most_tile_rows<X>());

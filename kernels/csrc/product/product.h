@@ -1,4 +1,4 @@
-// What an instruction set brings to products with bfloat16 weights: the linear layer and the expert FFN are made of it.
+// An instruction set's part in products with bfloat16 weights: the linear layer and the expert FFN are made of it.
 #pragma once
 
 #include <cstdint>

@@ -77,7 +77,7 @@ __attribute__((noinline)) void chunk_of_rows(const X* x, const WeightBlock& bloc
     tile<M, N>(x, block.rows + n, first, last, acc + n, block.num_rows, prefetch);
 }
 
-// The same for `num_rows` of x, from 1 to M.
+// Computes a chunk for `num_rows` of x, from 1 to M.
 template <int M, class X>
 inline void chunk_of_up_to(int64_t num_rows, const X* x, const WeightBlock& block, int64_t first, int64_t last,
                            Vec* acc, RowPrefetcher& prefetch) {

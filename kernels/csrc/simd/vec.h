@@ -1,4 +1,5 @@
-// What the three instruction sets share, on top of vec_avx512.h, vec_avx2.h or vec_portable.h (one a translation unit).
+// The three instruction sets share this code, on top of vec_avx512.h, vec_avx2.h or vec_portable.h (one for each
+// translation unit).
 //
 // Each of those defines, in its own namespace: Vec (kWidth floats), arithmetic, loads that widen bf16 and fp16, and
 // load_pair(bf16*), which splits 2*kWidth elements into even and odd ones because that needs no shuffle.

@@ -21,7 +21,7 @@ py::bytes rows(const SpanLog& log, size_t first, size_t last) {
   return py::reinterpret_steal<py::bytes>(made);
 }
 
-// Of lanes (kind, rank from 0 on without gaps) with what they demand.
+// Returns the speeds of lanes (kind, rank from 0 on without gaps) with these demands.
 std::vector<double> speeds(Sharing& sharing, const std::vector<std::pair<int, int>>& lanes,
                            const std::vector<double>& demands) {
   std::vector<LaneName> names;

@@ -193,7 +193,7 @@ void EventLoop::begin(VirtualLane& lane, Task& task) {
   lane.running = &task;
   lane.since_s = lane.span_start_s = clock_s_;
   lane.left_s = task.packets_done ? task.alone_s * (task.packets - task.packets_done) / task.packets : task.alone_s;
-  lane.speed = speeds_[lane.place];  // whoever was here before may have shared memory in the same way
+  lane.speed = speeds_[lane.place];  // the op before may have shared memory in the same way
   due_s_.set(lane.place, clock_s_ + lane.left_s / lane.speed);
   const double demand = task.alone_s ? sharing_->wanted(task.work.host_bytes / task.alone_s) : sharing_->wanted(0);
   if (demand != demands_[lane.place]) {

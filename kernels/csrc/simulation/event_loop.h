@@ -68,7 +68,7 @@ class EventLoop {
   // Starts what can start and goes to the next event, or to `until_s` if that comes first. False: there is neither.
   bool step(double until_s = kNever);
 
-  // What of a lane's op is done and not in the log yet: its part of the op, and since when it runs.
+  // Returns the part of a lane's op that is done and not in the log yet.
   double part_of_running(const VirtualLane& lane) const;
 
  private:

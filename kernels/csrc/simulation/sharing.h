@@ -1,4 +1,4 @@
-// How lanes slow each other down while they run together.
+// Models how lanes slow each other down while they run together.
 #pragma once
 
 #include <array>
@@ -19,11 +19,11 @@ struct LaneName {
 class Sharing {
  public:
   virtual ~Sharing() = default;
-  // What matters of the demand of an op that runs.
+  // Returns the part of a running op's demand that matters.
   virtual double wanted(double bytes_s) const = 0;
-  // Whether nobody slows down where all lanes together want this.
+  // Tells whether no lane slows down where all lanes together want this.
   virtual bool is_quiet(double wanted) const = 0;
-  // For each lane its speed relative to running alone, in (0, 1]; 1 where nothing runs.
+  // Returns for each lane its speed relative to running alone, in (0, 1]; 1 where nothing runs.
   virtual void speeds(const std::vector<LaneName>& lanes, const std::vector<double>& demands,
                       std::vector<double>& result) = 0;
 };

@@ -1,4 +1,4 @@
-// What ran: every run of packets in 88 bytes, and sums by lane and kind of op.
+// Records what ran: every run of packets in 88 bytes, and sums by lane and kind of op.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace kernels::simulation {
 
-// As numpy reads it: harness/machine/span_log.py has the same columns.
+// The row as numpy reads it: harness/machine/span_log.py has the same columns.
 struct SpanRow {
   int64_t ticket;
   double start_s, end_s;

@@ -1,16 +1,16 @@
-// What the event loop knows about an op: its place, its size, and how far it has come.
+// The event loop knows this about an op: its place, its size, and how far it has come.
 #pragma once
 
 #include <cstdint>
 
 namespace kernels::simulation {
 
-// Of a whole op.
+// The work of a whole op.
 struct Work {
   double flops = 0, device_bytes = 0, host_bytes = 0, link_bytes = 0;
 };
 
-// One submitted op until it settles. Whoever submits it owns it and keeps it where it is.
+// One submitted op until it settles. The submitter owns it and keeps it where it is.
 struct Task {
   void* ticket = nullptr;  // the owner's name for it
   int64_t number = 0;      // in the order of submission

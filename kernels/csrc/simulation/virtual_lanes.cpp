@@ -138,7 +138,7 @@ bool VirtualLanes::drain() {
   return true;
 }
 
-// What was awaited has happened. Who did not have to wait for it needs no waking.
+// Wakes the strategy, since what it awaited has happened. If it did not have to wait, it needs no waking.
 void VirtualLanes::wake() {
   if (loop_.clock_s() > host_s_) {
     host_s_ = loop_.clock_s() + wake_s_;
@@ -328,7 +328,7 @@ Task& VirtualLanes::task_of(PyObject* ticket) {
   throw std::logic_error(std::string(py::str(ticket)) + " is not pending here");
 }
 
-// The machine is of no use after this; whoever goes on is told the same.
+// The machine is of no use after this; every later call is told the same.
 void VirtualLanes::fail(const Task& task, py::error_already_set& error) {
   const std::string type = py::str(error.type().attr("__name__")), text = py::str(error.value());
   failure_ = std::string(py::str(static_cast<PyObject*>(task.ticket))) + " failed: " + type + ": " + text;

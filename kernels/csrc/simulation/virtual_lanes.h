@@ -17,7 +17,7 @@
 
 namespace kernels::simulation {
 
-// What the border has to know of Python's classes.
+// The border between C++ and Python has to know these of Python's classes.
 struct Classes {
   py::object ticket_type, running, done, cancelled;  // states
   py::object imagine;                                // of an op without a value
@@ -40,7 +40,7 @@ class VirtualLanes : private EventLoop::Ops {
   void share(std::shared_ptr<Sharing> sharing) { loop_.share(std::move(sharing)); }
   void cost_rates(const std::map<std::string, std::array<double, 5>>& rates) { rates_ = rates; }
   void cost_function(py::object seconds) { seconds_ = std::move(seconds); }
-  // What the strategy's thread pays for a submission and a wake-up, and a lane for a hand-over.
+  // Sets what the strategy's thread pays for a submission and a wake-up, and a lane for a hand-over.
   void host_times(double submit_s, double wake_s, double handover_s);
 
   int add_lane(const std::string& kind, int rank);

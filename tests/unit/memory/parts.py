@@ -28,7 +28,7 @@ class FakeFamily:
 
     @staticmethod
     def attention_part(spec, layer) -> None:
-        """None of its own."""
+        """Return no part, since attention has no weights of its own here."""
 
     @staticmethod
     def head_part(spec) -> PartLayout:
