@@ -1,71 +1,41 @@
-"""Compute the expert FFN through torch's GEMM, and decide when that is faster: with bfloat16 units (AMX), for many
-tokens."""
+"""Compute the expert FFN through torch's GEMM, and decide where that is faster: for many tokens on processors with
+AVX512_BF16 and without AMX."""
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
+from kernels.cpu import isa
+
 if TYPE_CHECKING:
     from kernels.ffn import Gating
 
-THRESHOLD_VARIABLE = "KERNELS_GEMM_TOKENS"  # tokens from which torch is taken, or "never": overrides the measurement
-_MEASURED_TOKENS = (16, 64, 256)
-_NEVER = 1 << 62
-_thresholds: dict[tuple[int, int], int] = {}  # by the kernel's and torch's number of threads
+THRESHOLD_VARIABLE = "KERNELS_GEMM_TOKENS"  # tokens from which torch is taken, or "never": overrides the table
+# By code path: tokens from which on torch is faster, on one thread and on several (docs/kernels.md, "Expert FFN"). On
+# the other paths the kernel was faster with any number of tokens, or nobody has measured.
+_TORCH_FROM_TOKENS = {"avx512bf16": (16, 32)}
 
 
 def gemm_is_faster(num_tokens: int, num_threads: int) -> bool:
-    """Decide by the environment's KERNELS_GEMM_TOKENS, or by a measurement of some 0.1 s at the first call that needs
-    it."""
+    """Decide by the environment's KERNELS_GEMM_TOKENS or by what was measured on this code path: never by a timing, for
+    the two round differently, and equal runs must give equal tokens."""
+    threshold = gemm_from_tokens(num_threads)
+    return threshold is not None and num_tokens >= threshold
+
+
+def gemm_from_tokens(num_threads: int) -> int | None:
+    """Return the least number of tokens for which torch's GEMM computes the expert FFN; None where it never does."""
     asked = os.environ.get(THRESHOLD_VARIABLE)
     if asked:
         if asked != "never" and not asked.isdecimal():
             raise ValueError(f"{THRESHOLD_VARIABLE}: expected a number of tokens or never, got {asked!r}")
-        return asked != "never" and num_tokens >= int(asked)
-    if num_tokens < _MEASURED_TOKENS[0]:
-        return False
-    case = (num_threads, torch.get_num_threads())
-    if case not in _thresholds:
-        _thresholds[case] = measured_threshold(num_threads)
-    return num_tokens >= _thresholds[case]
-
-
-def measured_threshold(num_threads: int) -> int:
-    """Return the least of 16, 64 and 256 tokens from which on torch beats the kernel on these very threads."""
-    from kernels.ffn import expert_ffn
-
-    generator = torch.Generator().manual_seed(0)
-    gate, up, down = (torch.randn(768, 768, generator=generator).bfloat16() for _ in range(3))
-    threshold = _NEVER
-    for num_tokens in reversed(_MEASURED_TOKENS):
-        x = torch.randn(num_tokens, 768, generator=generator).bfloat16()
-        times_s = {}
-        for method in ("kernel", "gemm"):
-            out = torch.empty_like(x)
-            times_s[method] = _best_s(
-                partial(expert_ffn, x, gate, up, down, out, num_threads=num_threads, method=method)
-            )
-        if times_s["kernel"] <= times_s["gemm"]:
-            break
-        threshold = num_tokens
-    return threshold
-
-
-def _best_s(call: Callable[[], None]) -> float:
-    """Return the shortest of a few runs in seconds: a stolen core disturbs the minimum least."""
-    times_s = []
-    for _ in range(3):
-        start_s = time.perf_counter()
-        call()
-        times_s.append(time.perf_counter() - start_s)
-    return min(times_s)
+        return None if asked == "never" else int(asked)
+    one, several = _TORCH_FROM_TOKENS.get(isa(), (None, None))
+    return one if num_threads == 1 else several
 
 
 @torch.no_grad()  # weights may be parameters: the kernel records nothing in `out` either

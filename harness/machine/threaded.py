@@ -19,6 +19,7 @@ from harness.machine.packed_spans import PackedSpans
 from harness.machine.queues import Board
 from harness.machine.signal import Signal
 from harness.memory.tiers import Buffer
+from harness.model.linear import cpu_products
 
 _SWITCH_INTERVAL_S = 1e-4  # a lane must not wait Python's default 5 ms while the strategy's thread emits a pass
 CLOSE_TIMEOUT_S = 10.0
@@ -62,6 +63,10 @@ class ThreadedMachine(Machine):
         """Return what ops of a lane see that runs on a host thread."""
 
     # -- the strategy's side ------------------------------------------------------------------------------------
+
+    @property
+    def facts(self) -> dict[str, str]:
+        return {"CPU kernels": cpu_products()}
 
     def submit(self, lane: Lane, op: Op, *, after: Iterable[Ticket] = (), urgent: bool = False) -> Ticket:
         with self._lock:

@@ -151,42 +151,15 @@ def test_gemm_threshold(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("gemm_s", "threshold"),
-    [
-        ({16: 1, 64: 1, 256: 1}, 16),
-        ({16: 17, 64: 63, 256: 1}, 64),
-        ({16: 16, 64: 64, 256: 255}, 256),
-        ({16: 1, 64: 65, 256: 255}, 256),  # not from 16 on, because 64 are slower again
-        ({16: 1, 64: 1, 256: 256}, gemm._NEVER),
-    ],
-)
-def test_threshold_is_where_torch_begins_to_stay_faster(monkeypatch, gemm_s, threshold):
-    def time_s(call):
-        num_tokens = call.args[0].shape[0]
-        return gemm_s[num_tokens] if call.keywords["method"] == "gemm" else num_tokens
-
-    monkeypatch.setattr(gemm, "_best_s", time_s)
-    assert gemm.measured_threshold(1) == threshold
-
-
-def test_threshold_is_measured_once_a_number_of_threads(monkeypatch):
-    calls = []
+    ("path", "num_threads", "least"),
+    [("avx512bf16", 1, 16), ("avx512bf16", 2, 32), ("avx512bf16", 64, 32), ("amx", 1, None), ("avx512", 2, None),
+     ("avx2", 1, None), ("portable", 1, None)],
+)  # fmt: skip
+def test_torch_is_taken_where_it_was_measured_to_be_faster(monkeypatch, path, num_threads, least):
     monkeypatch.delenv(gemm.THRESHOLD_VARIABLE, raising=False)
-    monkeypatch.setattr(gemm, "_thresholds", {})
-    monkeypatch.setattr(gemm, "_best_s", lambda call: calls.append(call) or len(calls) % 2)  # gemm takes no time
-    assert [gemm.gemm_is_faster(n, 2) for n in (1, 16, 300)] == [False, True, True]
-    assert len(calls) == 6 and all(call.keywords["num_threads"] == 2 for call in calls)
-    assert gemm.gemm_is_faster(16, 2) and len(calls) == 6
-    assert gemm.gemm_is_faster(16, 3) and len(calls) == 12
-    assert all(call.keywords["num_threads"] == 3 for call in calls[6:])
-    calls[0]()  # what is timed runs
-
-
-def test_threshold_measures_both_methods(monkeypatch):
-    timed = []
-    monkeypatch.setattr(gemm, "_best_s", lambda call: timed.append(call.keywords["method"]) or call() or len(timed) % 2)
-    assert gemm.measured_threshold(2) == 16
-    assert timed == ["kernel", "gemm"] * 3
+    monkeypatch.setattr(gemm, "isa", lambda: path)
+    taken = [n for n in (1, 15, 16, 31, 32, 4096) if gemm.gemm_is_faster(n, num_threads)]
+    assert taken == [n for n in (16, 31, 32, 4096) if least is not None and n >= least]
 
 
 @pytest.mark.parametrize("method", ["kernel", "gemm", "auto"])

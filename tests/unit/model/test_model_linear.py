@@ -41,17 +41,28 @@ def test_float32_stays_float32():
     torch.testing.assert_close(linear(x, weight), F.linear(x, weight), rtol=0, atol=0)
 
 
-def test_method_is_measured_once_and_can_be_forced(monkeypatch):
+@pytest.mark.parametrize(("path", "expected"), [("avx512", "kernel"), ("amx", "kernel"), ("avx512bf16", "native")])
+def test_the_code_path_decides_what_multiplies_unless_torch_is_asked_for(monkeypatch, path, expected):
     monkeypatch.delenv(module.METHOD_VARIABLE, raising=False)
-    calls = []
-    monkeypatch.setattr(module, "_best_s", lambda multiply, x, w: calls.append(multiply) or float(multiply is F.linear))
-    assert bf16_method() == "kernel" and bf16_method() == "kernel" and len(calls) == 2
+    monkeypatch.setattr(module.kernels, "isa", lambda: path)
+    monkeypatch.setattr(module.kernels, "linear", lambda x, weight: "kernel")
+    monkeypatch.setattr(module.F, "linear", lambda x, weight: "native")
+    x = torch.ones(2, 3).bfloat16()
+    assert (linear(x, x), linear(x.float(), x.float())) == (expected, "native")
     bf16_method.cache_clear()
-    monkeypatch.setattr(module, "_best_s", lambda multiply, x, w: float(multiply is not F.linear))
-    assert bf16_method() == "native"
-    bf16_method.cache_clear()
-    monkeypatch.setenv(module.METHOD_VARIABLE, "kernel")
-    assert bf16_method() == "kernel"
+    monkeypatch.setenv(module.METHOD_VARIABLE, "native")
+    assert linear(x, x) == "native"
+
+
+def test_records_say_what_multiplies(monkeypatch):
+    monkeypatch.setenv(module.METHOD_VARIABLE, "native")
+    monkeypatch.setenv("KERNELS_GEMM_TOKENS", "40")
+    told = module.cpu_products()
+    assert told.endswith(
+        "bfloat16 linear by native; experts by torch from 40 tokens on 1 thread, from 40 tokens on 2 threads"
+    )
+    monkeypatch.setenv("KERNELS_GEMM_TOKENS", "never")
+    assert told.startswith(module.cpu_products())
 
 
 def test_unknown_method_names_the_variable(monkeypatch):
