@@ -31,7 +31,7 @@ INGREDIENTS = ("sinks", "window", "correction bias", "groups", "scale", "shared 
 
 class Toy(Mixtral):
     """The toy family has attention sinks, a window in every other layer, grouped sigmoid routing with a correction
-    bias, and a shared expert beside the experts."""
+    bias, and a shared expert."""
 
     def spec_from_config(self, config, name: str, dtype: str) -> ModelSpec:  # type: ignore[no-untyped-def]
         spec = super().spec_from_config({**config, "model_type": "mixtral"}, name, dtype)
