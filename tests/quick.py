@@ -1,4 +1,4 @@
-"""Which tests `pytest -m quick` runs: some of every part of the harness, within a minute on two cores."""
+"""Choose the tests that `pytest -m quick` runs: some of every part of the harness, within a minute on two cores."""
 
 from __future__ import annotations
 
