@@ -170,7 +170,7 @@ class Recording(Emitter):
         self.tickets.append(ticket)
         return ticket
 
-    def load(self, stream: WeightStream, index: int, part_name: str) -> Ticket:
+    def load(self, stream: WeightStream | list[WeightStream], index: int, part_name: str) -> Ticket:
         ticket = super().load(stream, index, part_name)
         self.tickets.append(ticket)
         return ticket

@@ -2,74 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from typing import Literal
 
 import numpy as np
 
 from harness.engine.activations import ATTENDED_BY, Activations
-from harness.engine.engine import Engine
+from harness.engine.fan_out import FanOut, on_each_gpu, on_one_gpu
 from harness.engine.in_flight import InFlight
 from harness.engine.ops import collective, compute, data, host, host_experts, paged
-from harness.machine.base import CPU, D2H, GPU, H2D, HOST_KINDS, LANES, Lane, Op, Ticket
+from harness.machine.base import CPU, D2H, GPU, H2D, Lane, Op, Ticket
 from harness.memory.kv_cache import KVCache
-from harness.memory.ops import Poison
+from harness.memory.ops import AllGather, Poison
 from harness.memory.tiers import Buffer
 from harness.memory.weights import PlacedPart, WeightStream
 
 __all__ = ["Emitter", "InFlight"]
 
 
-class Emitter:
+class Emitter(FanOut):
     """Submits the ops of one step for one micro-batch; nothing here waits.
 
     A step returns the ticket of its op, or None where the micro-batch gives it nothing to do; a step of several ops
     returns the list of their tickets. What the loop waits for before the pass ends is noted in `InFlight.tickets`.
 
+    A step is written for one GPU and its share of the model, and made one for all GPUs of the engine that have the
+    micro-batch by `on_each_gpu`; then it returns the first one's tickets. Of what GPUs have each their own, parts and
+    buffers, it takes one, or a list with one for each GPU. Those that share a micro-batch add up partial results.
+
     `serial=True` makes every op follow the one before it, on whatever lane: execution without any overlap.
     `fifo=True` lets nothing overtake: no op is urgent.
     """
 
-    def __init__(self, engine: Engine, *, serial: bool = False, fifo: bool = False) -> None:
-        self._engine = engine
-        self._spec, self._family = engine.spec, engine.family
-        self._serial, self._fifo = serial, fifo
-        self._lanes = {
-            lane: lane if lane.kind in HOST_KINDS else Lane(lane.kind, engine.rank) for lane in LANES if engine.rank
-        }
-        self.tail: tuple[Ticket, ...] = ()  # what was submitted last
+    def load(self, stream: WeightStream | list[WeightStream], index: int, part_name: str) -> Ticket:
+        """Request a part of a stream, or of one for each GPU, in this emitter's order."""
 
-    def submit(self, lane: Lane, op: Op, *, urgent: bool = False) -> Ticket:
-        """`lane` is one of the first GPU; the op goes to the like lane of this emitter's."""
-        lane = self._lanes[lane] if self._lanes else lane
-        after = self.tail if self._serial else ()
-        ticket = self._engine.machine.submit(lane, op, after=after, urgent=urgent and not self._fifo)
-        self.tail = (ticket,)
-        return ticket
+        def request(emit: Emitter) -> Ticket:
+            ticket = emit._mine(stream).request(index, part_name, after=emit._after)
+            emit.tail = (ticket,)
+            return ticket
 
-    def load(self, stream: WeightStream, index: int, part_name: str) -> Ticket:
-        """Request a part of a stream in this emitter's order."""
-        ticket = stream.request(index, part_name, after=self.tail if self._serial else ())
-        self.tail = (ticket,)
-        return ticket
+        return self._each(range(len(stream)) if isinstance(stream, list) else [0], request)[0]
 
+    def gather(self, parts: list[PlacedPart], layer: int) -> list[Ticket]:
+        """Make a part whole on all GPUs, of which each has brought its share (`WeightStream.num_shares`). The gpu lanes
+        do that, so it waits for the slowest link and lets nothing be computed meanwhile."""
+        buffers, nbytes = [part.buffer for part in parts], parts[0].layout.nbytes
+
+        def member(emit: Emitter) -> Ticket:
+            return emit.submit(GPU, AllGather(buffers, emit._gpu, nbytes=nbytes, layer=layer))
+
+        return self._each(range(len(parts)), member)
+
+    @on_each_gpu
     def embed(self, it: InFlight) -> list[Ticket]:
         """Token ids to the device, then their embeddings."""
-        self.poison(it.acts.all_buffers())
+        self.poison(it)
         return [self.upload_tokens(it), self.look_up(it)]
 
+    @on_each_gpu
     def upload_tokens(self, it: InFlight) -> Ticket:
         return self.submit(H2D, data.UploadTokens(self._spec, it.batch, it.acts), urgent=True)
 
+    @on_each_gpu
     def look_up(self, it: InFlight) -> Ticket:
         """The embeddings of uploaded tokens."""
         part = self._engine.resident.embedding
         return self.submit(GPU, compute.Embed(self._family, self._spec, it.batch, it.acts, part))
 
-    def attention_in(self, it: InFlight, layer: int, part: PlacedPart) -> Ticket:
+    @on_each_gpu
+    def attention_in(self, it: InFlight, layer: int, part: PlacedPart | list[PlacedPart]) -> Ticket:
         """Norm, QKV, rotary embedding."""
-        return self.submit(GPU, compute.AttentionIn(self._family, self._spec, it.batch, it.acts, part, layer))
+        op = compute.AttentionIn(self._family, self._spec, it.batch, it.acts, self._mine(part), layer)
+        return self.submit(GPU, op)
 
+    @on_each_gpu
     def prefill_attention(self, it: InFlight, layer: int) -> Ticket | None:
         """Attention of the prompts among themselves."""
         if not it.batch.prefill:
@@ -77,22 +84,28 @@ class Emitter:
         part = self._engine.resident.attention[layer]
         return self.submit(GPU, compute.PrefillAttention(self._family, self._spec, it.batch, it.acts, layer, part))
 
+    @on_each_gpu
     def offload_qkv(self, it: InFlight, layer: int, *, queries: bool = True) -> Ticket | None:
         """What the host needs of tokens whose KV cache lies there."""
         if not it.batch.on_host.num_tokens:
             return None
         return self.submit(D2H, data.OffloadQkv(self._spec, it.batch, it.acts, layer, queries=queries))
 
+    @on_one_gpu
     def offload_hidden(self, it: InFlight, layer: int, to: Buffer) -> Ticket:
+        """Hidden states to where they wait in pinned memory."""
         return self.submit(D2H, data.OffloadHidden(self._spec, it.batch, it.acts, layer, to))
 
+    @on_each_gpu
     def send_hidden(self, it: InFlight, layer: int, to: Activations) -> Ticket:
         """To the GPU that goes on with the next layer."""
         return self.submit(GPU, collective.SendHidden(self._spec, it.batch, it.acts, layer, to))
 
+    @on_each_gpu
     def load_hidden(self, it: InFlight, layer: int, source: Buffer) -> Ticket:
         return self.submit(H2D, data.LoadHidden(self._spec, it.batch, it.acts, layer, source))
 
+    @on_each_gpu
     def append_kv(self, it: InFlight, layer: int) -> list[Ticket]:
         """New keys and values into the cache, on the side where each sequence has it."""
         tickets = []
@@ -104,11 +117,13 @@ class Emitter:
             tickets.append(self._on_kv(it, CPU, on_host))
         return tickets
 
+    @on_each_gpu
     def decode_attention(self, it: InFlight, layer: int) -> list[Ticket]:
         """Attention over the cache, on the side where each sequence has it; results of the host back to the device."""
         steps = (self.attend_in_place, self.attend_on_host, self.load_attention)
         return [ticket for step in steps if (ticket := step(it, layer)) is not None]
 
+    @on_each_gpu
     def attend_in_place(self, it: InFlight, layer: int) -> Ticket | None:
         """Attention of sequences whose cache lies in device memory."""
         if not it.batch.on_device.num_decode:
@@ -117,6 +132,7 @@ class Emitter:
         op = paged.DecodeAttentionPaged(self._family, self._spec, it.batch, it.acts, layer, cache, part)
         return self._on_kv(it, GPU, op)
 
+    @on_each_gpu
     def attend_on_host(self, it: InFlight, layer: int) -> Ticket | None:
         """Attention of sequences whose cache lies in host memory, by the CPU."""
         if not it.batch.on_host.num_decode:
@@ -125,6 +141,7 @@ class Emitter:
         op = host.DecodeAttention(self._family, self._spec, it.batch, it.acts, layer, cache, part)
         return self._on_kv(it, CPU, op)
 
+    @on_each_gpu
     def load_attention(self, it: InFlight, layer: int) -> Ticket | None:
         """What `attend_on_host` found, to the device."""
         if not it.batch.on_host.num_decode:
@@ -149,6 +166,7 @@ class Emitter:
         assert cache is not None, "blocks in host memory without a cache there"
         return cache
 
+    @on_each_gpu
     def decode_attention_on_device(self, it: InFlight, layer: int, staging: Seq[Buffer]) -> list[Ticket]:
         """Decode attention on the gpu lane over the host cache: KV comes over the link into alternating staging
         buffers."""
@@ -158,40 +176,86 @@ class Emitter:
             tickets += [self.load_kv(it, layer, rows, buffer), self.attend_on_device(it, layer, rows, buffer)]
         return tickets
 
-    def load_kv(self, it: InFlight, layer: int, rows: range, to: Buffer) -> Ticket:
+    @on_each_gpu
+    def load_kv(self, it: InFlight, layer: int, rows: range, to: Buffer | list[Buffer]) -> Ticket:
         """What the host cache holds of some decoding sequences (rows of `on_host`), over the link into a device
         buffer."""
-        load = data.LoadKv(self._spec, it.batch, it.acts, layer, self._host_cache, rows, to)
+        load = data.LoadKv(self._spec, it.batch, it.acts, layer, self._host_cache, rows, self._mine(to))
         return self._on_kv(it, H2D, load, urgent=True)
 
-    def attend_on_device(self, it: InFlight, layer: int, rows: range, staged: Buffer) -> Ticket:
+    @on_each_gpu
+    def attend_on_device(self, it: InFlight, layer: int, rows: range, staged: Buffer | list[Buffer]) -> Ticket:
         """Decode attention over what `load_kv` staged and the newest tokens."""
-        part = self._engine.resident.attention[layer]
-        op = compute.DecodeAttentionDevice(self._family, self._spec, it.batch, it.acts, layer, rows, staged, part)
+        buffer, part = self._mine(staged), self._engine.resident.attention[layer]
+        op = compute.DecodeAttentionDevice(self._family, self._spec, it.batch, it.acts, layer, rows, buffer, part)
         return self.submit(GPU, op)
 
-    def attention_out(self, it: InFlight, layer: int, part: PlacedPart) -> Ticket:
-        """O projection, norm and router."""
-        ticket = self.submit(GPU, compute.AttentionOut(self._family, self._spec, it.batch, it.acts, part, layer))
-        if it.batch.records_routing and not self._spec.is_dense(layer):
-            it.tickets.routing[layer] = self.fetch_routing(it, layer)
+    def attention_out(self, it: InFlight, layer: int, part: PlacedPart | list[PlacedPart]) -> Ticket:
+        """O projection, norm and router, and the router's choices to the host where they are recorded."""
+        if not it.is_shared:
+            return self._attention_out(it, layer, part)
+        self._output_projection(it, layer, part)
+        self._all_reduce(it, layer, "normed")
+        ticket = self._after_attention(it, layer, part)
+        self._record_routing(it, layer)
         return ticket
 
+    @on_each_gpu
+    def _attention_out(self, it: InFlight, layer: int, part: PlacedPart | list[PlacedPart]) -> Ticket:
+        op = compute.AttentionOut(self._family, self._spec, it.batch, it.acts, self._mine(part), layer)
+        ticket = self.submit(GPU, op)
+        self._record_routing(it, layer)
+        return ticket
+
+    @on_each_gpu
+    def _output_projection(self, it: InFlight, layer: int, part: PlacedPart | list[PlacedPart]) -> Ticket:
+        op = collective.OutputProjection(self._family, self._spec, it.batch, it.acts, self._mine(part), layer)
+        return self.submit(GPU, op)
+
+    @on_each_gpu
+    def _after_attention(self, it: InFlight, layer: int, part: PlacedPart | list[PlacedPart]) -> Ticket:
+        op = collective.AfterAttention(self._family, self._spec, it.batch, it.acts, self._mine(part), layer)
+        return self.submit(GPU, op)
+
+    def _all_reduce(self, it: InFlight, layer: int, to: Literal["normed", "hidden"]) -> Ticket:
+        """All members in one call, so that they are in the same order on all lanes."""
+        partials = [each.acts for each in it.gpus]
+
+        def member(emit: Emitter) -> Ticket:
+            acts = partials[emit._gpu]
+            op = collective.AllReduce(emit._spec, it.batch, acts, layer, partials=partials, to=to)
+            return emit.submit(GPU, op)
+
+        return self._each(range(len(partials)), member)[0]
+
+    def _record_routing(self, it: InFlight, layer: int) -> None:
+        if it.batch.records_routing and not self._spec.is_dense(layer):
+            it.tickets.routing[layer] = self.fetch_routing(it, layer)
+
+    @on_one_gpu
     def fetch_routing(self, it: InFlight, layer: int) -> Ticket:
         return self.submit(D2H, data.FetchRouting(self._spec, it.batch, it.acts, layer), urgent=True)
 
+    @on_one_gpu
     def route(self, it: InFlight, layer: int) -> Ticket:
         """Bring the router's choices to the host: experts and their weights, each [tokens, experts_per_token]."""
         return self.submit(D2H, data.FetchRoute(self._spec, it.batch, it.acts, layer), urgent=True)
 
+    @on_each_gpu
     def experts(
-        self, it: InFlight, layer: int, parts: dict[int, PlacedPart], *, routed: np.ndarray | None = None
+        self,
+        it: InFlight,
+        layer: int,
+        parts: dict[int, PlacedPart] | list[dict[int, PlacedPart]],
+        *,
+        routed: np.ndarray | None = None,
     ) -> Ticket | None:
         """Run the given experts (by number) over the tokens routed to them; nothing in a layer without experts.
 
         `routed` (int64 [num_experts]) is how many tokens choose each expert, from a strategy that has seen the routing:
         the simulated machine then charges for exactly these tokens and these experts' bytes.
         """
+        parts = self._mine(parts)
         if not parts:
             return None
         if routed is None:
@@ -201,6 +265,7 @@ class Emitter:
         )
         return self.submit(GPU, op)
 
+    @on_each_gpu
     def experts_on_host(self, it: InFlight, layer: int) -> list[Ticket]:
         """All experts of the layer on the cpu lane, after their input has come down; none in a layer without experts.
         `load_expert_sums` brings back what they found. The list is of the experts alone."""
@@ -222,15 +287,24 @@ class Emitter:
         world = self._engine.machine.world
         return None if world is None else world.expert_counts(it.batch, layer)
 
+    @on_each_gpu
     def load_expert_sums(self, it: InFlight, layer: int) -> Ticket:
         """What experts on the host add, to the device."""
         return self.submit(H2D, host_experts.LoadExpertSums(self._spec, it.batch, it.acts, layer))
 
     def combine(self, it: InFlight, layer: int, extra: tuple[Buffer, ...] = ()) -> Ticket:
-        """Experts' sums into the residual stream."""
+        """Experts' sums into the residual stream; without any `extra` where several GPUs share the micro-batch."""
+        if it.is_shared:
+            assert not extra, "only the GPUs' own sums are added"
+            return self._all_reduce(it, layer, "hidden")
+        return self._combine(it, layer, extra)
+
+    @on_each_gpu
+    def _combine(self, it: InFlight, layer: int, extra: tuple[Buffer, ...]) -> Ticket:
         sums = (it.acts.moe_out, *extra)
         return self.submit(GPU, compute.Combine(self._family, self._spec, it.batch, it.acts, layer, sums))
 
+    @on_one_gpu
     def head(self, it: InFlight) -> Ticket:
         """Final norm, head, greedy choice; the ticket's value is the sampled ids, one a sequence."""
         part = self._engine.resident.head
@@ -250,9 +324,10 @@ class Emitter:
             total += length
         return [*runs, range(start, len(read_lens))] if len(read_lens) else []
 
-    def poison(self, buffers: Iterable[Buffer]) -> list[Ticket]:
-        """Tests: nothing of what activation buffers held before may be read. None elsewhere."""
-        poisoned = [buffer for buffer in buffers if buffer.backed] if self._engine.machine.poisons else []
+    @on_each_gpu
+    def poison(self, it: InFlight) -> list[Ticket]:
+        """Tests: nothing of what its activation buffers held before may be read. None elsewhere."""
+        poisoned = [buffer for buffer in it.acts.all_buffers() if buffer.backed] if self._engine.machine.poisons else []
         # who: of attention results
         ops = [Poison(buffer, (buffer, *((buffer, who) for who in ATTENDED_BY))) for buffer in poisoned]
         return [self.submit(GPU, op) for op in ops]

@@ -1,7 +1,8 @@
-"""A micro-batch on its way through the layers, and the tickets that the loop waits for before it ends. Torch-free."""
+"""Hold a micro-batch on its way through the layers with the tickets that the loop waits for. Torch-free."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from harness.engine.activations import Activations
@@ -20,8 +21,31 @@ class PassTickets:
 
 @dataclass(eq=False, slots=True)
 class InFlight:
-    """A micro-batch in its activation buffers for one pass. The emitter notes in `tickets` what it submits for it."""
+    """A micro-batch in its activation buffers for one pass. The emitter notes in `tickets` what it submits for it.
+
+    `gpu` is the number of the GPU whose buffers these are, among those of the emitter. Where several have something,
+    `gpus` is what each of them has, and this one, made of the first, stands for all in the emitter's steps.
+    """
 
     batch: MicroBatch
     acts: Activations
     tickets: PassTickets = field(default_factory=PassTickets)
+    gpu: int = 0
+    gpus: tuple[InFlight, ...] = ()
+
+    @classmethod
+    def shared(cls, batch: MicroBatch, acts: Seq[Activations], tickets: PassTickets | None = None) -> InFlight:
+        """Return a micro-batch that all GPUs have, each its share of every layer, with the buffers of each."""
+        tickets = tickets or PassTickets()
+        return cls.together([cls(batch, each, tickets, gpu) for gpu, each in enumerate(acts)])
+
+    @classmethod
+    def together(cls, gpus: Seq[InFlight]) -> InFlight:
+        """Return what stands for several GPUs, of which each has all of a layer, and a micro-batch of its own."""
+        first = gpus[0]
+        return first if len(gpus) == 1 else cls(first.batch, first.acts, first.tickets, first.gpu, tuple(gpus))
+
+    @property
+    def is_shared(self) -> bool:
+        """Return whether several GPUs have the same micro-batch, so that their partial results have to be added up."""
+        return bool(self.gpus) and self.gpus[1].batch is self.batch

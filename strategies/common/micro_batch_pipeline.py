@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from harness.engine import parallel
-from harness.engine.activation_pool import ActivationPool
-from harness.engine.batch import PassPlan, assemble
+from harness.engine.activation_pool import ActivationPool, PooledActivations
+from harness.engine.batch import MicroBatch, PassPlan, assemble
 from harness.engine.emitter import Emitter
 from harness.engine.engine import Engine
-from harness.engine.in_flight import InFlight
+from harness.engine.in_flight import InFlight, PassTickets
 from harness.engine.sequences import Sequence
 from harness.engine.strategy import PassResult
 from harness.memory.paged_weights import PagedWeights
-from harness.memory.tiers import Buffer
+from harness.memory.tiers import Buffer, device_tier
 from strategies.common.micro_batch_memory import MicroBatchMemory
 from strategies.common.steps import Schedule, Steps, zigzag
 
@@ -28,17 +28,22 @@ class _Stage:
 
     layers: range
     emit: Emitter
-    prefill_weights: PagedWeights
-    weights: PagedWeights  # of decode: the same, or without experts
-    pool: ActivationPool
-    kv_staging: Seq[Buffer]
+    prefill_weights: list[PagedWeights]  # each GPU's, as in what follows
+    weights: list[PagedWeights]  # of decode: the same, or without experts
+    pools: list[ActivationPool]
+    kv_staging: list[list[Buffer]]  # two places on each GPU, or none
 
-    def weights_for(self, plan: PassPlan) -> PagedWeights:
+    def weights_for(self, plan: PassPlan) -> list[PagedWeights]:
         """Where the phases have streams of their own, the other one's prefetch is dropped."""
         wanted, other = (self.prefill_weights, self.weights)[:: 1 if plan.prefill else -1]
         if other is not wanted:
-            other.cancel_all()
+            _cancel(other)
         return wanted
+
+    def layout(self, batches: Seq[MicroBatch], number: int) -> list[tuple[PooledActivations, ...]]:
+        """Buffers for the micro-batches of the pass with this number, for each those of all GPUs."""
+        tokens, blocks = zip(*((each.num_tokens, len(each.on_device.flat_blocks)) for each in batches), strict=True)
+        return list(zip(*(pool.layout(tokens, number, blocks=blocks) for pool in self.pools), strict=True))
 
 
 @dataclass(eq=False, frozen=True)
@@ -83,12 +88,12 @@ class MicroBatchPipeline:
             whole = pages(resident_share=resident_share if gpu_ffn else 0.0)
             return _Stage(
                 layers=layers,
-                emit=parallel.emitter(on, fifo=True),
+                emit=Emitter(on, fifo=True),
                 prefill_weights=whole,
                 weights=whole if gpu_ffn else pages(resident_share=resident_share, experts=False),
-                pool=parallel.activation_pool(on, memory.pool, keeps=number == 0),
+                pools=[self._pool(each, keeps=number == 0 and each is on) for each in on.ranks],
                 kv_staging=[
-                    parallel.device_buffer(on, f"kv staging {i}", memory.kv_staging_bytes)
+                    [_on_device(each, f"kv staging {i}", memory.kv_staging_bytes) for each in on.ranks]
                     for i in range(2 if memory.kv_staging_bytes else 0)
                 ],
             )
@@ -100,12 +105,12 @@ class MicroBatchPipeline:
 
     @property
     def page_bytes(self) -> int:
-        return self._stages[0].weights.page_bytes
+        return self._stages[0].weights[0].page_bytes
 
     @property
     def resident_bytes(self) -> int:
         """On all devices together."""
-        return sum(stage.weights.resident_bytes for stage in self._stages)
+        return sum(weights.resident_bytes for stage in self._stages for weights in stage.weights)
 
     def run(self, plan: PassPlan) -> PassResult:
         assert plan.micro_batches is not None, "the scheduler cuts the pass into micro-batches"
@@ -116,35 +121,40 @@ class MicroBatchPipeline:
         else:
             batches = [assemble(i, (), group, allocator) for i, group in enumerate(plan.micro_batches)]
         number, self._num_passes = self._num_passes, self._num_passes + 1
-        tokens, blocks = zip(*((batch.num_tokens, len(batch.on_device.flat_blocks)) for batch in batches), strict=True)
-        acts = [stage.pool.layout(tokens, number, blocks=blocks) for stage in self._stages]
-        in_flight = [InFlight(batch, each) for batch, each in zip(batches, acts[0], strict=True)]
-        kept = [each.kept_hidden for each in acts[0]]
+        acts = [stage.layout(batches, number) for stage in self._stages]
+        kept = [first.kept_hidden for first, *_ in acts[0]]
+        tickets = [PassTickets() for _ in batches]
+        in_flight = [list(map(InFlight.shared, batches, each, tickets)) for each in acts]
         steps = [
             Steps(
                 stage.emit,
                 stage.weights_for(plan),
-                [(replace(it, acts=each), at) for it, each, at in zip(in_flight, mine, kept, strict=True)],
+                list(zip(mine, kept, strict=True)),
                 first_index=number * len(stage.layers),
                 layers=stage.layers,
                 kv_staging=stage.kv_staging,
                 cpu_experts=self._cpu_experts and not plan.prefill,
-                following=theirs,
+                following=[it.acts for it in theirs],
             )
-            for stage, mine, theirs in zip(self._stages, acts, [*acts[1:], []], strict=True)
+            for stage, mine, theirs in zip(self._stages, in_flight, [*in_flight[1:], []], strict=True)
         ]
-        for stage, mine in zip(self._stages, acts, strict=True):
-            stage.emit.poison(dict.fromkeys(buffer for each in mine for buffer in each.all_buffers()))
+        for stage, mine in zip(self._stages, in_flight, strict=True):
+            for it in mine:
+                stage.emit.poison(it)
         schedule = zigzag if plan.prefill else self._schedule
         begun = _UnderWay(deque(_through(each, schedule) for each in steps))
         self._under_way.append(begun)
         self._move_on()
-        return PassResult(in_flight, partial(self._complete, begun))
+        return PassResult(in_flight[-1], partial(self._complete, begun))
 
     def finish(self) -> None:
         for stage in self._stages:
-            stage.prefill_weights.cancel_all()
-            stage.weights.cancel_all()
+            _cancel(stage.prefill_weights)
+            _cancel(stage.weights)
+
+    def _pool(self, on: Engine, *, keeps: bool) -> ActivationPool:
+        blocks = on.kv.num_device_blocks
+        return ActivationPool(on.machine, on.spec, self._memory.pool, rank=on.rank, keeps=keeps, device_blocks=blocks)
 
     def _complete(self, wanted: _UnderWay) -> None:
         while wanted.stages:
@@ -168,6 +178,15 @@ class MicroBatchPipeline:
                     part = []
                 part.append(sequence)
             yield part
+
+
+def _cancel(weights: list[PagedWeights]) -> None:
+    for each in weights:
+        each.cancel_all()
+
+
+def _on_device(on: Engine, name: str, nbytes: int) -> Buffer:
+    return on.machine.tiers[device_tier(on.rank)].reserve(name, nbytes)
 
 
 _END = object()

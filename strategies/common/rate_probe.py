@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 from harness.bench.op_bench import Once, OpBench, Timed
 from harness.bench.shapes import Shape
 from harness.engine import parallel
+from harness.engine.activations import Activations
 from harness.engine.emitter import InFlight
 from harness.engine.engine import Engine
 from harness.engine.limits import SLACK_BYTES, tokens_that_fit
 from harness.engine.ops.data import OffloadQkv, UploadTokens
-from harness.engine.sharded import shard_of
 from harness.machine.base import D2H, H2D, Ticket
 from harness.memory.paged_weights import PagedWeights
 from strategies.common.hrm import Level
@@ -75,7 +74,7 @@ class RateProbe:
         engine = self._engine
         weights = parallel.paged_weights(engine, num_pages=4, packet_bytes=self._packet_bytes)
         acts = parallel.activations(engine, max_tokens=self._max_tokens, name="rate probe", host_experts=self._cpu_ffn)
-        bench = OpBench(engine, shard_of(weights, 0), [shard_of(acts, 0)], fifo=True)
+        bench = OpBench(engine, weights[0], acts[:1], fifo=True)
         try:
             pin_bytes_s, h2d_bytes_s = self._weights(weights)
             gpu = self._gpu(bench)
@@ -94,29 +93,31 @@ class RateProbe:
             if self._extended:
                 rates = self._with_ops(rates, bench, weights)
         finally:
-            weights.close()
-            for rank in range(len(engine.ranks)):
-                shard_of(acts, rank).close()
+            for pages, buffers in zip(weights, acts, strict=True):
+                pages.close()
+                buffers.close()
         return rates
 
-    def _weights(self, weights: PagedWeights) -> tuple[float, float]:
+    def _weights(self, weights: list[PagedWeights]) -> tuple[float, float]:
         """Bytes/s of the staging copies and of each link, over a whole layer; the layer stays on the device."""
-        last = weights.num_pages_of(self._layer) - 1
-        machine, nbytes = self._engine.machine, weights.slot_bytes
+        last = weights[0].num_pages_of(self._layer) - 1
+        machine, nbytes = self._engine.machine, weights[0].slot_bytes
 
-        def timed(run: Callable[[], None]) -> float:
+        def timed(run: Callable[[PagedWeights], None]) -> float:
             machine.drain()
             start_s = machine.now()
-            run()
+            for pages in weights:
+                run(pages)
             machine.drain()
             return max(machine.now() - start_s, _LEAST_S)
 
         staging_s, link_s = [], []
         for repeat in range(_REPEATS):
-            staging_s.append(timed(lambda: weights.stage(self._layer, last)))
-            link_s.append(timed(lambda: weights.load(self._layer, last)))
+            staging_s.append(timed(lambda pages: pages.stage(self._layer, last)))
+            link_s.append(timed(lambda pages: pages.load(self._layer, last)))
             if repeat < _REPEATS - 1:
-                weights.release(self._layer)
+                for pages in weights:
+                    pages.release(self._layer)
         return len(self._engine.ranks) * nbytes / min(staging_s), nbytes / min(link_s)
 
     def _gpu(self, bench: OpBench) -> Level:
@@ -125,16 +126,18 @@ class RateProbe:
         bytes_s = few.work.device_bytes / few.shortest_s
         return Level(name="gpu", flops_s=many.work.flops / many.shortest_s, bytes_s=bytes_s)
 
-    def _with_ops(self, rates: Rates, bench: OpBench, weights: PagedWeights) -> Rates:
+    def _with_ops(self, rates: Rates, bench: OpBench, weights: list[PagedWeights]) -> Rates:
         """With the fixed cost of ops, and host memory's own rate. On the GPU few tokens differ from a single one by the
         bytes that they read more, which gives both cost and rate; beside many tokens it is small."""
 
         @contextmanager
         def busy_link() -> Iterator[None]:
-            weights.load(self._layer + 1, weights.num_pages_of(self._layer + 1) - 1)
+            for pages in weights:
+                pages.load(self._layer + 1, pages.num_pages_of(self._layer + 1) - 1)
             yield
             self._engine.machine.drain()
-            weights.release(self._layer + 1)
+            for pages in weights:
+                pages.release(self._layer + 1)
 
         def in_company(once: Once) -> Timed:
             return bench.timed(once, _REPEATS_IN_COMPANY, rounds=_ROUNDS_IN_COMPANY, beside=busy_link)
@@ -208,9 +211,8 @@ class RateProbe:
         spec, batch, acts = self._engine.spec, bench.batch(Shape(prompts=(num_tokens,))), bench.acts[0]
         return lambda: [bench.emit.submit(H2D, UploadTokens(spec, batch, acts))]
 
-    def _sums(self, bench: OpBench, acts: Any) -> float:
+    def _sums(self, bench: OpBench, acts: list[Activations]) -> float:
         """Bytes/s that each GPU sends while partial sums are added up over all of them."""
-        emit = parallel.emitter(self._engine, fifo=True)
-        it = InFlight(bench.batch(Shape(prompts=(self._max_tokens,))), acts)
-        timed = bench.timed(lambda: [emit.combine(it, self._layer)], _REPEATS)
+        it = InFlight.shared(bench.batch(Shape(prompts=(self._max_tokens,))), acts)
+        timed = bench.timed(lambda: [bench.emit.combine(it, self._layer)], _REPEATS)
         return timed.work.link_bytes / timed.shortest_s

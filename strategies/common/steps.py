@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 
-from harness.engine.activation_pool import PooledActivations
+from harness.engine.activations import Activations
 from harness.engine.emitter import Emitter, InFlight
 from harness.memory.paged_weights import PagedWeights
 from harness.memory.tiers import Buffer
+from harness.memory.weights import PlacedPart
 
 
 class Steps:
@@ -29,14 +30,14 @@ class Steps:
     def __init__(
         self,
         emit: Emitter,
-        weights: PagedWeights,
+        weights: Seq[PagedWeights],
         micro_batches: Seq[tuple[InFlight, Buffer | None]],
         *,
         first_index: int,
         layers: range,
-        kv_staging: Seq[Buffer] = (),
+        kv_staging: Seq[list[Buffer]] = (),
         cpu_experts: bool = False,
-        following: Seq[PooledActivations] = (),
+        following: Seq[Activations] = (),
     ) -> None:
         self._emit, self._weights = emit, weights
         self._its = [it for it, _ in micro_batches]
@@ -55,7 +56,8 @@ class Steps:
 
     def begin(self) -> None:
         """Token ids and positions to the device, and before the first pass the weights of its first layer."""
-        self._weights.load(self._first_index, self._weights.num_pages - 1)
+        for weights in self._weights:
+            weights.load(self._first_index, weights.num_pages - 1)
         for it in self._its:
             self._emit.upload_tokens(it)
 
@@ -63,16 +65,21 @@ class Steps:
 
     def w_ctopin(self, i: int, j: int) -> None:
         """Pageable to pinned memory: micro-batch j's share of layer i, one page where there are as many as these."""
-        self._weights.stage(self._first_index + i, self._last_page(j))
+        for weights in self._weights:
+            weights.stage(self._first_index + i, self._last_page(j))
 
     def w_pintog(self, i: int, j: int) -> None:
         """Pinned memory to the device."""
-        self._weights.load(self._first_index + i, self._last_page(j))
+        for weights in self._weights:
+            weights.load(self._first_index + i, self._last_page(j))
 
     def _last_page(self, j: int) -> int:
         """Of the first j + 1 shares; -1 where none is complete. A single page, all of a layer, comes with the last
         micro-batch, or earlier where one is to enter the layer before that (`PagedWeights.part`)."""
-        return (j + 1) * self._weights.num_pages // self.num_micro_batches - 1
+        return (j + 1) * self._weights[0].num_pages // self.num_micro_batches - 1
+
+    def _part(self, i: int, name: str) -> list[PlacedPart]:
+        return [weights.part(self._first_index + i, name) for weights in self._weights]
 
     # -- computation ----------------------------------------------------------------------------------------------
 
@@ -84,20 +91,21 @@ class Steps:
             self._emit.look_up(it)
         elif kept is not None:
             self._emit.load_hidden(it, layer, kept)
-        self._emit.attention_in(it, layer, self._weights.part(self._first_index + i, "attention_in"))
+        self._emit.attention_in(it, layer, self._part(i, "attention_in"))
 
     def post_attn(self, i: int, j: int) -> None:
         """Output projection, router and experts, and behind the last layer the head."""
         it, kept, index, layer = self._its[j], self._kept[j], self._first_index + i, self._layers[i]
-        self._emit.attention_out(it, layer, self._weights.part(index, "attention_out"))
+        self._emit.attention_out(it, layer, self._part(i, "attention_out"))
         if self._cpu_experts and self._emit.experts_on_host(it, layer):
             assert kept is None, "its hidden states stay on the device until the sums are there"
             self._at_experts[j] = i
         else:
-            self._emit.experts(it, layer, self._weights.experts(index))
+            self._emit.experts(it, layer, [weights.experts(index) for weights in self._weights])
             self._leave(i, j)
         if j == self.num_micro_batches - 1:
-            self._weights.release(index)
+            for weights in self._weights:
+                weights.release(index)
 
     def end(self) -> None:
         """Behind the schedule: what the CPU still has of the last layer."""
@@ -162,7 +170,7 @@ class Steps:
         """Of sequences with a cache in host memory."""
         return range(self._its[j].batch.on_host.num_decode)
 
-    def _staging(self, i: int, j: int) -> Buffer:
+    def _staging(self, i: int, j: int) -> list[Buffer]:
         return self._kv_staging[(i * self.num_micro_batches + j) % len(self._kv_staging)]
 
 

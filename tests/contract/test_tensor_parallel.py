@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 
 import pytest
 import torch
 import yaml
 
-from harness.engine.emitter import Emitter
 from harness.engine.engine import Engine
 from harness.engine.kv_placement import place_kv
 from harness.engine.ops.collective import AllReduce
-from harness.engine.parallel import ParallelStream
-from harness.engine.parallel_emitter import ParallelEmitter
 from harness.machine.base import GPU, HOST_KINDS, Lane, LaneKind, MachineError
 from harness.machine.host_context import HostContext
 from harness.machine.shuffled import ShuffledMachine
 from harness.memory.tiers import device_tier
-from harness.memory.weights import WeightStream
 from tests.conftest import ROOT
 from tests.contract.running import check_tokens, emulated, engine_on, requests, run_to_end, shuffled, strategy_of
 
@@ -114,7 +109,7 @@ def test_all_gpus_hold_the_same_bits(tiny, num_gpus):
 
     def build(engine):
         strategy = strategy_of(engine, ONDEMAND)
-        acts, finish = strategy.pipeline._acts.shards, strategy.pipeline.finish
+        acts, finish = strategy.pipeline._acts, strategy.pipeline.finish
 
         def keep_and_finish() -> None:
             machine.drain()
@@ -159,18 +154,6 @@ ALL_REDUCE = AllReduce.run
 def test_a_wrong_sum_is_caught(tiny, monkeypatch, run):
     monkeypatch.setattr(AllReduce, "run", run)
     assert outcome(tiny, 0) == "wrong tokens"
-
-
-@pytest.mark.parametrize(("parallel", "single"), [(ParallelEmitter, Emitter), (ParallelStream, WeightStream)])
-def test_what_stands_for_several_has_the_methods_of_one(parallel, single):
-    """Pipelines are written against the ordinary classes. `submit` is for ops that a pipeline brings of its own: on
-    several GPUs it must say what becomes of them."""
-    own = {name: f for name, f in vars(single).items() if inspect.isfunction(f) and not name.startswith("_")}
-    for name, function in own.items():
-        if name in ("submit", "request"):
-            continue
-        same = list(inspect.signature(getattr(parallel, name)).parameters)
-        assert same == list(inspect.signature(function).parameters), name
 
 
 def test_members_of_a_collective_are_in_one_order_on_all_lanes(tiny):

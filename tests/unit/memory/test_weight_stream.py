@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.engine.parallel import GatheredStream
 from harness.machine.base import GPU, H2D, Lane, LaneKind
 from harness.machine.emulated import EmulatedMachine
 from harness.machine.shuffled import ShuffledMachine
@@ -161,7 +160,7 @@ def test_shares_are_disjoint_and_make_the_whole(nbytes, num_ranks):
     assert max(map(len, shares)) <= -(-nbytes // num_ranks) + 63
 
 
-def gathered(seed: int, num_gpus: int, depth: int, poison: bool) -> tuple[ShuffledMachine, GatheredStream]:
+def gathered(seed: int, num_gpus: int, depth: int, poison: bool) -> tuple[ShuffledMachine, list[WeightStream]]:
     capacities = {device_tier(rank): 1 << 20 for rank in range(num_gpus)} | {"pinned": 1 << 20}
     device = ShuffledMachine(capacities_bytes=capacities, seed=seed, poison=poison, eager=0.3)
     store = WeightStore(device, FakeSource())
@@ -169,26 +168,33 @@ def gathered(seed: int, num_gpus: int, depth: int, poison: bool) -> tuple[Shuffl
         WeightStream(device, store, depth=depth, packet_bytes=100, rank=rank, num_shares=num_gpus)
         for rank in range(num_gpus)
     ]
-    return device, GatheredStream(device, streams)
+    return device, streams
 
 
 def read_all(seed: int, num_gpus: int, depth: int, num_indices: int, *, poison: bool = True) -> bool:
     """Whether every GPU saw every layer whole."""
-    device, stream = gathered(seed, num_gpus, depth, poison)
+    device, streams = gathered(seed, num_gpus, depth, poison)
     for index in range(min(depth, num_indices)):
-        stream.request_layer(index)
+        for stream in streams:
+            stream.request_layer(index)
     reads = []
     for index in range(num_indices):
         for name in NAMES:
-            for rank, placed in enumerate(stream.part(index, name).shards):
+            parts = [stream.part(index, name) for stream in streams]
+            buffers, nbytes, layer = [part.buffer for part in parts], parts[0].layout.nbytes, index % NUM_LAYERS
+            for rank in range(num_gpus):
+                device.submit(Lane(LaneKind.GPU, rank), AllGather(buffers, rank, nbytes=nbytes, layer=layer))
+            for rank, placed in enumerate(parts):
                 ticket = device.submit(Lane(LaneKind.GPU, rank), ReadBytes(placed))
                 reads.append((ticket, content(index % NUM_LAYERS, name)))
-            if index + depth < num_indices:
-                stream.advance(index, name)
-            else:
-                stream.release(index, name)
+            for stream in streams:
+                if index + depth < num_indices:
+                    stream.advance(index, name)
+                else:
+                    stream.release(index, name)
     right = all(device.wait(ticket) == [expected] for ticket, expected in reads)
-    stream.close()
+    for stream in streams:
+        stream.close()
     assert all(device.tiers[device_tier(rank)].used_bytes == 0 for rank in range(num_gpus))
     return right
 
