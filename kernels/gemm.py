@@ -21,8 +21,8 @@ _TORCH_FROM_TOKENS = {"avx512bf16": (16, 32)}
 
 
 def gemm_is_faster(num_tokens: int, num_threads: int) -> bool:
-    """Decide by the environment's KERNELS_GEMM_TOKENS or by what was measured on this code path: never by a timing, for
-    the two round differently, and equal runs must give equal tokens."""
+    """Decide by the environment's KERNELS_GEMM_TOKENS or by what was measured on this code path. No timing decides: the
+    two round differently, and equal runs must give equal tokens."""
     threshold = gemm_from_tokens(num_threads)
     return threshold is not None and num_tokens >= threshold
 
