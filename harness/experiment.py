@@ -188,7 +188,7 @@ def _others_since(before: CpuTimes | None, turn: Turn | None) -> Others:
 
 
 def _require_reference(model: LoadedModel) -> None:
-    """What verification would refuse at the end is refused before the run."""
+    """Refuse before the run what verification would refuse at its end."""
     from harness.verify.reference import reference_config
 
     assert model.checkpoint is not None, "without tensors there is nothing to verify"

@@ -1,4 +1,5 @@
-"""What would happen, without running it: `python -m harness.plan model=mixtral-8x7b hardware=a40 strategy=NAME ...`.
+"""Plan without running: `python -m harness.plan model=mixtral-8x7b hardware=a40 strategy=NAME ...` says what would
+happen.
 
 Takes the overrides of run.py. On the profile of a real machine the number of requests is the paper's, where the dataset
 states it for these lengths and nothing asks for another. Tells whether the model fits (every tier, by name; exit code 1
@@ -62,8 +63,8 @@ def _show(given: Namespace) -> int:
 
 
 def planned_values(overrides: Sequence[str]) -> dict[str, Any]:
-    """The configuration of a plan. Datasets' default number of requests is a laptop's; real machines get a paper's,
-    where the lengths are those that the paper states it for."""
+    """Return the configuration of a plan. Datasets' default number of requests is a laptop's; real machines get a
+    paper's, where the lengths are those that the paper states it for."""
     values = composed_values(["machine=simulated", *overrides])
     dataset = dict(values["dataset"])
     if dataset["published_requests"] is not None and not _has_published_lengths(dataset):
@@ -82,7 +83,8 @@ def _has_published_lengths(dataset: Mapping[str, Any]) -> bool:
 
 
 def _number_is_asked_for(overrides: Sequence[str]) -> bool:
-    """Whether an override, or the file of a chosen experiment, states the number of requests, if the default one."""
+    """Tell whether an override, or the file of a chosen experiment, states the number of requests, even if it is the
+    default one."""
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         key, value = override.key_or_group, override.value()
         if key == "dataset.num_requests" or (key == "dataset" and isinstance(value, dict) and "num_requests" in value):

@@ -1,4 +1,4 @@
-"""What `python -m harness.plan` prints."""
+"""Write what `python -m harness.plan` prints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SMALL_CACHE = 10  # times the KV cache: with so much memory free beside it, nob
 
 
 def memory_and_policy_tables(plan: Plan) -> Group:
-    """What is known before anything is simulated."""
+    """Write what is known before anything is simulated."""
     settings, spec = plan.settings, plan.engine.spec
     title = f"{settings.strategy_name} · {spec.name} · {settings.dataset.name} · {settings.hardware.name}"
     held = {name: {} if name == RAM else tier.holders() for name, tier in plan.machine.tiers.items()}
@@ -35,7 +35,7 @@ def memory_and_policy_tables(plan: Plan) -> Group:
 
 
 def does_not_fit_table(error: DoesNotFit) -> Group:
-    """Every tier with what any strategy needs of it, beside what there is."""
+    """Compare for every tier what any strategy needs of it with what there is."""
     note = Text("What every strategy needs at the least; this one may want more (see below).", style="dim")
     return Group(_memory(error.needed, error.there_is), note)
 
@@ -75,7 +75,7 @@ def throughput_table(plan: Plan) -> Table:
 
 
 def _memory(held: Mapping[str, Mapping[str, int]], capacities: Mapping[str, int]) -> Table:
-    """`held` by tier and name; memory modules that tiers share hold what those hold."""
+    """Write a table of `held` by tier and name; memory modules that tiers share hold what those tiers hold."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="memory", title_justify="left", title_style="bold")
     for name, justify in (("tier", "left"), ("held by", "left"), ("size", "right"), ("of", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def _requests(dataset: DatasetConfig) -> str:
 
 
 def _kv_cache(plan: Plan) -> list[Text]:
-    """How far `kv_cache_gb` goes, and a warning where it or the number of requests is that of a far smaller machine."""
+    """Say how far `kv_cache_gb` goes, and warn where it or the number of requests is that of a far smaller machine."""
     kv, requests = plan.engine.kv.allocator, [s.request for s in plan.engine.sequences]
     lengths = [len(r.prompt_ids) + r.max_new_tokens for r in requests]
     at_once = kv.num_blocks * len(lengths) // max(1, sum(-(-length // kv.block_size) for length in lengths))

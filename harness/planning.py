@@ -61,8 +61,8 @@ def make_plan(values: Mapping[str, Any], *, simulate: bool = True, log: Log = pr
 
 
 def draft_plan(values: Mapping[str, Any], *, log: Log = print) -> Plan:
-    """Everything but the simulation, on the simulated machine. Raises ConfigError, and DoesNotFit where memory does
-    not suffice."""
+    """Plan everything but the simulation, on the simulated machine. Raises ConfigError, and DoesNotFit where memory
+    does not suffice."""
     session = Session.of(values)
     if session.has_tensors:
         raise ConfigError("machine", f"must be simulated to plan, got {session.settings.machine['name']}")
@@ -98,8 +98,8 @@ class _Stop(Exception):
 def simulated(
     plan: Plan, *, max_ops: int | None = None, on_progress: Callable[[int, float], None] = lambda done, rate: None
 ) -> Plan:
-    """The plan with the summary of a simulated run: of all of it, or of the passes up to the one that reaches `max_ops`
-    ops. `on_progress` is told finished requests and tokens a second until now after each pass. A plan is simulated
+    """Return the plan with the summary of a simulated run, or of its passes up to the one that reaches `max_ops` ops.
+    After each pass `on_progress` is told the finished requests and the tokens a second until now. A plan is simulated
     once."""
     engine, strategy, settings = plan.engine, plan.strategy, plan.settings
     assert plan.summary is None, "a plan is simulated once"

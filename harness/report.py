@@ -79,7 +79,7 @@ class RunState:
 
 
 def what_is_wrong(state: RunState) -> str | None:
-    """Why a run that came to its end is not a result."""
+    """Say why a run that came to its end is not a result."""
     sequences = state.session.sequences
     rejected = [s for s in sequences if s.state is State.REJECTED]
     if len(rejected) == len(sequences):
@@ -91,7 +91,7 @@ def what_is_wrong(state: RunState) -> str | None:
 
 
 def disturbed(beside: Iterable[str], others_core_share: float | None, absent_share: float | None) -> str | None:
-    """Why a run's times are not this machine's own; None where nothing says so.
+    """Say why a run's times are not this machine's own; None where nothing says so.
 
     `others_core_share` is what other processes and other guests of the hypervisor had of all cores, `absent_share` the
     part of the gpu lane's running time in which it had no core. Either alone proves nothing: others may use cores that
@@ -105,8 +105,8 @@ def disturbed(beside: Iterable[str], others_core_share: float | None, absent_sha
 
 
 def request_row(sequence: Sequence, state: RunState) -> dict[str, Any]:
-    """What a request was and what became of it. Times are seconds since generation began, None on a machine without a
-    clock. There is text where there is a tokenizer; of a long prompt its beginning, and no ids."""
+    """Tell what a request was and what became of it. Times are seconds since generation began, None on a machine
+    without a clock. There is text where there is a tokenizer; of a long prompt its beginning, and no ids."""
     request, start_s = sequence.request, state.generation_start_s
     text, ids = request.text, list(request.prompt_ids)
     times_s = [time_s - start_s for time_s in sequence.token_times_s] if start_s is not None else []
@@ -134,7 +134,7 @@ def _beginning(text: str) -> str:
 
 
 def record_failure(error: BaseException, state: RunState, folder: RunFolder, sink: WandbSink) -> str:
-    """Whatever ended the run, its cause and what was measured until then are recorded; the run's status."""
+    """Record what ended the run, its cause and what was measured until then, and return the run's status."""
     if isinstance(error, KeyboardInterrupt):
         status, text = "interrupted", word(error)
     elif any(isinstance(e, MemoryError | MemoryCapacityError) for e in (error, error.__cause__)):
@@ -215,6 +215,6 @@ def _facts(state: RunState, status: str, error: str | None) -> RunFacts:
 
 
 def _ceilings_gb_s(session: Session) -> Mapping[str, float]:
-    """What the links can carry: as the machine measured, else as the profile says."""
+    """Return what the links can carry: as the machine measured, else as the profile says."""
     measured = session.machine.link_ceilings_gb_s if session.machine else None
     return session.settings.hardware.link_ceilings_gb_s if measured is None else measured

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @config
 class ExperimentInfo:
-    """Names the group of runs that belong together."""
+    """The name and description of an experiment, a group of runs that belong together."""
 
     name: str
     description: str
@@ -32,7 +32,8 @@ class ExperimentInfo:
 
 @config
 class Settings:
-    """One run. `strategy`, `machine` and `routing` are parsed by the package and modules that they name."""
+    """The settings of one run. `strategy`, `machine` and `routing` are parsed by the package and modules that they
+    name."""
 
     strategy: dict[str, Any]
     machine: dict[str, Any]
@@ -75,7 +76,8 @@ def parse_settings(values: Mapping[str, Any]) -> Settings:
 
 
 def repeats_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The configurations of `repeats` single runs, alike but for their seeds. Raises ConfigError naming the field."""
+    """Return the configurations of `repeats` single runs, alike but for their seeds. Raises ConfigError naming the
+    field."""
     settings = parse_settings(values)
     return [{**values, "repeats": 1, "seed": settings.seed + number} for number in range(settings.repeats)]
 

@@ -1,4 +1,4 @@
-"""How far to trust the simulator: `python -m harness.validate`.
+"""Measure how far to trust the simulator: `python -m harness.validate`.
 
 Runs every setting of every `strategies/*/validation.yaml` on the emulated machine and in the simulator, calibrated by a
 table, and reports the errors and whether they meet the aims (exit code 1 where they do not). No setting is used to
@@ -56,7 +56,7 @@ class Setting:
 
 
 def settings_of(root: Path = ROOT) -> list[Setting]:
-    """Every strategy's own settings; `base` goes in front of each."""
+    """Return every strategy's own settings; `base` goes in front of each."""
     found = []
     for path in sorted((root / "strategies").glob("*/validation.yaml")):
         values = yaml.safe_load(path.read_text())
@@ -66,7 +66,7 @@ def settings_of(root: Path = ROOT) -> list[Setting]:
 
 
 def emulated(setting: Setting) -> dict[str, Any]:
-    """Figures of one run, or of the less disturbed one of two; `taken_share` is what others had of the cores."""
+    """Return figures of one run, or of the less disturbed one of two; `taken_share` is what others had of the cores."""
     found = _emulated_once(setting)
     if found["taken_share"] > MAX_TAKEN_SHARE:
         found = min(found, _emulated_once(setting), key=lambda run: run["taken_share"])
@@ -89,7 +89,7 @@ def simulated(setting: Setting) -> dict[str, Any]:
 
 
 def made(header: Mapping[str, Any]) -> str:
-    """When, by which code and where a report was made."""
+    """Say when, by which code and where a report was made."""
     where = header["environment"]
     return (
         f"Made on {header['date']} with code {header['code']} on {where['num_cores']} cores of {where['processor']} by "
@@ -98,8 +98,8 @@ def made(header: Mapping[str, Any]) -> str:
 
 
 class Report:
-    """`validation.json` and `validation.md`, rewritten after every run. Raises ConfigError where `resume` would mix
-    the runs of different code."""
+    """The report, `validation.json` and `validation.md`, is rewritten after every run. Raises ConfigError where
+    `resume` would mix the runs of different code."""
 
     def __init__(self, folder: Path, header: Mapping[str, Any], *, resume: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ def _validate(command: str, args: Namespace) -> int:
 
 
 def measure_all(everything: Sequence[Setting], report: Report, out: Path, *, repeats: int, resume: bool) -> None:
-    """Calibrations and emulated runs, as many as are missing; then one table of all calibrations."""
+    """Run the calibrations and emulated runs that are missing; then make one table of all calibrations."""
     console = Console(stderr=True)
     tables = [out / f"calibration-{repeat + 1}.json" for repeat in range(repeats)]
     for repeat, table in enumerate(tables):
@@ -178,7 +178,7 @@ def calibrate(path: Path, console: Console, *, keep: bool) -> None:
 
 
 def merge_calibrations(paths: Sequence[Path]) -> None:
-    """One table of all, where the simulator looks for it."""
+    """Merge all tables to one, where the simulator looks for it."""
     settings = parse_settings(composed_values(list(SIMULATED)))
     cached = table_path(settings, planned_model(settings.model).spec)
     CalibrationTable.merged([CalibrationTable.read(path) for path in paths]).write(cached)

@@ -1,4 +1,4 @@
-"""What a validation finds: errors by figure and by kind of op, and whether the aims are met. Torch-free."""
+"""Report what a validation finds: errors by figure and by kind of op, and whether the aims are met. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ Row = Mapping[str, Any]
 
 
 def figures(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """What is compared: throughput, and over the steady passes the time of one, each lane's busy time in it, and by
-    kind of op the seconds and the number of ops."""
+    """Return the figures that are compared.
+
+    These are throughput, and over the steady passes the time of one, each lane's busy time in it, and by kind of op the
+    seconds and the number of ops.
+    """
     passes = max(summary["num_passes"] - 2, 1) if summary["num_passes"] >= 4 else summary["num_passes"]
     pass_s = summary["window_s"] / passes
     busy = {f"{lane}_busy_s": summary["utilization"].get(lane, 0.0) * pass_s for lane in LANES}
@@ -34,7 +37,7 @@ def figures(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compared(name: str, runs: Sequence[Row], imagined: Row) -> dict[str, Any]:
-    """Medians of the emulated runs beside the simulated one; errors are (simulated - emulated) / emulated."""
+    """Compare medians of the emulated runs with the simulated run; errors are (simulated - emulated) / emulated."""
     seen = {key: median(run[key] for run in runs) for key in FIGURES}
     errors = {
         key: imagined[key] / seen[key] - 1
@@ -60,13 +63,13 @@ def compared(name: str, runs: Sequence[Row], imagined: Row) -> dict[str, Any]:
 
 
 def same_passes(row: Row) -> bool:
-    """Whether emulated and simulated runs were the same schedule, as far as passes and preemptions tell."""
+    """Tell whether emulated and simulated runs were the same schedule, as far as passes and preemptions tell."""
     return all(row[key][0] == [row[key][1]] for key in ("passes", "preemptions"))
 
 
 def aggregates(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Of the absolute errors, by figure: mean, median, 90th percentile, worst, and how many settings had it; `bias` is
-    the mean of the errors with their signs."""
+    """Return mean, median, 90th percentile and worst of the absolute errors, by figure, and how many settings had the
+    figure. `bias` is the mean of the errors with their signs."""
     found = {}
     for key in sorted({key for row in rows for key in row["errors"]}):
         errors = [row["errors"][key] for row in rows if key in row["errors"]]
@@ -83,8 +86,8 @@ def aggregates(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
 
 
 def by_kind(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Every kind of op over all settings: emulated seconds, mean seconds of an op emulated and simulated. The one that
-    takes longest first."""
+    """List every kind of op over all settings: emulated seconds, mean seconds of an op emulated and simulated. The kind
+    that takes longest comes first."""
     sums: dict[str, np.ndarray] = {}
     for row in rows:
         for kind, values in row["kinds"].items():
@@ -103,7 +106,7 @@ def by_kind(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def verdict(rows: Sequence[Row]) -> tuple[bool, str]:
-    """Whether the aims are met, and a line that says so."""
+    """Tell whether the aims are met, with a line that says so."""
     found = aggregates(rows)["throughput_tok_s"]
     names = {"mean": "mean error of throughput", "p90": "90th percentile"}
     parts = [f"{names[key]} {found[key]:.1%} (aim: at most {aim:.0%})" for key, aim in AIMS.items()]
@@ -112,8 +115,8 @@ def verdict(rows: Sequence[Row]) -> tuple[bool, str]:
 
 
 def markdown(rows: Sequence[Row], made: str) -> str:
-    """The report: the aims, aggregates, kinds of ops, then every setting, the worst first. `made` tells when, where and
-    how."""
+    """Write the report: the aims, aggregates, kinds of ops, then every setting, the worst first. `made` tells when,
+    where and how."""
     num_runs = min(row["num_runs"] for row in rows)
     others = sum(not same_passes(row) for row in rows)
     what = f"Medians of {num_runs} emulated runs" if num_runs > 1 else "Single emulated runs, no medians"
@@ -162,5 +165,5 @@ def _passes(row: Row) -> str:
 
 
 def _middle(pairs: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Medians of busy seconds and of numbers of ops."""
+    """Return the medians of busy seconds and of numbers of ops."""
     return median(busy_s for busy_s, _ in pairs), median(num_ops for _, num_ops in pairs)

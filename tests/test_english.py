@@ -17,19 +17,9 @@ FOLDERS = ("harness", "strategies", "kernels", "benchmarks", "paper_figures", "t
 PENDING: tuple[str, ...] = (
     "harness/calibration",
     "harness/engine",
-    "harness/experiment.py",
     "harness/memory",
     "harness/model",
-    "harness/plan.py",
-    "harness/plan_tables.py",
-    "harness/planning.py",
-    "harness/report.py",
     "harness/routing",
-    "harness/settings.py",
-    "harness/validate.py",
-    "harness/validation_report.py",
-    "harness/verify/oracle.py",
-    "harness/verify/reference.py",
     "strategies",
 )
 

@@ -36,7 +36,7 @@ MODES = {"float32": "float32, Hugging Face generate", "bfloat16": "bfloat16, tea
 
 @dataclass
 class _Findings:
-    """What the check of one sequence has found."""
+    """The findings of the check of one sequence."""
 
     mismatches: list[str] = field(default_factory=list)
     excused: bool = False  # it diverges, and choices within rounding explain that
@@ -70,7 +70,7 @@ def verify(checkpoint: Checkpoint, sequences: Sequence[GeneratedSequence], *, eo
 
 
 def _worst(*gaps: float) -> float:
-    """The largest, zero without any; NaN where one of them is, which `max` would hide."""
+    """Return the largest gap, zero without any; NaN where one of them is NaN, which `max` would hide."""
     return float(np.max([0.0, *gaps]))
 
 
@@ -114,12 +114,12 @@ def _check_float32(reference: Reference, sequence: GeneratedSequence) -> _Findin
 
 
 def _check_bfloat16(reference: Reference, sequence: GeneratedSequence) -> _Findings:
-    """Here the tolerance is the test itself, not an exception to it."""
+    """Check a bfloat16 sequence: here the tolerance is the test itself, not an exception to it."""
     return _check_lives(reference, sequence, TOLERANCES["bfloat16"])
 
 
 def _cut_after(sequence: GeneratedSequence, index: int) -> GeneratedSequence:
-    """The sequence as it was when it had generated token `index`."""
+    """Return the sequence as it was when it had generated token `index`."""
     return GeneratedSequence(
         request_id=sequence.request_id,
         prompt_ids=sequence.prompt_ids,
@@ -129,7 +129,8 @@ def _cut_after(sequence: GeneratedSequence, index: int) -> GeneratedSequence:
 
 
 def _check_lives(reference: Reference, sequence: GeneratedSequence, tolerance: Tolerance) -> _Findings:
-    """Teacher-forced: the tokens of each life of the KV cache, in the context and with the routing of that life."""
+    """Check, teacher-forced, the tokens of each life of the KV cache, in the context and with the routing of that
+    life."""
     found, num_prompt = _Findings(), len(sequence.prompt_ids)
     all_ids = [*sequence.prompt_ids, *sequence.generated_ids]
     for segment, first, end in sequence.lives():
@@ -147,7 +148,7 @@ def _check_lives(reference: Reference, sequence: GeneratedSequence, tolerance: T
 def _recorded_routing(
     reference: Reference, sequence: GeneratedSequence, segment: Segment, num_positions: int
 ) -> Tensor:
-    """int64 [positions, layers with a router, k]."""
+    """Return the recorded routing, int64 [positions, layers with a router, k]."""
     spec, shape = reference.spec, segment.routing.shape
     if len(shape) != 3 or shape[0] < num_positions or shape[1:] != (spec.num_moe_layers, spec.experts_per_token):
         needed = f"[>= {num_positions}, {spec.num_moe_layers}, {spec.experts_per_token}]"
@@ -156,7 +157,8 @@ def _recorded_routing(
 
 
 def _impossible_choice(reference: Reference, routing: Tensor) -> str:
-    """Expert ids outside the model, or one expert twice for a token: text of the first, else empty."""
+    """Describe the first expert id outside the model, or the first expert that a token has twice; empty if there is
+    none."""
     ordered = routing.sort(dim=-1).values
     wrong = (ordered[..., 0] < 0) | (ordered[..., -1] >= reference.spec.num_experts)
     wrong |= (ordered[..., 1:] == ordered[..., :-1]).any(dim=-1)
@@ -174,7 +176,7 @@ def _compare_routing(
     tolerance: Tolerance,
     found: _Findings,
 ) -> None:
-    """chosen [layers with a router, positions, k] against what the reference's routers chose by."""
+    """Compare chosen [layers with a router, positions, k] with what the reference's routers chose by."""
     best = routers.choice.topk(chosen.shape[-1], dim=-1)
     unit = routers.measure.gather(-1, best.indices[..., -1:])[..., 0]  # [layers, positions]
     shortfall = best.values[..., -1] - routers.choice.gather(-1, chosen).amin(dim=-1)
@@ -193,7 +195,8 @@ def _compare_routing(
 def _compare_tokens(
     sequence: GeneratedSequence, first: int, logits: Tensor, tolerance: Tolerance, found: _Findings
 ) -> None:
-    """logits [tokens of this life, vocab]: the i-th row is what the reference says generated token first + i is."""
+    """Compare tokens with logits [tokens of this life, vocab]: the i-th row is what the reference says generated token
+    first + i is."""
     ids = torch.tensor(list(sequence.generated_ids)[first : first + logits.shape[0]])
     best = logits.topk(2, dim=-1)
     std = logits.std(dim=-1)

@@ -31,7 +31,7 @@ class NotFiniteError(ArithmeticError):
 
 
 class RouterScores(NamedTuple):
-    """What the reference's routers went by, float32, by layer with a router and by position."""
+    """The scores that the reference's routers went by, float32, by layer with a router and by position."""
 
     choice: Tensor  # [layers, positions, experts], by whose order a router chooses
     measure: Tensor  # [layers, positions, experts], by whose size rounding is judged: the scores without a bias
@@ -49,7 +49,7 @@ _loaded: dict[tuple[Any, ...], Reference] = {}  # the last one
 
 
 def reference_for(checkpoint: Checkpoint) -> Reference:
-    """The reference of a checkpoint; the last one stays loaded."""
+    """Return the reference of a checkpoint; the last one stays loaded."""
     key = (checkpoint.folder.resolve(), checkpoint.version(), checkpoint.spec.dtype)
     if key not in _loaded:
         _loaded.clear()  # before the next one takes its memory
@@ -80,7 +80,7 @@ class Reference:
         return route
 
     def generate(self, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """Greedy `generate`: the first `num_tokens` tokens, an end token among them or not."""
+        """Generate greedily: the first `num_tokens` tokens, an end token among them or not."""
         known = self._generations.get(prompt_ids)
         if known is None or len(known) < num_tokens:
             known = self._generate(prompt_ids, num_tokens)
@@ -102,8 +102,8 @@ class Reference:
 
     @torch.inference_mode()
     def replay(self, token_ids: Sequence[int], routing: Tensor, first_logit: int) -> Replay:
-        """Teacher-forced over `token_ids`, with the expert ids `routing` int64 [positions, layers with a router, k] in
-        place of the model's own choice. Logits are those at positions `first_logit` and later."""
+        """Replay `token_ids`, teacher-forced, with the expert ids `routing` int64 [positions, layers with a router, k]
+        in place of the model's own choice. Logits are those at positions `first_logit` and later."""
         self._choose_attention(len(token_ids))
         self._choices = [_RecordedChoice(self.spec, ids) for ids in routing.unbind(1)]
         try:
@@ -156,7 +156,7 @@ class _RecordedChoice(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(-1, ids), ids))
 
     def _groups(self, scores: Tensor) -> Tensor:
-        """The groups [positions, chosen] of the recorded experts, and the best others where these are fewer."""
+        """Return the groups [positions, chosen] of the recorded experts, and the best others where these are fewer."""
         router = self._spec.router
         groups = self._expert_ids // (self._spec.num_experts // router.num_groups)
         last = scores.topk(router.groups_per_token).values[..., -1]
@@ -171,10 +171,8 @@ def _require_finite(model: nn.Module, args: tuple[Any, ...], output: Any) -> Non
 
 
 def reference_config(checkpoint: Checkpoint) -> Any:
-    """transformers' configuration of the entries of config.json that the run goes by; its defaults are its own.
-
-    Raises `ConfigError` where transformers refuses one: told before a run, not at its end.
-    """
+    """Return transformers' configuration of the entries of config.json that the run goes by; its defaults are its own.
+    Raises `ConfigError` where transformers refuses one: told before a run, not at its end."""
     from transformers import AutoConfig
 
     try:
