@@ -234,6 +234,9 @@ class WeightStream:
 
     Without `experts` the stream has every layer's other parts only, for strategies that move single experts. As one of
     `num_shares` the stream of GPU `rank` brings its share of each part only: see `AllGather`.
+
+    Parts that are `resident` when the stream is made have no slot. They are requested and released as all others are,
+    and nothing is transferred.
     """
 
     def __init__(
@@ -247,6 +250,7 @@ class WeightStream:
         rank: int = 0,
         num_shares: int = 1,
         experts: bool = True,
+        resident: Resident | None = None,
     ) -> None:
         assert depth >= 1, "a stream needs a slot"
         self._rank, self._num_shares = rank, num_shares
@@ -258,7 +262,11 @@ class WeightStream:
         self.depth = depth
         self.packet_bytes = packet_bytes
         self._places = Places[tuple[int, str]](machine, device_tier(rank), rank=rank)  # of (index, part name)
-        sizes_bytes = slot_sizes([part.layout for part in parts.values()] for parts in self._layers)
+        self._resident = resident
+        sizes_bytes = slot_sizes(
+            [part.layout for name, part in parts.items() if not self.is_resident(layer, name)]
+            for layer, parts in enumerate(self._layers)
+        )
         self._slots = [self._places.reserve(f"{name} {slot}", sizes_bytes) for slot in range(depth)]
 
     def layer(self, index: int) -> int:
@@ -268,12 +276,17 @@ class WeightStream:
         """Parts of the layer at `index`, in transfer order."""
         return self._part_names[self.layer(index)]
 
+    def is_resident(self, index: int, part_name: str) -> bool:
+        return self._resident is not None and (self.layer(index), part_name) in self._resident
+
     def request_layer(self, index: int) -> list[Ticket]:
         """All its parts, in transfer order."""
         return [self.request(index, name) for name in self.part_names(index)]
 
     def request(self, index: int, part_name: str, *, urgent: bool = False, after: Iterable[Ticket] = ()) -> Ticket:
-        """Submit the transfer of one part."""
+        """Submit the transfer of one part. Of one that is resident, return that which brought it."""
+        if self._resident is not None and self.is_resident(index, part_name):
+            return self._resident.ticket(self.layer(index), part_name)
         key = (index, part_name)
         target = self._places.take(key, self._slots[index % self.depth][part_name])
         op = self._copy(target, part_name, self.layer(index))
@@ -294,12 +307,15 @@ class WeightStream:
 
     def part(self, index: int, part_name: str) -> PlacedPart:
         """The requested part in its device slot; ops that read its keys run after its transfer."""
+        if self._resident is not None and self.is_resident(index, part_name):
+            return self._resident.part(self.layer(index), part_name)
         target = self._places[self._requested(index, part_name)]
         return PlacedPart(self._layers[self.layer(index)][part_name].layout, target, (target,))
 
     def release(self, index: int, part_name: str) -> None:
         """The last reader of this part has been submitted; its place may be requested again."""
-        self._places.leave(self._requested(index, part_name))
+        if not self.is_resident(index, part_name):
+            self._places.leave(self._requested(index, part_name))
 
     def _requested(self, index: int, part_name: str) -> tuple[int, str]:
         assert (index, part_name) in self._places, f"{part_name} of {index} is not in the stream"

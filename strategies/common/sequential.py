@@ -29,7 +29,13 @@ class SequentialPipeline:
         num_shares = num_gpus if self._is_split else 1
         self._streams = [
             WeightStream(
-                each.machine, each.store, depth=depth, packet_bytes=packet_bytes, rank=each.rank, num_shares=num_shares
+                each.machine,
+                each.store,
+                depth=depth,
+                packet_bytes=packet_bytes,
+                rank=each.rank,
+                num_shares=num_shares,
+                resident=each.resident,
             )
             for each in engine.ranks
         ]
@@ -87,7 +93,7 @@ class SequentialPipeline:
         if not self._prefetch:
             self._emit.load(self._streams, index, name)
         parts = [stream.part(index, name) for stream in self._streams]
-        if self._is_split:
+        if self._is_split and not self._streams[0].is_resident(index, name):
             self._emit.gather(parts, index % self._engine.spec.num_layers)
         return parts
 

@@ -33,7 +33,11 @@ class VSLPipe:
         self._emit = Emitter(engine)
         self._on_gpu = config.attention == "gpu"
         self._stream = WeightStream(
-            machine, engine.store, depth=_LAYERS_BUFFERED, packet_bytes=int(config.packet_mb * 1e6)
+            machine,
+            engine.store,
+            depth=_LAYERS_BUFFERED,
+            packet_bytes=int(config.packet_mb * 1e6),
+            resident=engine.resident,
         )
         self._acts = [
             Activations(machine, spec, max_tokens=max_tokens, name=name, device_blocks=engine.kv.num_device_blocks)

@@ -52,6 +52,34 @@ def test_it_gives_the_reference_tokens(tiny, example, make, num_slots):
     assert (slots.hits, slots.misses) == lru_hits_and_misses(accesses, num_slots)
 
 
+@pytest.mark.parametrize("make", [lambda: shuffled(2), emulated], ids=["shuffled", "emulated"])
+def test_resident_dense_parts_are_not_transferred(tiny, example, make):
+    """Of layers behind those that the stream prefetches when the run ends, so that their transfers are all used."""
+    kept = [(2, "attention_in"), (3, "attention_in"), (3, "attention_out")]
+    brought, kept_bytes = {}, 0
+    for keys in ([], kept):
+        work, held = requests(4, vocab_size=tiny.spec.vocab_size), {}
+
+        def build(engine, keys=keys, held=held):
+            engine.resident.keep("dense weights", keys)
+            held |= engine.machine.tiers["device"].holders()
+            return example.build(example.Config(packet_mb=0.004, expert_slots=3), engine)
+
+        engine, submitted = engine_on(make(), tiny, work, kv_blocks=40, values={"package": NAME}), []
+        submit = engine.machine.submit
+        engine.machine.submit = lambda lane, op, submit=submit, to=submitted, **how: (
+            to.append(op) or submit(lane, op, **how)
+        )
+        passes = run_to_end(engine, build)
+        report = check_tokens(tiny, engine.sequences)
+        assert report.ok and report.checked == len(work), report.first_mismatch
+        moved = (op.work().link_bytes for op in submitted if op.kind == "weights" and op.layer in (2, 3))
+        brought[len(keys)] = sum(moved)
+        kept_bytes = sum(engine.store.layers[layer][name].layout.nbytes for layer, name in keys)
+        assert held.get("dense weights", 0) == kept_bytes
+    assert brought[0] - brought[len(kept)] == len(passes) * kept_bytes > 0
+
+
 def lru_hits_and_misses(accesses: list[tuple[int, int]], num_slots: int) -> tuple[int, int]:
     """What the textbook's cache has, written down a second time."""
     cache: OrderedDict[tuple[int, int], None] = OrderedDict()

@@ -11,7 +11,7 @@ from harness.machine.emulated import EmulatedMachine
 from harness.machine.shuffled import ShuffledMachine
 from harness.memory.ops import AllGather, CopyShare, share_of
 from harness.memory.tiers import device_tier
-from harness.memory.weights import WeightStore, WeightStream
+from harness.memory.weights import Resident, WeightStore, WeightStream, slot_sizes
 from tests.unit.machine.ops import Gated, Quick
 from tests.unit.memory.parts import NUM_LAYERS, PARTS, FakeSource, ReadBytes, content, machine, read_bytes
 
@@ -29,11 +29,22 @@ def stream_on(device, depth: int, packet_bytes: int = 100) -> WeightStream:
     packet_bytes=st.sampled_from((64, 100, 10_000)),
     poison=st.booleans(),
     num_readers=st.lists(st.integers(0, 2), min_size=1, max_size=2 * NUM_LAYERS + 2),
+    kept=st.sets(st.tuples(st.integers(0, NUM_LAYERS - 1), st.sampled_from(NAMES))),
 )
-def test_readers_see_their_own_layer(seed, depth, packet_bytes, poison, num_readers):
-    """Prefetched `depth` deep and handed on part by part; some parts are never read, some twice."""
+def test_readers_see_their_own_layer(seed, depth, packet_bytes, poison, num_readers, kept):
+    """Prefetched `depth` deep and handed on part by part; some parts are never read, some twice, some resident."""
     device = machine(seed, poison=poison)
-    stream = stream_on(device, depth, packet_bytes)
+    store = WeightStore(device, FakeSource())
+    resident = Resident(device, store)
+    resident.keep("kept weights", kept)
+    held = device.tiers["device"].holders()
+    assert held.get("kept weights", 0) == sum(store.layers[layer][name].layout.nbytes for layer, name in kept)
+    stream = WeightStream(device, store, depth=depth, packet_bytes=packet_bytes, resident=resident)
+    streamed = [[p.layout for n, p in store.layers[i].items() if (i, n) not in kept] for i in range(NUM_LAYERS)]
+    held = device.tiers["device"].holders()
+    assert held["weight buffer 0"] == sum(slot_sizes(streamed).values()), "slots have room for the others alone"
+    submitted, submit = [], device.submit
+    device.submit = lambda lane, op, **options: submitted.append(op) or submit(lane, op, **options)
     for index in range(min(depth, len(num_readers))):
         for name in NAMES:
             stream.request(index, name)
@@ -49,6 +60,12 @@ def test_readers_see_their_own_layer(seed, depth, packet_bytes, poison, num_read
     for index, name, ticket in reads:
         assert device.wait(ticket) == [content(index % NUM_LAYERS, name)], (index, name)
     device.drain()
+    indices = range(max(len(num_readers), 1))
+    wanted = [
+        store.layers[i % NUM_LAYERS][n].layout.nbytes for i in indices for n in NAMES if (i % NUM_LAYERS, n) not in kept
+    ]
+    brought = sum(op.work().link_bytes for op in submitted if op.kind == "weights")
+    assert brought == sum(wanted), "each part once, and none that is resident"
 
 
 def test_a_place_is_requested_only_after_its_release():
