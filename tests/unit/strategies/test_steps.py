@@ -10,7 +10,7 @@ from strategies.common.steps import Steps
 
 
 def steps_of(num_layers: int, num_micro_batches: int) -> Steps:
-    return Steps(None, None, [(None, None, None)] * num_micro_batches, first_index=0, layers=range(num_layers))  # type: ignore[arg-type]
+    return Steps(None, None, [(None, None)] * num_micro_batches, first_index=0, layers=range(num_layers))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 5])
