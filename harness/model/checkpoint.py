@@ -100,7 +100,12 @@ class Checkpoint:
 
     def _validate_tensor(self, tensor: TensorLayout) -> None:
         """Stacked checkpoint tensors must agree in all dimensions but the first, which add up."""
-        shapes = [self._shards.header(name).shape for name in tensor.checkpoint_names]
+        shapes = []
+        for name, piece in tensor.pieces:
+            stored = self._shards.header(name).shape
+            if (shape := piece.shape_of(stored)) is None:
+                raise checkpoint_error(name, f"shape must reach {piece.index} by config.json, got {stored}")
+            shapes.append(shape)
         rest = tensor.shape[1:]
         for name, shape in zip(tensor.checkpoint_names, shapes, strict=True):
             expected = f"{tensor.shape}" if len(shapes) == 1 else f"a share of {tensor.shape} along the first dimension"
@@ -125,7 +130,7 @@ class Checkpoint:
         assert out.dtype == torch.uint8 and out.shape == (part.nbytes,), f"{part.name} of layer {layer}: {out.shape}"
         views = part_views(part, out)
         for tensor in part.tensors:
-            pieces = [self._shards.tensor(name) for name in tensor.checkpoint_names]
+            pieces = [piece.of(self._shards.tensor(name)) for name, piece in tensor.pieces]
             num_rows = sum(piece.shape[0] for piece in pieces)
             in_proportion = [piece.shape[0] * tensor.shape[0] // num_rows for piece in pieces]
             slots = views[tensor.name].split(list(tensor.rows) or in_proportion)
@@ -170,9 +175,10 @@ class Checkpoint:
 
 def part_views(part: PartLayout, region: torch.Tensor) -> dict[str, torch.Tensor]:
     """Typed views, by local tensor name, of a uint8 region [>= part.nbytes] that holds the part."""
-    dtype = getattr(torch, part.dtype)
     return {
-        tensor.name: region[tensor.offset_bytes : tensor.offset_bytes + tensor.nbytes].view(dtype).view(tensor.shape)
+        tensor.name: region[tensor.offset_bytes : tensor.offset_bytes + tensor.nbytes]
+        .view(getattr(torch, tensor.dtype))
+        .view(tensor.shape)
         for tensor in part.tensors
     }
 

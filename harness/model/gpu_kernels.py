@@ -16,8 +16,7 @@ def warm_up(spec: ModelSpec, device: torch.device, kv_block_size: int | None = N
         return
     family = families.family(spec.family)
     part = next(part for part in family.layer_parts(spec, spec.moe_layers[-1]) if part.expert is not None)
-    kind = getattr(torch, part.dtype)
-    views = {t.name: torch.empty(t.shape, dtype=kind, device="meta") for t in part.tensors}
+    views = {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype), device="meta") for t in part.tensors}
     gpu.warm_up(
         gpu.Shapes(
             experts=family.expert_matrices(spec, views).shape,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from harness.model.spec import DTYPE_BYTES
 
@@ -17,49 +18,128 @@ ALIGNMENT_BYTES = 64  # one cache line; also what AVX-512 loads and non-temporal
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """The units from `start` to `stop` of a dimension that has `of` equal ones: neighbours, or where it is interleaved
+    one entry of each `of`. Told in units, it stays the same where several GPUs divide a model's dimensions."""
+
+    start: int
+    stop: int
+    of: int
+    interleaved: bool = False
+
+    def entries(self, size: int) -> range | None:
+        """Return which entries of a dimension these are; None where it has no such units."""
+        if size % self.of or not 0 <= self.start < self.stop <= self.of:
+            return None
+        if self.interleaved:
+            return range(self.start, size, self.of)
+        return range(self.start * size // self.of, self.stop * size // self.of)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """A part of a checkpoint tensor: of each leading dimension one entry, which drops it, or a share; the last two are
+    swapped where it is `transposed`."""
+
+    index: tuple[int | Share, ...] = ()
+    transposed: bool = False
+
+    def of(self, tensor: Any) -> Any:
+        """Return a view of a torch tensor: of a mapped file nothing else is read."""
+        at: list[int | slice] = []
+        for entry, size in zip(self.index, tensor.shape, strict=False):
+            found = entry if isinstance(entry, int) else entry.entries(size)
+            assert found is not None, "checked by `shape_of`"
+            at.append(found if isinstance(found, int) else slice(found.start, found.stop, found.step))
+        view = tensor[tuple(at)]
+        return view.transpose(-1, -2) if self.transposed else view
+
+    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the shape that `of` gives for a tensor of this shape; None where the tensor has no such part."""
+        if len(self.index) > len(shape):
+            return None
+        found: list[int] = []
+        for entry, size in zip(self.index, shape, strict=False):
+            if isinstance(entry, int):
+                if not 0 <= entry < size:
+                    return None
+            elif (entries := entry.entries(size)) is None:
+                return None
+            else:
+                found.append(len(entries))
+        found += shape[len(self.index) :]
+        if self.transposed:
+            found[-2:] = reversed(found[-2:])
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
 class TensorSource:
     """One tensor as a family asks for it: local name, shape, and the checkpoint tensors that dim 0 stacks.
 
     `rows` says how many rows each of these has here; empty where they share dim 0 as they do in the checkpoint.
+    `slices` says which part of each is meant, empty: all of it. `dtype` is the tensor's own, None: that of its part.
     """
 
     name: str
     shape: tuple[int, ...]
     checkpoint_names: tuple[str, ...]
     rows: tuple[int, ...] = ()
+    slices: tuple[TensorSlice, ...] = ()
+    dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
+    """One tensor in its part: `nbytes` of `dtype` from `offset_bytes` on; the others as in `TensorSource`."""
+
     name: str
     shape: tuple[int, ...]
     checkpoint_names: tuple[str, ...]
     offset_bytes: int
     nbytes: int
+    dtype: str
     rows: tuple[int, ...] = ()
+    slices: tuple[TensorSlice, ...] = ()
+
+    @property
+    def pieces(self) -> tuple[tuple[str, TensorSlice], ...]:
+        """The checkpoint tensors that dim 0 stacks, each with what is taken of it."""
+        return tuple(
+            zip(self.checkpoint_names, self.slices or [TensorSlice()] * len(self.checkpoint_names), strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class PartLayout:
-    """Tensors at fixed offsets in one contiguous, aligned region of `nbytes`; all of one `dtype`.
+    """Tensors at fixed offsets in one contiguous, aligned region of `nbytes`.
 
     `expert` is the number of the routed expert whose weights these are; None for parts that every token uses.
     """
 
     name: str
-    dtype: str
     tensors: tuple[TensorLayout, ...]
     nbytes: int
     expert: int | None = None
 
 
 def lay_out(name: str, dtype: str, sources: Iterable[TensorSource], *, expert: int | None = None) -> PartLayout:
-    """Place the sources one after another, each aligned."""
+    """Place the sources one after another, each aligned, in `dtype` but for those that have one of their own."""
     tensors, offset_bytes = [], 0
     for source in sources:
-        nbytes = prod(source.shape) * DTYPE_BYTES[dtype]
+        own = source.dtype or dtype
+        nbytes = prod(source.shape) * DTYPE_BYTES[own]
         tensors.append(
-            TensorLayout(source.name, source.shape, source.checkpoint_names, offset_bytes, nbytes, source.rows)
+            TensorLayout(
+                source.name,
+                source.shape,
+                source.checkpoint_names,
+                offset_bytes,
+                nbytes,
+                own,
+                source.rows,
+                source.slices,
+            )
         )
         offset_bytes += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return PartLayout(name, dtype, tuple(tensors), offset_bytes, expert)
+    return PartLayout(name, tuple(tensors), offset_bytes, expert)

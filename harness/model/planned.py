@@ -34,9 +34,9 @@ class PlannedLayout:
         front_bytes = attention.nbytes - out_bytes + norms - norms // 2
         experts = range(0 if spec.is_dense(layer) else spec.num_experts)
         return (
-            PartLayout("attention_in", spec.dtype, (), front_bytes),
-            PartLayout("attention_out", spec.dtype, (), behind_bytes),
-            *(PartLayout(f"expert.{e}", spec.dtype, (), parts[model_parts.EXPERT].nbytes, e) for e in experts),
+            PartLayout("attention_in", (), front_bytes),
+            PartLayout("attention_out", (), behind_bytes),
+            *(PartLayout(f"expert.{e}", (), parts[model_parts.EXPERT].nbytes, e) for e in experts),
         )
 
     @staticmethod
@@ -45,13 +45,13 @@ class PlannedLayout:
 
     @staticmethod
     def embedding_part(spec: ModelSpec) -> PartLayout:
-        return PartLayout("embedding", spec.dtype, (), spec.parts[model_parts.EMBEDDING].nbytes)
+        return PartLayout("embedding", (), spec.parts[model_parts.EMBEDDING].nbytes)
 
     @staticmethod
     def head_part(spec: ModelSpec) -> PartLayout:
         """A tied head lies with the embedding."""
         head = spec.parts[model_parts.HEAD]
-        return PartLayout("head", spec.dtype, (), head.nbytes * head.count + spec.parts[model_parts.FINAL_NORM].nbytes)
+        return PartLayout("head", (), head.nbytes * head.count + spec.parts[model_parts.FINAL_NORM].nbytes)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def weight_views(ctx, part):
     parts = (*family.layer_parts(spec, 0), family.embedding_part(spec), family.head_part(spec))
     layout = next(each for each in parts if each.name == part.layout.name)
     with _disable_current_modes():
-        return {t.name: torch.empty(t.shape, dtype=TORCH_DTYPES[layout.dtype], device=DEVICE) for t in layout.tensors}
+        return {t.name: torch.empty(t.shape, dtype=TORCH_DTYPES[t.dtype], device=DEVICE) for t in layout.tensors}
 
 
 def submitted(monkeypatch: pytest.MonkeyPatch, name: str, num_requests: int) -> list:

@@ -20,7 +20,7 @@ from harness.model.dimensions import Router
 from harness.model.families import MoeInput
 from harness.model.families.mixtral import Mixtral
 from harness.model.functional import swiglu
-from harness.model.layout import PartLayout, TensorSource, lay_out
+from harness.model.layout import PartLayout, Share, TensorSlice, TensorSource, lay_out
 from harness.model.spec import ModelSpec
 
 WINDOW = 5
@@ -44,11 +44,13 @@ class Toy(Mixtral):
 
     def router_sources(self, spec: ModelSpec, prefix: str) -> tuple[TensorSource, ...]:
         module, width, hidden = f"{prefix}shared.", spec.shared_expert_dim, spec.hidden_dim
+        gate, up = (TensorSlice((Share(0, 1, 1), Share(i, i + 1, 2, interleaved=True)), True) for i in (0, 1))
+        fused = TensorSource("shared_gate_up", (2 * width, hidden), (module + "gate_up",) * 2, (width, width))
         return (
             *super().router_sources(spec, prefix),
-            TensorSource("correction_bias", (spec.num_experts,), (prefix + "correction_bias",)),
-            TensorSource("shared_gate_up", (2 * width, hidden), (module + "gate", module + "up"), (width, width)),
-            TensorSource("shared_down", (hidden, width), (module + "down",)),
+            TensorSource("correction_bias", (spec.num_experts,), (prefix + "correction_bias",), dtype="float32"),
+            replace(fused, slices=(gate, up)),
+            TensorSource("shared_down", (hidden, width), (module + "down",), slices=(TensorSlice((1,)),)),
         )
 
     def after_attention(
@@ -76,9 +78,8 @@ def make_toy(tiny: Checkpoint, folder: Path, patch: pytest.MonkeyPatch) -> Check
         prefix = f"model.layers.{layer}."
         tensors[prefix + "self_attn.sinks"] = rand(spec.num_heads, std=1.0)
         tensors[prefix + "correction_bias"] = rand(spec.num_experts, std=0.3)
-        for name in ("gate", "up"):
-            tensors[f"{prefix}shared.{name}"] = rand(SHARED_DIM, spec.hidden_dim, std=0.15)
-        tensors[prefix + "shared.down"] = rand(spec.hidden_dim, SHARED_DIM, std=0.15)
+        tensors[prefix + "shared.gate_up"] = rand(spec.hidden_dim, 2 * SHARED_DIM, std=0.15)  # of either every second
+        tensors[prefix + "shared.down"] = rand(3, spec.hidden_dim, SHARED_DIM, std=0.15)  # the second of three
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return Checkpoint(folder)
 
@@ -135,16 +136,16 @@ class PlainToy:
         open_pairs = range(4) if "groups" in without else sorted(range(4), key=lambda pair: -of_pairs[pair])[:2]
         experts = sorted((e for e in range(8) if e // 2 in open_pairs), key=lambda e: -float(choice[e]))[:2]
         total = scores[experts].sum()
-        out = (
-            0.0
-            if "shared expert" in without
-            else self._mlp(x, *(f"{prefix}shared.{n}" for n in ("gate", "up", "down")))
-        )
+        fused, down = self.w[prefix + "shared.gate_up"].T, self.w[prefix + "shared.down"][1]
+        shared = self._mlp(x, fused[::2], fused[1::2], down)
+        out = torch.zeros_like(x) if "shared expert" in without else shared
         for expert in experts:
-            names = (f"{prefix}block_sparse_moe.experts.{expert}.{name}.weight" for name in ("w1", "w3", "w2"))
-            out = out + self._mlp(x, *names) * scores[expert] / total * (1.0 if "scale" in without else 1.5)
+            weights = (
+                self.w[f"{prefix}block_sparse_moe.experts.{expert}.{name}.weight"] for name in ("w1", "w3", "w2")
+            )
+            out = out + self._mlp(x, *weights) * scores[expert] / total * (1.0 if "scale" in without else 1.5)
         return out
 
-    def _mlp(self, x: Tensor, gate: str, up: str, down: str) -> Tensor:
-        gated = self.w[gate] @ x
-        return self.w[down] @ (gated / (1 + (-gated).exp()) * (self.w[up] @ x))
+    def _mlp(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        gated = gate @ x
+        return down @ (gated / (1 + (-gated).exp()) * (up @ x))

@@ -40,9 +40,10 @@ def matrices(ctx: Context, family: Any, spec: ModelSpec, part: PlacedPart) -> tu
 
 def _weight_views(ctx: Context, part: PlacedPart) -> dict[str, Any]:
     raw = ctx.tensor(part.buffer, (part.layout.nbytes,), "uint8")
-    kind = ctx.tensor(part.buffer, (0,), part.layout.dtype).dtype
+    kinds = {t.dtype: ctx.tensor(part.buffer, (0,), t.dtype).dtype for t in part.layout.tensors}
     return {
-        t.name: raw[t.offset_bytes : t.offset_bytes + t.nbytes].view(kind).view(t.shape) for t in part.layout.tensors
+        t.name: raw[t.offset_bytes : t.offset_bytes + t.nbytes].view(kinds[t.dtype]).view(t.shape)
+        for t in part.layout.tensors
     }
 
 

@@ -44,8 +44,8 @@ class WarmUp(Op):
         parts = {part.name: part for part in family.layer_parts(spec, spec.num_layers - 1)}
 
         def zeros(name: str) -> dict[str, Any]:
-            dtype = getattr(torch, parts[name].dtype)
-            return {t.name: torch.zeros(t.shape, dtype=dtype, device=device) for t in parts[name].tensors}
+            tensors = parts[name].tensors
+            return {t.name: torch.zeros(t.shape, dtype=getattr(torch, t.dtype), device=device) for t in tensors}
 
         token = torch.zeros(1, dtype=torch.int64, device=device)
         hidden, behind, last = family.embed(spec, embedding, token), zeros("attention_out"), spec.num_layers - 1
