@@ -26,7 +26,7 @@ from harness.memory.weights import PartSource, least_weight_bytes, stored_bytes
 from harness.model.config import RANDOM
 from harness.model.loading import LoadedModel, load_model
 from harness.model.spec import ModelSpec
-from harness.routing.build import build_routing
+from harness.routing.build import build_predictor, build_routing
 from harness.settings import LoadedStrategy, Settings, load_strategy, parse_settings, require_num_gpus
 from harness.workload.build import build_workload
 from harness.workload.request import Workload
@@ -114,7 +114,9 @@ class Session:
             if settings.hardware.calibrated and settings.hardware.num_gpus > 1:
                 several = "nothing was measured with several; use a profile with stated rates"
                 raise ConfigError("hardware.num_gpus", f"must be 1 on a calibrated profile: {several}")
-            machine.world = World(build_routing(settings.routing, spec, settings.seed), spec.num_experts)
+            routing = build_routing(settings.routing, spec, settings.seed)
+            predictor = build_predictor(settings.routing, routing, spec, settings.seed)
+            machine.world = World(routing, spec.num_experts, predictor)
             if settings.hardware.calibrated:
                 assert calibrate is not None, "nobody measures the costs of a calibrated profile"
                 calibrate(machine, settings, spec)

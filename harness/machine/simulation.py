@@ -19,33 +19,58 @@ from harness.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from harness.engine.batch import MicroBatch
-    from harness.routing.base import Routing
+    from harness.routing.base import Predictor, Routing
 
 
 _REMEMBERED = 64  # micro-batches times layers, of which a strategy has few in the making at any time
+_REMEMBERED_CHOICES = 1 << 22  # of tokens: 32 MB
 
 
 class World:
-    """The world answers as a model would: routing from a counter-based source, token 0 for every sample."""
+    """The world answers as a model would: routing from a counter-based source, token 0 for every sample.
 
-    def __init__(self, routing: Routing, num_experts: int) -> None:
+    Beforehand it says of the routing what a predictor says: nothing, without one.
+    """
+
+    def __init__(self, routing: Routing, num_experts: int, predictor: Predictor | None = None) -> None:
         self._routing = routing
         self._num_experts = num_experts
+        self._predictor = predictor
+        self._drawn: dict[tuple[MicroBatch, int], np.ndarray] = {}
         self._counts: dict[tuple[MicroBatch, int], np.ndarray] = {}
+        self._num_choices = 0  # in `_drawn`
 
     def sampled(self, batch: MicroBatch) -> np.ndarray:
         """Return token 0 for each sequence, int64 [sequences]: the simulated machine only times a run."""
         return np.zeros(len(batch.sequences), dtype=np.int64)
 
     def routing(self, batch: MicroBatch, layer: int) -> np.ndarray:
-        """Return the experts that the router chooses for each token: int64 [tokens, experts_per_token]."""
-        return self._routing.experts(batch.request_ids, batch.positions, layer)
+        """Return the experts that the router chooses for each token: int64 [tokens, experts_per_token], read-only."""
+        key = (batch, layer)
+        if (drawn := self._drawn.get(key)) is None:
+            drawn = self._routing.experts(batch.request_ids, batch.positions, layer)
+            drawn.setflags(write=False)  # all who ask get the same array
+            self._num_choices += drawn.size
+            self._drawn[key] = drawn
+            while len(self._drawn) > 1 and (len(self._drawn) > _REMEMBERED or self._num_choices > _REMEMBERED_CHOICES):
+                self._num_choices -= self._drawn.pop(next(iter(self._drawn))).size
+        return drawn
 
     def routing_weights(self, batch: MicroBatch, layer: int) -> np.ndarray:
         """Return the weights of these experts, float32 [tokens, experts_per_token]: equal ones, since no cost depends
         on them."""
         chosen = self.routing(batch, layer)
         return np.full(chosen.shape, 1 / chosen.shape[1], dtype=np.float32)
+
+    def predicted(self, batch: MicroBatch, layer: int, distance: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """Return which experts of `layer` are predicted for each token, and how likely each is.
+
+        Both [tokens, predicted], int64 and float64: what is known once layer `layer - distance` has been computed. It is
+        right as often as was stated, no more.
+        """
+        if self._predictor is None:
+            return np.empty((batch.num_tokens, 0), dtype=np.int64), np.empty((batch.num_tokens, 0))
+        return self._predictor.experts(batch.request_ids, batch.positions, layer, distance)
 
     def expert_counts(self, batch: MicroBatch, layer: int) -> np.ndarray | None:
         """Return int64 [num_experts], the tokens that choose each expert.

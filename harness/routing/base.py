@@ -37,6 +37,10 @@ class Routing(Protocol):
     def is_even(self) -> bool:
         """Every expert is equally likely for every token, whatever its neighbours chose."""
 
+    @property
+    def predictions(self) -> Predictor | None:
+        """What was recorded beside the routing, if anything was."""
+
     def experts(self, request_ids: NDArray[np.int64], positions: NDArray[np.int64], layer: int) -> NDArray[np.int64]:
         """[tokens] and [tokens] -> [tokens, experts_per_token], distinct in a row, the router's favourite first.
 
@@ -44,22 +48,20 @@ class Routing(Protocol):
         """
 
 
-class Predictions(Protocol):
-    """What a predictor said before the router did."""
-
-    @property
-    def distance(self) -> int:
-        """The prediction for layer l is there once layer l - distance has been computed."""
+class Predictor(Protocol):
+    """Which experts a token is thought to go to, said before the layer's router is asked. Like a `Routing`, a pure
+    function of the token."""
 
     @property
     def source(self) -> str:
-        """What made the predictions."""
+        """What made the predictions, for labels."""
 
-    def predicted(
-        self, request_ids: NDArray[np.int64], positions: NDArray[np.int64], layer: int
+    def experts(
+        self, request_ids: NDArray[np.int64], positions: NDArray[np.int64], layer: int, distance: int = 1
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Experts of `layer` [tokens, predicted], and the probability that each is chosen, same shape. The first
-        `distance` layers with a router have no prediction and must not be asked."""
+        """Return experts of `layer` [tokens, predicted], distinct in a row, and the probability that the router chooses
+        each, same shape. It is what is known once layer `layer - distance` has been computed; [tokens, 0] where nothing
+        is."""
 
 
 def moe_layers(model: RoutedModel) -> range:

@@ -10,7 +10,8 @@ from types import ModuleType
 from typing import Any
 
 from harness.config import ConfigError, parse
-from harness.routing.base import RoutedModel, Routing
+from harness.routing.base import Predictor, RoutedModel, Routing
+from harness.routing.predictors import StatedPredictor
 
 
 def parse_routing(values: Mapping[str, Any]) -> tuple[ModuleType, Any]:
@@ -31,6 +32,18 @@ def build_routing(values: Mapping[str, Any], model: RoutedModel, seed: int) -> R
     try:
         routing: Routing = module.build(settings, model, seed)
         return routing
+    except ConfigError as error:
+        raise error.below("routing") from None
+
+
+def build_predictor(values: Mapping[str, Any], routing: Routing, model: RoutedModel, seed: int) -> Predictor | None:
+    """Return the predictor that the `routing` group states, else what was recorded beside the routing, if anything was.
+    Raises ConfigError below "routing"."""
+    stated = parse_routing(values)[1].hit_rates
+    if stated is None:
+        return routing.predictions
+    try:
+        return StatedPredictor(routing, stated, model, seed)
     except ConfigError as error:
         raise error.below("routing") from None
 

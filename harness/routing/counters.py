@@ -26,6 +26,7 @@ class Stream(IntEnum):
     KEEP = 2
     FOLLOW = 3
     RENEWAL = 4
+    PREDICTION = 5
 
 
 def derive(keys: Keys, counters: ArrayLike) -> Keys:

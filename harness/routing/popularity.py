@@ -14,17 +14,19 @@ from harness.config import ConfigError, config, require
 from harness.routing.base import RoutedModel, moe_layers
 from harness.routing.counters import Stream, derive, stream
 from harness.routing.inclusion import rates_for
+from harness.routing.predictors import RoutingConfig
 
 SHARES_FORMAT, SHARES_VERSION = "moe-expert-shares", 1
 
 
 @config
-class PopularityConfig:
+class PopularityConfig(RoutingConfig):
     zipf_exponent: float
     distributions: str | None
     model_seed: int
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(
             0 <= self.zipf_exponent <= 10, "zipf_exponent", f"must lie between 0 and 10, got {self.zipf_exponent:g}"
         )

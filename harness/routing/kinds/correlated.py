@@ -42,6 +42,7 @@ class Config(PopularityConfig):
 
 class CorrelatedRouting:
     is_even = False
+    predictions = None
 
     def __init__(self, settings: Config, popular: Popularity, model: RoutedModel, seed: int) -> None:
         self.source = (

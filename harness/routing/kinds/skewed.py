@@ -25,6 +25,7 @@ class Config(PopularityConfig):
 
 class SkewedRouting:
     is_even = False
+    predictions = None
 
     def __init__(self, popular: Popularity, model: RoutedModel, seed: int) -> None:
         self.source = f"synthetic: {popular.source}, tokens and layers independent"

@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 from harness.config import ConfigError, config, require
 from harness.routing.base import RoutedModel, Routing, moe_layers
+from harness.routing.predictors import RoutingConfig, no_experts
 from harness.routing.trace_file import TraceFileError, TraceHeader, TraceRow, read_header, read_rows
 
 
 @config
-class Config:
+class Config(RoutingConfig):
     """`path` names a recorded trace; a routing cannot be built without."""
 
     path: str | None = None
@@ -47,22 +48,23 @@ class Recorded:
         return self.starts[which] + offsets % lengths, repeats
 
 
-class TracePredictions:
-    """The predictions of a trace."""
+class TracePredictor:
+    """The predictions of a trace. One made earlier than asked for is still known; the first layers have none."""
 
     def __init__(self, recorded: Recorded) -> None:
         assert recorded.header.predictions is not None
         self._recorded = recorded
-        self.distance = recorded.header.predictions.distance
-        self.source = recorded.header.predictions.source
+        self._distance = recorded.header.predictions.distance
+        self.source = f"recorded: {recorded.header.predictions.source}"
 
-    def predicted(
-        self, request_ids: NDArray[np.int64], positions: NDArray[np.int64], layer: int
+    def experts(
+        self, request_ids: NDArray[np.int64], positions: NDArray[np.int64], layer: int, distance: int = 1
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         recorded = self._recorded
         assert recorded.predicted is not None and recorded.confidence is not None
-        column = layer - recorded.header.first_layer - self.distance
-        assert column >= 0, f"the trace has no predictions for layer {layer}"
+        column = layer - recorded.header.first_layer - self._distance
+        if column < 0 or distance > self._distance:
+            return no_experts(len(request_ids))
         rows, _ = recorded.find(request_ids, positions)
         return recorded.predicted[rows, column].astype(np.int64), recorded.confidence[rows, column].astype(np.float64)
 
@@ -78,7 +80,7 @@ class TraceRouting:
             f"recorded: {name} ({header.source}; model {header.model}), {count} requests; "
             "requests and positions beyond them repeat it"
         )
-        self.predictions = TracePredictions(recorded) if header.predictions is not None else None
+        self.predictions = TracePredictor(recorded) if header.predictions is not None else None
         self._recorded = recorded
 
     def experts(self, request_ids: NDArray[np.int64], positions: NDArray[np.int64], layer: int) -> NDArray[np.int64]:

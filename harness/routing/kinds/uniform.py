@@ -8,16 +8,18 @@ from numpy.typing import NDArray
 from harness.config import config
 from harness.routing.base import RoutedModel, Routing
 from harness.routing.counters import Stream, stream
+from harness.routing.predictors import RoutingConfig
 from harness.routing.sampling import race
 
 
 @config
-class Config:
-    """Nothing to set."""
+class Config(RoutingConfig):
+    """Nothing else to set."""
 
 
 class UniformRouting:
     is_even = True
+    predictions = None
 
     def __init__(self, num_experts: int, experts_per_token: int, seed: int) -> None:
         self.source = "synthetic: uniform routing"

@@ -64,14 +64,16 @@ def test_predictions_belong_to_the_layer_they_are_for(tmp_path, distance):
     row = TraceRow(0, 0, random_experts(rng, MODEL, 5), predicted, confidence)
     routing = build_routing({"name": "trace", "path": str(write(tmp_path / "t.jsonl", head, row))}, MODEL, 0)
     assert isinstance(routing, TraceRouting) and routing.predictions is not None
-    assert (routing.predictions.distance, routing.predictions.source) == (distance, "a guess")
+    assert routing.predictions.source == "recorded: a guess"
     positions = np.array([4, 0, 6])
     for column, layer in enumerate(LAYERS[distance:]):
-        ids, probability = routing.predictions.predicted(np.array([0, 0, 1]), positions, layer)
-        assert ids.tolist() == predicted[positions % 5, column].tolist()
-        assert probability == pytest.approx(confidence[positions % 5, column])
-    with pytest.raises(AssertionError, match=f"no predictions for layer {distance}"):
-        routing.predictions.predicted(np.array([0]), np.array([0]), distance)
+        for ahead in range(1, distance + 1):  # what was said earlier is still known
+            ids, probability = routing.predictions.experts(np.array([0, 0, 1]), positions, layer, ahead)
+            assert ids.tolist() == predicted[positions % 5, column].tolist()
+            assert probability == pytest.approx(confidence[positions % 5, column])
+    for layer, ahead in [*((layer, 1) for layer in LAYERS[:distance]), (LAYERS[-1], distance + 1)]:
+        ids, probability = routing.predictions.experts(np.array([0, 0, 1]), positions, layer, ahead)
+        assert ids.shape == probability.shape == (3, 0)
 
 
 def test_a_trace_without_predictions_says_so(tmp_path):
