@@ -21,7 +21,8 @@ from transformers import PreTrainedTokenizerFast
 
 from harness import report
 from harness.config import ConfigError
-from harness.engine.ops import compute, host
+from harness.engine.ops import host
+from harness.engine.ops.experts import Experts
 from harness.experiment import RunFailed, run_experiment
 from harness.machine.arenas import Arenas
 from harness.model.zoo import ensure
@@ -126,14 +127,14 @@ def test_memory_that_cannot_suffice_names_the_field(tmp_path, override, field):
 
 
 def test_an_error_in_a_lane_ends_the_run_with_the_ops_name(tmp_path, monkeypatch):
-    run = compute.Experts.run
+    run = Experts.run
 
     def fail(self, ctx, packet):
         if self.layer == 2 and self.batch.decode:
             raise RuntimeError("planted")
         run(self, ctx, packet)
 
-    monkeypatch.setattr(compute.Experts, "run", fail)
+    monkeypatch.setattr(Experts, "run", fail)
     with pytest.raises(RunFailed, match="experts layer 2.*planted"):
         run_experiment(settings(tmp_path))
     left = only_run(tmp_path)
@@ -156,14 +157,14 @@ def test_full_memory_in_the_middle_is_recorded_as_oom(tmp_path, monkeypatch):
 
 def test_wrong_tokens_fail_the_run(tmp_path, monkeypatch):
     """A stale expert: layer 1's expert 0 gives what layer 1's expert 1 would."""
-    run = compute.Experts.run
+    run = Experts.run
 
     def stale(self, ctx, packet):
         if self.layer == 1 and len(self.parts) > 1:
             self.parts = (self.parts[1], *self.parts[1:])
         run(self, ctx, packet)
 
-    monkeypatch.setattr(compute.Experts, "run", stale)
+    monkeypatch.setattr(Experts, "run", stale)
     with pytest.raises(RunFailed, match="verification failed"):
         run_experiment(settings(tmp_path))
     left = only_run(tmp_path)

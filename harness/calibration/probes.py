@@ -13,7 +13,7 @@ from harness.bench.shapes import Shape
 from harness.engine.activations import Activations
 from harness.engine.emitter import Emitter, InFlight
 from harness.engine.engine import Engine
-from harness.engine.ops import data, host_experts, paged
+from harness.engine.ops import data, expert_rows, paged
 from harness.engine.ops.views import weights
 from harness.machine.base import CPU, D2H, GPU, H2D, PIN, Context, Op, Ticket, Work
 from harness.memory.kv_cache import KVCache
@@ -204,7 +204,7 @@ class LayerProbes:
         emit.fetch_routing(it, layer)
         emit.offload_hidden(it, layer, self.kept)
         emit.load_hidden(it, layer, self.kept)
-        emit.submit(D2H, host_experts.OffloadExpertInput(self.engine.spec, it.batch, it.acts, layer))
+        emit.submit(D2H, expert_rows.OffloadExpertInput(self.engine.spec, it.batch, it.acts, layer))
         emit.load_expert_sums(it, layer)
 
     def device_attention(self, emit: Emitter, it: InFlight, layer: int) -> None:

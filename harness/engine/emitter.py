@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Literal
 
@@ -10,7 +11,8 @@ import numpy as np
 from harness.engine.activations import ATTENDED_BY, Activations
 from harness.engine.fan_out import FanOut, on_each_gpu, on_one_gpu
 from harness.engine.in_flight import InFlight
-from harness.engine.ops import collective, compute, data, host, host_experts, paged
+from harness.engine.ops import collective, compute, data, expert_rows, host, paged
+from harness.engine.ops.experts import Experts
 from harness.machine.base import CPU, D2H, GPU, H2D, Lane, Op, Ticket
 from harness.memory.kv_cache import KVCache
 from harness.memory.ops import AllGather, Poison
@@ -258,39 +260,39 @@ class Emitter(FanOut):
         parts = self._mine(parts)
         if not parts:
             return None
-        if routed is None:
-            routed = self._expected_counts(it, layer)
-        op = compute.Experts(
-            self._family, self._spec, it.batch, it.acts, tuple(parts.values()), tuple(parts), layer, routed
-        )
+        op = Experts(self._family, self._spec, it.batch, it.acts, tuple(parts.values()), tuple(parts), layer, routed)
         return self.submit(GPU, op)
 
     @on_each_gpu
-    def experts_on_host(self, it: InFlight, layer: int) -> list[Ticket]:
-        """All experts of the layer on the cpu lane, after their input has come down; none in a layer without experts.
-        `load_expert_sums` brings back what they found. The list is of the experts alone."""
+    def experts_on_host(
+        self, it: InFlight, layer: int, experts: Iterable[int] | None = None, *, routed: np.ndarray | None = None
+    ) -> list[Ticket]:
+        """Run some experts (by number; null: all of the layer) on the cpu lane, after their input has come down. Their
+        sums begin at 0, so call it once a layer. Nothing is submitted where there are none.
+
+        `load_expert_sums` brings back what they found; `routed` is as in `experts`.
+        """
         parts = self._engine.store.experts(layer)
-        if not parts:
+        numbers = list(parts if experts is None else experts)
+        if not numbers:
             return []
-        self.submit(D2H, host_experts.OffloadExpertInput(self._spec, it.batch, it.acts, layer))
-        routed = self._expected_counts(it, layer)
+        self.submit(D2H, expert_rows.OffloadExpertInput(self._spec, it.batch, it.acts, layer))
         ops = [
-            host_experts.ExpertOnHost(
-                self._family, self._spec, it.batch, it.acts, part, number, layer, routed, first=number == min(parts)
+            Experts(
+                *(self._family, self._spec, it.batch, it.acts, (parts[number],), (number,), layer, routed),
+                on_host=True,
+                clears=at == 0,
             )
-            for number, part in parts.items()
+            for at, number in enumerate(numbers)
         ]
         return [self.submit(CPU, op) for op in ops]
 
-    def _expected_counts(self, it: InFlight, layer: int) -> np.ndarray | None:
-        """Return what the simulated machine charges experts for where no strategy looks at the routing."""
-        world = self._engine.machine.world
-        return None if world is None else world.expert_counts(it.batch, layer)
-
     @on_each_gpu
-    def load_expert_sums(self, it: InFlight, layer: int) -> Ticket:
-        """What experts on the host add, to the device."""
-        return self.submit(H2D, host_experts.LoadExpertSums(self._spec, it.batch, it.acts, layer))
+    def load_expert_sums(self, it: InFlight, layer: int, to: Buffer | list[Buffer | None] | None = None) -> Ticket:
+        """Bring what experts on the host found to the device: into `to`, which `combine` then takes as `extra`, or over
+        what `moe_out` holds, which is right where no expert of the layer runs on the device."""
+        n, source, target = it.batch.num_tokens, it.acts.host_moe_out, self._mine(to) or it.acts.moe_out
+        return self.submit(H2D, expert_rows.LoadExpertSums(self._spec, source, target, n, layer, it.batch.index))
 
     def combine(self, it: InFlight, layer: int, extra: tuple[Buffer, ...] = ()) -> Ticket:
         """Experts' sums into the residual stream; without any `extra` where several GPUs share the micro-batch."""

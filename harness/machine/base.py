@@ -121,6 +121,10 @@ class Op(ABC):
         """Return the value that `run` would bring to the host, where no tensors exist (the simulated machine)."""
         return None
 
+    def foresee(self, world: Any) -> None:
+        """Take from `world` what `work` depends on and nobody has told the op, such as the tokens of each expert. Asked
+        once, at submission, where no tensors exist."""
+
     def run_packet(self, ctx: Context, packet: int) -> Any:
         """Run a packet, for machines. Raises TypeError for a value that the op's class cannot `imagine`."""
         value = self.run(ctx, packet)

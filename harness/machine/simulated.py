@@ -139,17 +139,19 @@ class SimulatedMachine(Machine):
 
     @property
     def world(self) -> Any:
-        """The world that `Op.imagine` asks for values."""
-        return self._lanes.world
+        """The world that `Op.imagine` asks for values, and `Op.foresee` for what work depends on."""
+        return self._world
 
     @world.setter
     def world(self, world: Any) -> None:
-        self._lanes.world = world
+        self._world = self._lanes.world = world
 
     def submit(self, lane: Lane, op: Op, *, after: Iterable[Ticket] = (), urgent: bool = False) -> Ticket:
         lane_id = self._id_by_identity.get(id(lane))
         if lane_id is None:
             lane_id = self._find(lane)
+        if self._world is not None:
+            op.foresee(self._world)
         ticket = Ticket(op, lane, self._num_submitted, urgent)
         self._num_submitted += 1
         self._num_idle_polls = 0

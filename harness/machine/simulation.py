@@ -65,8 +65,8 @@ class World:
     def predicted(self, batch: MicroBatch, layer: int, distance: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """Return which experts of `layer` are predicted for each token, and how likely each is.
 
-        Both [tokens, predicted], int64 and float64: what is known once layer `layer - distance` has been computed. It is
-        right as often as was stated, no more.
+        Both [tokens, predicted], int64 and float64: what is known once layer `layer - distance` has been computed. It
+        is right as often as was stated, no more.
         """
         if self._predictor is None:
             return np.empty((batch.num_tokens, 0), dtype=np.int64), np.empty((batch.num_tokens, 0))

@@ -11,11 +11,13 @@ import yaml
 import harness.engine.ops.collective as collective
 import harness.engine.ops.compute as compute
 import harness.engine.ops.data as data
+import harness.engine.ops.expert_rows as expert_rows
+import harness.engine.ops.experts as experts
 import harness.engine.ops.host as host
-import harness.engine.ops.host_experts as host_experts
 import harness.engine.ops.paged as paged
 import harness.memory.ops as memory_ops
-from harness.engine.emitter import Emitter
+from harness.engine.engine import Engine
+from harness.engine.strategy import Strategy
 from harness.machine.base import MachineError, Op
 from harness.memory.kv_cache import KVCache
 from harness.memory.tiers import device_tier
@@ -23,6 +25,7 @@ from harness.plan import make_plan
 from tests.composing import composed
 from tests.conftest import ROOT
 from tests.contract.running import CAPACITIES_BYTES, check_tokens, engine_on, requests, run_to_end, strategy_of
+from tests.contract.sketches import expert_placement, module_batching
 from tests.contract.watching import WatchingMachine, untouched
 
 YAMLS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "conf/strategy").glob("*.yaml"))}
@@ -54,6 +57,9 @@ RUNS: dict[str, tuple[str, dict, int, int]] = {
     "shares of layers": ("deepspeed_zero", {}, 2, CAPACITIES_BYTES["device"]),
 }
 
+ACCUMULATED = "tokens accumulated in host memory"
+SKETCHES = {ACCUMULATED: module_batching, "experts on both sides": expert_placement}
+
 # What ops declare and touch in none of these runs.
 EXCUSED = {
     ("PrefillAttention", "reads", "tokens"): "the kernel of a real GPU takes positions from there",
@@ -64,6 +70,10 @@ EXCUSED = {
 
 
 def watch(tiny, name: str, seed: int = 0) -> WatchingMachine:
+    if name in SKETCHES:
+        machine = WatchingMachine(capacities_bytes=CAPACITIES_BYTES, seed=seed)
+        work = requests(6, vocab_size=tiny.spec.vocab_size, longest=24, max_new_tokens=4, seed=5)
+        return watched(tiny, engine_on(machine, tiny, work, kv_blocks=400), SKETCHES[name].build)
     strategy, change, num_gpus, device_bytes = RUNS[name]
     values = YAMLS[strategy] | change
     capacities = CAPACITIES_BYTES | {device_tier(rank): device_bytes for rank in range(num_gpus)}
@@ -72,23 +82,21 @@ def watch(tiny, name: str, seed: int = 0) -> WatchingMachine:
     count, longest = (24, 100) if is_small else (6, 24)
     work = requests(count, vocab_size=tiny.spec.vocab_size, longest=longest, max_new_tokens=4, seed=5)
     engine = engine_on(machine, tiny, work, kv_blocks=400, values=values, num_gpus=num_gpus)
-    run_to_end(engine, lambda on: strategy_of(on, values))
+    return watched(tiny, engine, lambda on: strategy_of(on, values))
+
+
+def watched(tiny, engine: Engine, build: Callable[[Engine], Strategy]) -> WatchingMachine:
+    run_to_end(engine, build)
     report = check_tokens(tiny, engine.sequences)
-    assert report.ok and report.checked == count, report.first_mismatch
-    return machine
+    assert report.ok and report.checked == len(engine.sequences), report.first_mismatch
+    assert isinstance(engine.machine, WatchingMachine)
+    return engine.machine
 
 
-def test_every_op_touches_what_it_declares_and_nothing_else(tiny, monkeypatch):
-    fetch_routing = Emitter.fetch_routing
-
-    def fetch_both(self, it, layer):  # no strategy asks for a route and its weights yet
-        self.route(it, layer)
-        return fetch_routing(self, it, layer)
-
-    monkeypatch.setattr(Emitter, "fetch_routing", fetch_both)
-    machines = [watch(tiny, name) for name in RUNS]
+def test_every_op_touches_what_it_declares_and_nothing_else(tiny):
+    machines = [watch(tiny, name) for name in (*RUNS, *SKETCHES)]
     seen = {cls for machine in machines for cls in machine.seen}
-    modules = collective, compute, data, host, host_experts, paged, memory_ops
+    modules = collective, compute, data, expert_rows, experts, host, paged, memory_ops
     there = {cls for module in modules for cls in vars(module).values() if inspect.isclass(cls) and issubclass(cls, Op)}
     bases = {base for cls in there for base in cls.__mro__[1:]} - seen
     assert {cls.__name__ for cls in there - bases - seen} == set(), "nobody has watched these"
@@ -135,7 +143,7 @@ def writes(op):
 
 
 FORGOTTEN = {
-    "experts do not read their weights": forgets("moelens", compute.Experts, "reads", lambda op: op.weight_keys),
+    "experts do not read their weights": forgets("moelens", experts.Experts, "reads", lambda op: op.weight_keys),
     "attention in forgets its weights": forgets("moelens", compute.AttentionIn, "reads", lambda op: op.weight_keys),
     "attention in does not read the positions": forgets(
         "moelens", compute.AttentionIn, "reads", lambda op: (op.acts.tokens,)
@@ -208,16 +216,30 @@ FORGOTTEN = {
         "deepspeed_zero", paged.DecodeAttentionPaged, "reads", lambda op: op.kv_keys
     ),
     "attention on the device is not declared": forgets("deepspeed_zero", paged.DecodeAttentionPaged, "writes", writes),
-    "experts' input is offloaded unread": forgets(
-        "experts on the cpu", host_experts.OffloadExpertInput, "reads", reads
-    ),
+    "experts' input is offloaded unread": forgets("experts on the cpu", expert_rows.OffloadExpertInput, "reads", reads),
     "experts' input is offloaded undeclared": forgets(
-        "experts on the cpu", host_experts.OffloadExpertInput, "writes", writes
+        "experts on the cpu", expert_rows.OffloadExpertInput, "writes", writes
     ),
-    "experts on the cpu do not read": forgets("experts on the cpu", host_experts.ExpertOnHost, "reads", reads),
-    "experts on the cpu write undeclared": forgets("experts on the cpu", host_experts.ExpertOnHost, "writes", writes),
-    "experts' sums are loaded unread": forgets("experts on the cpu", host_experts.LoadExpertSums, "reads", reads),
-    "experts' sums are loaded undeclared": forgets("experts on the cpu", host_experts.LoadExpertSums, "writes", writes),
+    "experts on the cpu do not read": forgets("experts on the cpu", experts.Experts, "reads", reads),
+    "experts on the cpu write undeclared": forgets("experts on the cpu", experts.Experts, "writes", writes),
+    "experts' sums are loaded unread": forgets("experts on the cpu", expert_rows.LoadExpertSums, "reads", reads),
+    "experts' sums are loaded undeclared": forgets("experts on the cpu", expert_rows.LoadExpertSums, "writes", writes),
+    "rows are accumulated unread": forgets(ACCUMULATED, expert_rows.OffloadRows, "reads", reads),
+    "rows are accumulated undeclared": forgets(ACCUMULATED, expert_rows.OffloadRows, "writes", writes),
+    "rows are gathered unread": forgets(ACCUMULATED, expert_rows.Gather, "reads", reads),
+    "rows are gathered undeclared": forgets(ACCUMULATED, expert_rows.Gather, "writes", writes),
+    "gathered rows are loaded unread": forgets(ACCUMULATED, expert_rows.LoadRows, "reads", reads),
+    "gathered rows are loaded undeclared": forgets(ACCUMULATED, expert_rows.LoadRows, "writes", writes),
+    "an expert does not read its rows or weights": forgets(ACCUMULATED, experts.Expert, "reads", reads),
+    "an expert's results are not declared": forgets(ACCUMULATED, experts.Expert, "writes", writes),
+    "an expert's results are offloaded unread": forgets(ACCUMULATED, expert_rows.OffloadResults, "reads", reads),
+    "an expert's results are offloaded undeclared": forgets(ACCUMULATED, expert_rows.OffloadResults, "writes", writes),
+    "an expert's results are added unread": forgets(ACCUMULATED, expert_rows.AddWeighted, "reads", reads),
+    "an expert's results are added undeclared": forgets(ACCUMULATED, expert_rows.AddWeighted, "writes", writes),
+    "sums are cleared undeclared": forgets(ACCUMULATED, expert_rows.ClearSums, "writes", writes),
+    "a route is fetched without its weights": forgets(
+        ACCUMULATED, data.FetchRoute, "reads", lambda op: (op.acts.expert_weights,)
+    ),
     "hidden states are sent unread": forgets("stages", collective.SendHidden, "reads", reads),
     "hidden states are sent undeclared": forgets("stages", collective.SendHidden, "writes", writes),
     "a member does not read the partial sums of others": forgets(

@@ -14,8 +14,8 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
-from harness.engine.ops.compute import Experts
 from harness.engine.ops.data import FetchSampled
+from harness.engine.ops.experts import Experts
 from harness.engine.ops.host import DecodeAttention
 from harness.machine.base import MachineError
 from harness.machine.shuffled import ShuffledMachine

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
-from harness.machine.base import CPU, GPU, H2D, LaneKind
+from harness.machine.base import CPU, D2H, GPU, H2D, LaneKind
 from harness.machine.costs import LaneCost, Roofline
 from harness.machine.simulated import SimulatedMachine
 from harness.machine.simulation import World
 from harness.model.planned import planned_model
 from harness.routing.kinds.uniform import UniformRouting
+from harness.routing.predictors import StatedPredictor
 from harness.settings import parse_settings
 from tests.composing import composed
 from tests.contract.running import CAPACITIES_BYTES, check_tokens, emulated, engine_on, requests, run_to_end, shuffled
@@ -54,22 +57,23 @@ def test_placement_uses_every_way_to_run_an_expert(tiny):
     assert all(counts[way] > 0 for way in ("resident", "prefetched", "on demand", "cpu", "cancelled")), counts
 
 
-def simulated_engine(model_name: str, num_requests: int, **more):
-    """An engine on a simulated machine with room for all, whose routing is drawn evenly."""
-    model = planned_model(parse_settings(composed(f"model={model_name}")).model)
+def simulated_engine(model_name: str, num_requests: int, *, hit_rate: float | None = None):
+    """An engine on a simulated machine with room for all, whose routing is drawn evenly, and foreseen at a rate."""
+    model = planned_model(parse_settings(composed(f"model={model_name}", "model.spec.num_layers=8")).model)
     capacities = dict.fromkeys(("device", "pinned", "host"), 10**12)
     costs = Roofline(lanes=dict.fromkeys(LaneKind, RATES))
     machine = SimulatedMachine(capacities_bytes=capacities, costs=costs, host_bytes_s=1e11)
     routing = UniformRouting(model.spec.num_experts, model.spec.experts_per_token, seed=3)
-    machine.world = World(routing, model.spec.num_experts)
+    predictor = None if hit_rate is None else StatedPredictor(routing, ((hit_rate,),), model.spec, seed=3)
+    machine.world = World(routing, model.spec.num_experts, predictor)
     work = requests(num_requests, vocab_size=100, longest=12, max_new_tokens=3)
-    return engine_on(machine, model, work, kv_blocks=200, **more), routing
+    return engine_on(machine, model, work, kv_blocks=200), routing
 
 
 @named
 @pytest.mark.parametrize("model_name", ["mixtral-8x7b", "qwen3-30b-a3b"])
 def test_sketch_runs_without_tensors(sketch, model_name):
-    engine, _ = simulated_engine(model_name, 6)
+    engine, _ = simulated_engine(model_name, 2)
     passes = run_to_end(engine, sketch.build)
     lanes = {span.lane for span in engine.machine.spans}
     assert {CPU, GPU, H2D} <= lanes and passes[-1].end_s > 0
@@ -79,52 +83,106 @@ def test_sketch_runs_without_tensors(sketch, model_name):
 @pytest.mark.parametrize("cpu_below", [0, 3, 1000])
 def test_chosen_experts_are_charged_by_what_the_router_said(cpu_below):
     """Every lane's bytes are active experts times an expert's size, beside those of tokens: nothing is an average."""
-    built, copies = [], []
+    built = []
 
     def build(engine):
         strategy = expert_placement.build(engine, cpu_below=cpu_below)
-        pipeline, copy = strategy.pipeline, strategy.pipeline._copy
-        pipeline._copy = lambda layer, expert, buffer: copies.append(copy(layer, expert, buffer)) or copies[-1]
         engine.machine.drain()  # the resident ones, which are loaded before the run
-        built.append(pipeline)
+        fetch, slots = strategy.pipeline.slots._fetch, strategy.pipeline.slots
+        slots._fetch = lambda *key, **how: copies.append(key) or fetch(*key, **how)
+        built.append(strategy.pipeline)
         return strategy
 
+    copies: list[tuple] = []
     engine, routing = simulated_engine("qwen3-30b-a3b", 6)
     run_to_end(engine, build)
-    spec, counts = engine.spec, built[0].counts
-    expert_bytes = engine.store.experts(0)[0].layout.nbytes
-    active, tokens = active_experts(engine, routing)
+    counts, slots = built[0].counts, built[0].slots
+    routed = tokens_by_expert(engine, routing)
     on_gpu = counts["resident"] + counts["prefetched"] + counts["on demand"]
-    assert on_gpu + counts["cpu"] == active
-    gpu_row_bytes = (2 * spec.hidden_dim + 3 * spec.expert_dim) * spec.dtype_bytes
-    cpu_row_bytes = spec.hidden_dim * (spec.dtype_bytes + 8)
-    device_bytes = [s.work.device_bytes for s in engine.machine.spans if s.kind == "experts"]
-    host_bytes = [s.work.host_bytes for s in engine.machine.spans if s.kind == "expert on host"]
-    assert (len(device_bytes), len(host_bytes)) == (on_gpu, counts["cpu"])
-    assert min(device_bytes + host_bytes) > expert_bytes, "an expert was charged for a part of its weights"
-    gpu_tokens = (sum(device_bytes) - on_gpu * expert_bytes) / gpu_row_bytes
-    cpu_tokens = (sum(host_bytes) - counts["cpu"] * expert_bytes) / cpu_row_bytes
-    assert gpu_tokens + cpu_tokens == pytest.approx(tokens)
-    moved = {}
+    assert on_gpu + counts["cpu"] == sum((each > 0).sum() for each in routed)
+    device, host = expert_bytes(engine, GPU), expert_bytes(engine, CPU)
+    assert (len(device), len(host)) == (on_gpu, counts["cpu"])
+    assert sum(map(tokens_of(engine), device + host)) == pytest.approx(sum(each.sum() for each in routed))
+    assert min(counts["cpu"], 1) == min(cpu_below, 1) and min(on_gpu, 1) == (cpu_below < 1000 or counts["resident"] > 0)
+    loads = link_bytes(engine, "weights", H2D)
+    came = sum(round(nbytes) == engine.store.experts(0)[0].layout.nbytes for nbytes in loads)
+    assert came == len(copies) - slots.withdrawals >= counts["on demand"]
+
+
+@pytest.mark.parametrize(("slice_tokens", "cpu_below"), [(1000, 0), (2, 0), (2, 3), (1, 1000)])
+def test_slices_of_an_accumulated_batch_are_charged_by_what_the_router_said(slice_tokens, cpu_below):
+    """Every slice reads its expert once, and every row crosses the link twice; an expert comes once, however many
+    slices and micro-batches it has."""
+    engine, routing = simulated_engine("qwen3-30b-a3b", 6)
+    run_to_end(engine, lambda on: module_batching.build(on, expert_batch=slice_tokens, cpu_below=cpu_below))
+    routed = np.concatenate(tokens_by_expert(engine, routing))
+    on_gpu, on_cpu = routed[routed >= max(cpu_below, 1)], routed[(routed > 0) & (routed < cpu_below)]
+    assert len(on_gpu) or cpu_below == 1000
+    slices = [min(slice_tokens, n - at) for n in on_gpu.tolist() for at in range(0, n, slice_tokens)]
+    tokens = tokens_of(engine)
+    assert sorted(map(tokens, expert_bytes(engine, GPU))) == pytest.approx(sorted(slices))
+    assert sorted(map(tokens, expert_bytes(engine, CPU))) == pytest.approx(sorted(on_cpu.tolist()))
+    spec, size = engine.spec, engine.store.experts(0)[0].layout.nbytes
+    loads = [nbytes for nbytes in link_bytes(engine, "weights", H2D) if round(nbytes) == size]
+    assert len(loads) == len(on_gpu), "an expert came more than once, or one without tokens did"
+    row_bytes = spec.hidden_dim * spec.dtype_bytes
+    assert sum(link_bytes(engine, "load rows", H2D)) == pytest.approx(sum(slices) * row_bytes)
+    assert sum(link_bytes(engine, "offload results", D2H)) == pytest.approx(sum(slices) * spec.hidden_dim * 4)
+    all_tokens = routed.sum() / spec.experts_per_token
+    assert sum(link_bytes(engine, "offload rows", D2H)) == pytest.approx(all_tokens * row_bytes)
+
+
+def test_a_better_prediction_finds_more_experts_there():
+    """A stated predictor is all that a strategy has to go by: an oracle's guesses are all wanted, and none that errs
+    always is."""
+    found = [prefetched(rate) for rate in (None, 0.0, 0.5, 1.0)]
+    assert found[0] == 0, "nothing was predicted, and something was prefetched"
+    assert found[1] <= 0.1 * found[3] < found[2] < 0.9 * found[3], found
+
+
+def prefetched(hit_rate: float | None) -> int:
+    """How many experts were on the device when the router chose them, beside the resident ones."""
+    engine, _ = simulated_engine("qwen3-30b-a3b", 1, hit_rate=hit_rate)
+    strategy = expert_placement.build(engine, 0, engine.machine.world.predicted)
+    run_to_end(engine, lambda _: strategy)
+    return strategy.pipeline.counts["prefetched"]
+
+
+def expert_bytes(engine, lane) -> list[float]:
+    """Bytes of the lane's memory that each op of experts moves; none of them reads a part of an expert."""
+    spans = [s for s in engine.machine.spans if s.kind == "experts" and s.lane == lane]
+    found = [s.work.device_bytes if lane == GPU else s.work.host_bytes for s in spans]
+    assert min(found, default=10**12) > engine.store.experts(0)[0].layout.nbytes
+    return found
+
+
+def tokens_of(engine) -> Callable[[float], float]:
+    """How many tokens an expert had that moved so many bytes."""
+    spec, size = engine.spec, engine.store.experts(0)[0].layout.nbytes
+    return lambda nbytes: (nbytes - size) / ((2 * spec.hidden_dim + 3 * spec.expert_dim) * spec.dtype_bytes)
+
+
+def link_bytes(engine, kind: str, lane) -> list[float]:
+    """By op, whatever packets it came in."""
+    moved: dict[int, float] = {}
     for span in engine.machine.spans:
-        if span.kind == "weights":
-            moved[span.ticket] = moved.get(span.ticket, 0) + span.work.link_bytes
-    came = sum(round(nbytes) == expert_bytes for nbytes in moved.values())
-    assert came == len(copies) - counts["cancelled"] >= counts["prefetched"] + counts["on demand"]
+        if span.kind == kind and span.lane == lane:
+            moved[span.ticket] = moved.get(span.ticket, 0.0) + span.work.link_bytes
+    return list(moved.values())
 
 
-def active_experts(engine, routing) -> tuple[int, int]:
-    """Count, from the routing alone, experts with a token over all passes and layers, and choices of tokens."""
-    active = tokens = 0
+def tokens_by_expert(engine, routing) -> list[np.ndarray]:
+    """int64 [num_experts] for each pass and layer, from the routing alone."""
     by_pass: dict[int, list[tuple[int, int]]] = {}
     for sequence in engine.sequences:
         at, prompt = sequence.request.request_id, len(sequence.request.prompt_ids)
         for number, first in enumerate(range(sequence.request.max_new_tokens)):
             positions = range(prompt) if not number else [prompt + first - 1]
             by_pass.setdefault(number, []).extend((at, position) for position in positions)
-    for rows in by_pass.values():
-        ids, positions = np.array(rows, dtype=np.int64).T
-        for layer in range(engine.spec.num_layers):
-            chosen = routing.experts(ids, positions, layer)
-            active, tokens = active + len(np.unique(chosen)), tokens + chosen.size
-    return active, tokens
+    return [
+        np.bincount(
+            routing.experts(*np.array(rows, dtype=np.int64).T, layer).ravel(), minlength=engine.spec.num_experts
+        )
+        for rows in by_pass.values()
+        for layer in range(engine.spec.num_layers)
+    ]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any, ClassVar
 
-import numpy as np
-from torch import arange, cat, uint8
+from torch import arange
 
 from harness.engine.activations import Activations, head_workspace_bytes
 from harness.engine.batch import MicroBatch
 from harness.engine.ops import on_gpu
 from harness.engine.ops.data import MicroBatchOp, device_rows
-from harness.engine.ops.views import attend_each, attention_weights, keep, matrices, rows, weights
+from harness.engine.ops.views import attend_each, attention_weights, keep, rows, weights
 from harness.machine.base import Context, Work
 from harness.memory.tiers import Buffer
 from harness.memory.weights import PlacedPart
@@ -247,97 +245,6 @@ class AttentionOut(ComputeOp):
         w = weights(ctx, self.parts[0])
         projected = self.family.output_projection(spec, w, attention, self.layer)
         keep(ctx, self, self.family.after_attention(spec, w, projected, hidden, self.layer))
-
-
-class Experts(ComputeOp):
-    """Some experts, one after another, each over the tokens routed to it; weighted sums go to `moe_out` (float32).
-
-    `experts` names the experts behind `parts`, ascending. `routed` is how many tokens choose each expert of the layer,
-    where something knows it beforehand (a machine without tensors); without it, work counts tokens, and the experts
-    that get any, as expected under even routing, since the real counts live on the device.
-    """
-
-    kind: ClassVar[str] = "experts"
-
-    def __init__(
-        self,
-        family: Any,
-        spec: ModelSpec,
-        batch: MicroBatch,
-        acts: Activations,
-        parts: tuple[PlacedPart, ...],
-        experts: tuple[int, ...],
-        layer: int,
-        routed: np.ndarray | None = None,  # int64 [num_experts]
-    ) -> None:
-        super().__init__(family, spec, batch, acts, parts, layer)
-        self.experts, self.routed = experts, routed
-        self.reads = (acts.normed, acts.expert_ids, acts.expert_weights, *self.weight_keys)
-        self.writes = (acts.moe_out,)
-
-    @property
-    def _share(self) -> float:
-        """Of the tokens that an expert gets, evenly routed."""
-        return self.spec.experts_per_token / self.spec.num_experts
-
-    def work(self) -> Work:
-        spec = self.spec
-        if self.routed is None:
-            tokens = self.batch.num_tokens * self._share * len(self.experts)
-            read_bytes = self.weight_bytes() * (1 - (1 - self._share) ** self.batch.num_tokens)  # of those that get any
-        else:
-            counts = [int(self.routed[expert]) for expert in self.experts]
-            tokens = sum(counts)
-            read_bytes = sum(part.layout.nbytes for part, n in zip(self.parts, counts, strict=True) if n)
-        moved = tokens * (2 * spec.hidden_dim + 3 * spec.expert_dim) * spec.dtype_bytes
-        return Work(flops=2 * tokens * spec.expert_params, device_bytes=read_bytes + moved)
-
-    @property
-    def cost_key(self) -> str:
-        """One expert and all of them differ: a token reaches few."""
-        return f"{self.kind} x{len(self.experts)}"
-
-    def cost_features(self) -> tuple[float, ...]:
-        """Tokens of a micro-batch that, evenly routed, brings these experts as many as they get."""
-        if self.routed is None:
-            return (float(self.batch.num_tokens),)
-        return (float(self.routed[list(self.experts)].sum()) / (self._share * len(self.experts)),)
-
-    def run(self, ctx: Context, packet: int) -> None:
-        spec, acts, n = self.spec, self.acts, self.batch.num_tokens
-        normed = rows(ctx, acts.normed, n, spec.hidden_dim, spec.dtype)
-        ids = rows(ctx, acts.expert_ids, n, spec.experts_per_token, "int64")
-        probs = rows(ctx, acts.expert_weights, n, spec.experts_per_token, "float32")
-        out = rows(ctx, acts.moe_out, n, spec.hidden_dim, "float32")
-        if on_gpu.groups_experts(normed):
-            placed = {
-                e: matrices(ctx, self.family, spec, part) for e, part in zip(self.experts, self.parts, strict=True)
-            }
-            scratch = normed.new_empty(acts.workspace.nbytes, dtype=uint8)  # room that torch's allocator keeps
-            return on_gpu.experts(spec, normed, ids, probs, out, placed, scratch)
-        ids, probs = ids.reshape(-1), probs.reshape(-1)
-        chosen, counts = self._by_expert(ids)
-        if len(chosen) == 0:
-            return
-        tokens = chosen // spec.experts_per_token
-        x = normed[tokens]
-        y = x.new_empty(x.shape, dtype=out.dtype)
-        start = 0
-        for part, count in zip(self.parts, counts, strict=True):
-            if count:
-                y[start : start + count] = self.family.expert(spec, weights(ctx, part), x[start : start + count])
-            start += count
-        out.index_add_(0, tokens, y.mul_(probs[chosen, None]))
-
-    def _by_expert(self, ids: Any) -> tuple[Any, list[int]]:
-        """(token, choice) pairs of this op's experts, grouped in their order, and how many each has."""
-        order = ids.argsort(stable=True)
-        all_counts = ids.bincount(minlength=self.spec.num_experts).tolist()
-        if len(self.experts) == self.spec.num_experts:
-            return order, [all_counts[expert] for expert in self.experts]
-        starts = [0, *accumulate(all_counts)]
-        groups = [order[starts[expert] : starts[expert + 1]] for expert in self.experts]
-        return (groups[0] if len(groups) == 1 else cat(groups)), [len(group) for group in groups]
 
 
 class Combine(ComputeOp):

@@ -75,3 +75,9 @@ def keep(ctx: Context, op: Any, found: MoeInput) -> None:
         rows(ctx, acts.expert_weights, n, spec.experts_per_token, "float32").copy_(found.expert_weights)
     moe_out = rows(ctx, acts.moe_out, n, spec.hidden_dim, "float32")
     moe_out.zero_() if found.common is None else moe_out.copy_(found.common)
+
+
+def all_rows(ctx: Context, buffer: Buffer, spec: ModelSpec, dtype: str) -> Any:
+    """Return a view of as many rows [n, hidden] as a buffer holds, in float32 or the model's dtype."""
+    number_bytes = 4 if dtype == "float32" else spec.dtype_bytes
+    return rows(ctx, buffer, buffer.nbytes // (spec.hidden_dim * number_bytes), spec.hidden_dim, dtype)

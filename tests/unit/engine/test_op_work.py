@@ -13,7 +13,8 @@ import harness.engine.ops
 from harness.calibration.probes import CpuExpert
 from harness.engine.activations import Activations
 from harness.engine.batch import assemble
-from harness.engine.ops import collective, compute, data, host, host_experts, paged, warm_up
+from harness.engine.ops import collective, compute, data, expert_rows, host, paged, warm_up
+from harness.engine.ops.experts import Expert, Experts
 from harness.engine.sequences import State
 from harness.machine.base import LaneKind, Op, Work
 from harness.machine.costs import LaneCost, Roofline
@@ -33,6 +34,7 @@ N, PREFILL, DECODE, SEEN = 83, 80, 3, 114  # rows: all, of prompts, decoding; to
 KV = 2 * 32 * 2  # bytes of a token's keys and values in a layer
 EXPERT = 3 * 80 * 112  # weights
 BLOCKS = 3 + 5 + 8  # of 8 tokens for the contexts
+FEW = np.array([1, 2, 5])  # rows
 ROUTED = np.array([0, 100, 20, 0, 16, 10, 9, 11])  # of 83 tokens with two experts each
 
 free = Roofline(lanes={kind: LaneCost() for kind in LaneKind})
@@ -91,19 +93,27 @@ CASES: list[tuple[Op, Work]] = [
         ),
     ),
     (
-        compute.Experts(*own, experts, tuple(range(8)), 0, ROUTED),
+        Experts(*own, experts, tuple(range(8)), 0, ROUTED),
         Work(flops=2 * 166 * EXPERT, device_bytes=6 * EXPERT * 2 + 166 * (80 + 3 * 112 + 80) * 2),
     ),
     (
-        compute.Experts(*own, experts[1:3], (1, 2), 0, ROUTED),
+        Experts(*own, experts[1:3], (1, 2), 0, ROUTED),
         Work(flops=2 * 120 * EXPERT, device_bytes=2 * EXPERT * 2 + 120 * (80 + 3 * 112 + 80) * 2),
     ),
     (
-        compute.Experts(*own, experts[:4], (0, 1, 2, 3), 0),
+        Experts(*own, experts[:4], (0, 1, 2, 3), 0),
         Work(flops=2 * N * EXPERT, device_bytes=4 * EXPERT * 2 + N * (80 + 3 * 112 + 80) * 2),
     ),
     (
-        host_experts.ExpertOnHost(*own, experts[2], 2, 0, ROUTED, first=True),
+        Experts(*own, experts[2:3], (2,), 0, ROUTED, on_host=True, clears=True),
+        Work(flops=2 * 20 * EXPERT, host_bytes=EXPERT * 2 + 20 * (80 + 3 * 112 + 80) * 2),
+    ),
+    (
+        Expert(None, SPEC, experts[2], acts.normed, acts.moe_out, 20),
+        Work(flops=2 * 20 * EXPERT, device_bytes=EXPERT * 2 + 20 * (80 + 3 * 112 + 80) * 2),
+    ),
+    (
+        Expert(None, SPEC, experts[2], buffer, buffer, 20, on_host=True),
         Work(flops=2 * 20 * EXPERT, host_bytes=EXPERT * 2 + 20 * (80 + 3 * 112 + 80) * 2),
     ),
     (compute.Combine(*own, 0, (acts.moe_out,)), Work(device_bytes=N * 80 * (2 + 4 + 2))),
@@ -131,8 +141,14 @@ CASES: list[tuple[Op, Work]] = [
     (data.FetchSampled(SPEC, here, acts), Work(link_bytes=5 * 8)),
     (data.FetchRouting(SPEC, here, acts, 0), Work(link_bytes=N * 2 * 8)),
     (data.FetchRoute(SPEC, here, acts, 0), Work(link_bytes=N * 2 * (8 + 4))),
-    (host_experts.OffloadExpertInput(SPEC, here, acts, 0), moved(N * (80 * 2 + 2 * (8 + 4)))),
-    (host_experts.LoadExpertSums(SPEC, here, acts, 0), moved(N * 80 * 4)),
+    (expert_rows.OffloadExpertInput(SPEC, here, acts, 0), moved(N * (80 * 2 + 2 * (8 + 4)))),
+    (expert_rows.LoadExpertSums(SPEC, buffer, acts.moe_out, 9, 0), moved(9 * 80 * 4)),
+    (expert_rows.OffloadResults(SPEC, acts.moe_out, buffer, 9, 0), moved(9 * 80 * 4)),
+    (expert_rows.OffloadRows(SPEC, acts.normed, buffer, 9, 0), moved(9 * 80 * 2)),
+    (expert_rows.LoadRows(SPEC, buffer, acts.normed, 9, 0), moved(9 * 80 * 2)),
+    (expert_rows.Gather(SPEC, buffer, buffer, FEW, 0), Work(host_bytes=3 * 2 * 80 * 2)),
+    (expert_rows.AddWeighted(SPEC, buffer, buffer, FEW, FEW / 6, 0), Work(host_bytes=3 * 3 * 80 * 4)),
+    (expert_rows.ClearSums(SPEC, buffer, 9, 0), Work(host_bytes=9 * 80 * 4)),
     (
         collective.OutputProjection(*own, parts["attention_out"], 0),
         Work(flops=2 * N * 96 * 80, device_bytes=2 * 96 * 80 + N * (96 * 2 + 80 * 4)),

@@ -7,10 +7,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from harness.machine.simulation import World
 from harness.plan import make_plan
 from harness.record.spans import Spans
 from harness.routing.build import build_routing
+from harness.routing.kinds.skewed import SkewedRouting
 from tests.composing import composed
 
 SMALL = ("model=mixtral-8x7b", "hardware=a40", "kv_cache_gb=1", "dataset.num_requests=3", "dataset.max_new_tokens=1")
@@ -68,10 +68,10 @@ def test_all_experts_in_one_op_cost_the_same_tokens_and_fewer_weights():
     assert skewed[1] < 0.8 * even[1]
 
 
-def test_counts_are_made_once_for_a_micro_batch_and_layer(monkeypatch):
+def test_routing_is_drawn_once_for_a_micro_batch_and_layer(monkeypatch):
     asked: Counter[int] = Counter()
-    original = World.routing
-    monkeypatch.setattr(World, "routing", lambda self, b, layer: (asked.update([layer]), original(self, b, layer))[1])
+    draw = SkewedRouting.experts
+    monkeypatch.setattr(SkewedRouting, "experts", lambda self, *of: (asked.update([of[-1]]), draw(self, *of))[1])
     plan = run("strategy=ondemand", "routing=skewed", "dataset.num_requests=1")
     assert set(asked.values()) == {1}
     assert len(asked) == plan.engine.spec.num_layers

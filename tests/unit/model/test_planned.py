@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from harness.config import ConfigError
-from harness.engine.ops.compute import Experts
+from harness.engine.ops.experts import Experts
 from harness.memory.weights import PlacedPart, stored_bytes
 from harness.model import families
 from harness.model.planned import PlannedLayout, PlannedModel, planned_model

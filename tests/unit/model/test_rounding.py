@@ -10,7 +10,8 @@ import torch
 from transformers import AutoConfig
 from transformers.models.mixtral import modeling_mixtral as theirs
 
-from harness.engine.ops.compute import Combine, Experts
+from harness.engine.ops.compute import Combine
+from harness.engine.ops.experts import Experts
 from harness.memory.weights import PlacedPart
 from harness.model import functional
 from harness.model.checkpoint import part_views

@@ -1,0 +1,209 @@
+"""Routed experts as ops, on the gpu lane or the cpu lane, wherever their weights lie.
+
+`Experts` finds its rows by the router's choices when it runs; `Expert` runs over rows that its submitter chose, which
+has seen the routing. Results are float32 and, weighted, added to sums that may hold others' results. Rows that wait in
+another memory than the expert computes in are brought there by ops of `expert_rows`.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any, ClassVar
+
+import numpy as np
+from torch import cat, uint8
+
+import kernels
+from harness.engine.activations import Activations
+from harness.engine.batch import MicroBatch
+from harness.engine.ops import on_gpu
+from harness.engine.ops.compute import ComputeOp
+from harness.engine.ops.views import all_rows, matrices, rows, weights
+from harness.machine.base import Context, Op, Work
+from harness.memory.tiers import Buffer
+from harness.memory.weights import PlacedPart
+from harness.model.spec import ModelSpec
+from kernels.triton.matrices import SILU
+
+
+class Experts(ComputeOp):
+    """Run some experts, one after another, each over the tokens routed to it, and add the weighted results to the sums.
+
+    `experts` names the experts behind `parts`, ascending. With `on_host` rows and sums are those in host memory, and
+    the cpu lane runs the op. `clears` sets the sums to 0 before. `routed` is how many tokens choose each expert of the
+    layer, where a strategy has seen the routing; without it a machine without tensors is asked (`foresee`). Where
+    nobody knows, work counts tokens, and the experts that get any, as expected under even routing.
+    """
+
+    kind: ClassVar[str] = "experts"
+
+    def __init__(
+        self,
+        family: Any,
+        spec: ModelSpec,
+        batch: MicroBatch,
+        acts: Activations,
+        parts: tuple[PlacedPart, ...],
+        experts: tuple[int, ...],
+        layer: int,
+        routed: np.ndarray | None = None,  # int64 [num_experts]
+        *,
+        on_host: bool = False,
+        clears: bool = False,
+    ) -> None:
+        super().__init__(family, spec, batch, acts, parts, layer)
+        self.experts, self.routed, self.on_host, self.clears = experts, routed, on_host, clears
+        if on_host:
+            self._rows = (acts.host_normed, acts.host_expert_ids, acts.host_expert_weights)
+        else:
+            self._rows = (acts.normed, acts.expert_ids, acts.expert_weights)
+        self._sums = acts.host_moe_out if on_host else acts.moe_out
+        self.reads, self.writes = (*self._rows, *self.weight_keys), (self._sums,)
+
+    def foresee(self, world: Any) -> None:
+        if self.routed is None:
+            self.routed = world.expert_counts(self.batch, self.layer)
+
+    @property
+    def _share(self) -> float:
+        """Of the tokens that an expert gets, evenly routed."""
+        return self.spec.experts_per_token / self.spec.num_experts
+
+    def work(self) -> Work:
+        if self.routed is None:
+            tokens = self.batch.num_tokens * self._share * len(self.experts)
+            read_bytes = self.weight_bytes() * (1 - (1 - self._share) ** self.batch.num_tokens)  # of those that get any
+        else:
+            counts = [int(self.routed[expert]) for expert in self.experts]
+            tokens = sum(counts)
+            read_bytes = sum(part.layout.nbytes for part, n in zip(self.parts, counts, strict=True) if n)
+        return _expert_work(self.spec, tokens, read_bytes, on_host=self.on_host)
+
+    @property
+    def cost_key(self) -> str:
+        """One expert and all of them differ: a token reaches few."""
+        return f"{self.kind} x{len(self.experts)}"
+
+    def cost_features(self) -> tuple[float, ...]:
+        """Tokens of a micro-batch that, evenly routed, brings these experts as many as they get."""
+        if self.routed is None:
+            return (float(self.batch.num_tokens),)
+        return (float(self.routed[list(self.experts)].sum()) / (self._share * len(self.experts)),)
+
+    def run(self, ctx: Context, packet: int) -> None:
+        spec, n = self.spec, self.batch.num_tokens
+        normed = rows(ctx, self._rows[0], n, spec.hidden_dim, spec.dtype)
+        ids = rows(ctx, self._rows[1], n, spec.experts_per_token, "int64")
+        probs = rows(ctx, self._rows[2], n, spec.experts_per_token, "float32")
+        out = rows(ctx, self._sums, n, spec.hidden_dim, "float32")
+        if self.clears:
+            out.zero_()
+        if on_gpu.groups_experts(normed):
+            placed = {
+                e: matrices(ctx, self.family, spec, part) for e, part in zip(self.experts, self.parts, strict=True)
+            }
+            scratch = normed.new_empty(self.acts.workspace.nbytes, dtype=uint8)  # room that torch's allocator keeps
+            return on_gpu.experts(spec, normed, ids, probs, out, placed, scratch)
+        chosen, counts = self._by_expert(ids.reshape(-1))
+        if len(chosen) == 0:
+            return
+        tokens, probs = chosen // spec.experts_per_token, probs.reshape(-1)[chosen]
+        x = normed[tokens]
+        y = x.new_empty(x.shape, dtype=out.dtype)
+        start = 0
+        for part, count in zip(self.parts, counts, strict=True):
+            if count:
+                mine = slice(start, start + count)
+                _run_expert(ctx, self.family, spec, part, x[mine], y[mine], probs[mine], on_host=self.on_host)
+            start += count
+        out.index_add_(0, tokens, y)
+
+    def _by_expert(self, ids: Any) -> tuple[Any, list[int]]:
+        """(token, choice) pairs of this op's experts, grouped in their order, and how many each has."""
+        if len(self.experts) == 1:
+            chosen = (ids == self.experts[0]).nonzero().reshape(-1)
+            return chosen, [len(chosen)]
+        order = ids.argsort(stable=True)
+        all_counts = ids.bincount(minlength=self.spec.num_experts).tolist()
+        if len(self.experts) == self.spec.num_experts:
+            return order, [all_counts[expert] for expert in self.experts]
+        starts = [0, *accumulate(all_counts)]
+        groups = [order[starts[expert] : starts[expert + 1]] for expert in self.experts]
+        return cat(groups), [len(group) for group in groups]
+
+
+class Expert(Op):
+    """Run one expert over rows that its submitter chose.
+
+    Without `tokens` over the first `num_rows` of `source`: the results, not weighted, are the first rows of `target`.
+    With `tokens` (int64 [num_rows], none of them twice) and their `weights` (float32) over those rows of `source`: the
+    weighted results are added to the same rows of `target`. Both buffers lie where the lane computes: in host memory
+    with `on_host`. `source` is [rows, hidden] in the model's dtype, `target` [rows, hidden] in float32.
+    """
+
+    kind: ClassVar[str] = Experts.kind
+
+    def __init__(
+        self,
+        family: Any,
+        spec: ModelSpec,
+        part: PlacedPart,
+        source: Buffer,
+        target: Buffer,
+        num_rows: int,
+        *,
+        layer: int | None = None,
+        tokens: np.ndarray | None = None,
+        weights: np.ndarray | None = None,
+        on_host: bool = False,
+    ) -> None:
+        assert (tokens is None) == (weights is None), "tokens come with their weights"
+        self.family, self.spec, self.part, self.layer = family, spec, part, layer
+        self.source, self.target, self.num_rows = source, target, num_rows
+        self.tokens, self.weights, self.on_host = tokens, weights, on_host
+        self.reads, self.writes = (source, *part.keys), (target,)
+
+    def work(self) -> Work:
+        return _expert_work(self.spec, self.num_rows, self.part.layout.nbytes, on_host=self.on_host)
+
+    @property
+    def cost_key(self) -> str:
+        return f"{self.kind} x1"
+
+    def cost_features(self) -> tuple[float, ...]:
+        """Tokens of a micro-batch that, evenly routed, brings one expert so many rows, as `Experts` has it."""
+        return (self.num_rows * self.spec.num_experts / self.spec.experts_per_token,)
+
+    def run(self, ctx: Context, packet: int) -> None:
+        spec = self.spec
+        x, y = all_rows(ctx, self.source, spec, spec.dtype), all_rows(ctx, self.target, spec, "float32")
+        if self.tokens is None or self.weights is None:
+            mine = slice(self.num_rows)
+            return _run_expert(ctx, self.family, spec, self.part, x[mine], y[mine], None, on_host=self.on_host)
+        tokens, probs = on_gpu.numbers(self.tokens, x.device), on_gpu.numbers(self.weights, x.device)
+        results = y.new_empty((self.num_rows, spec.hidden_dim))
+        _run_expert(ctx, self.family, spec, self.part, x[tokens], results, probs, on_host=self.on_host)
+        y.index_add_(0, tokens, results)
+
+
+def _expert_work(spec: ModelSpec, tokens: float, read_bytes: float, *, on_host: bool) -> Work:
+    """Weights and rows in one memory: the host's or the device's."""
+    moved = tokens * (2 * spec.hidden_dim + 3 * spec.expert_dim) * spec.dtype_bytes
+    flops, nbytes = 2 * tokens * spec.expert_params, read_bytes + moved
+    return Work(flops=flops, host_bytes=nbytes) if on_host else Work(flops=flops, device_bytes=nbytes)
+
+
+def _run_expert(
+    ctx: Context, family: Any, spec: ModelSpec, part: PlacedPart, x: Any, out: Any, probs: Any, *, on_host: bool
+) -> None:
+    """Write an expert's results for rows `x` [n, hidden] to `out` (float32), times `probs` [n] where there are any: by
+    the kernel that CPUs have for bfloat16 on the cpu lane, by the family's own math otherwise."""
+    w = weights(ctx, part)
+    if on_host and spec.dtype == "bfloat16":
+        m = family.expert_matrices(spec, w)
+        if m.activation == SILU and not m.biases:
+            kernels.expert_ffn(x, m.gate, m.up, m.down, out, row_weights=probs, num_threads=ctx.num_threads())
+            return
+    out.copy_(family.expert(spec, w, x))
+    if probs is not None:
+        out.mul_(probs[:, None])
