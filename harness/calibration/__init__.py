@@ -1,1 +1,2 @@
-"""Measured costs of a machine's ops, of its lanes together and of the strategy's thread: what the simulator trusts."""
+"""Measure the costs of a machine's ops, of its lanes together and of the strategy's thread; the simulator trusts
+them."""

@@ -1,4 +1,4 @@
-"""What ops cost on a simulated machine that stands for a calibrated one. Torch-free."""
+"""Tell what ops cost on a simulated machine that stands for a calibrated one. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.machine.base import Lane, LaneKind, MachineError, Op, Work
 
 @dataclass
 class _Told:
-    """Seconds of ops of one kind on one kind of lane."""
+    """Sums the seconds told for ops of one kind on one kind of lane."""
 
     all_s: float = 0.0
     estimated_s: float = 0.0
@@ -20,9 +20,9 @@ class _Told:
 
 @dataclass
 class CalibratedCosts:
-    """Costs for the simulated machine: the table, and links by their stated rates. Ops of a kind that was not measured
-    take what their lane's measured ones take for such work; ops without any work are free. `is_busy` tells whether a
-    kind of lane has something to run at the moment when an op starts."""
+    """Tells the simulated machine what ops cost: by the table, and on links also by their stated rates. Ops of a kind
+    that was not measured take what their lane's measured ops take for such work; ops without any work are free.
+    `is_busy` tells whether a kind of lane has something to run at the moment when an op starts."""
 
     table: CalibrationTable
     link_bytes_s: Mapping[LaneKind, float]
@@ -44,12 +44,14 @@ class CalibratedCosts:
 
     @property
     def estimated_shares(self) -> dict[tuple[LaneKind, str], float]:
-        """By lane and kind of op, the share of the time asked for so far that is an estimate; kinds without are left
-        out. Above 0 and below 1 where a kind's ops differ in their cost key."""
+        """The share of the time told so far that is an estimate, by lane and kind of op. A kind without estimates is
+        left out. The share lies above 0 and below 1 where a kind's ops differ in their cost key, and only some of them
+        were measured."""
         return {which: told.estimated_s / told.all_s for which, told in self._told.items() if told.estimated_s > 0}
 
     def _estimated(self, lane: Lane, op: Op, work: Work, company: Company) -> float:
-        """Beyond the link's own time."""
+        """Return an estimate of an op's seconds beyond the link's own time. Raises MachineError where the lane has no
+        rate for any of its work."""
         if work == Work():
             return 0.0
         seconds = self.table.estimated_seconds(lane, work, company)
@@ -61,7 +63,8 @@ class CalibratedCosts:
         return seconds or 0.0
 
     def _is_again(self, kind: LaneKind, op: Op) -> bool:
-        """Whether another op has read the op's weights since they came; ops must be asked for as they start."""
+        """Return whether another op has read this op's weights since they arrived. It must be called for each op as the
+        op starts."""
         if kind is LaneKind.H2D:
             self._unread.update(op.writes)
             return False

@@ -13,10 +13,9 @@ from harness.machine.base import Work
 
 @dataclass(frozen=True, kw_only=True)
 class LaneRates:
-    """Seconds of an op by its work: a plane through the lane's measured ops. A component of `Work` (FLOPs, bytes by
-    tier) to which the plane gives no time, since others came with it in all of them, counts at the best rate that any
-    of them reached.
-    """
+    """Estimates the seconds of an op from its work, by a plane through the lane's measured ops. A component of `Work`
+    (FLOPs, bytes by tier) may get no time from the plane, because other components came with it in all of the measured
+    ops; it counts at the best rate that any of them reached."""
 
     plane: Plane  # over units of `scale`
     scale: Work

@@ -1,4 +1,4 @@
-"""From samples to a function: interpolation where one feature decides, a plane where several do. Torch-free."""
+"""Fit functions to samples: interpolation where one feature decides, a plane where several do. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import numpy as np
 from scipy.optimize import isotonic_regression, nnls
 
 Sample = tuple[tuple[float, ...], float]  # features, seconds
-_FAR_OUT = 20.0
+_FAR_OUT = 20.0  # times the median
 _SHORT_S = 3e-3  # a wait for the interpreter or a core; whatever is shorter may be one
-_ROUNDS = 4  # of a fit whose weights follow from the fit before
+_ROUNDS = 4  # of a fit; each weighs errors by the result of the one before
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interpolated:
-    """Seconds at ascending values of one feature, never falling; straight lines between. Below the first the first one
-    holds, since fixed costs stay; beyond the last goes on the slope over the upper half of the range."""
+    """Holds seconds at ascending values of one feature, which never fall, with straight lines between them. Below the
+    first value its seconds hold, since fixed costs stay; beyond the last, the slope over the upper half of the range
+    goes on."""
 
     at: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -34,7 +35,7 @@ class Interpolated:
 
 @dataclass(frozen=True, kw_only=True)
 class Plane:
-    """Seconds = fixed + sum of weights times features, none of them negative."""
+    """Computes seconds = fixed + sum of weights times features. Neither the fixed part nor a weight is negative."""
 
     fixed: float
     weights: tuple[float, ...]
@@ -44,8 +45,8 @@ class Plane:
 
 
 def fit(samples: Sequence[Sample]) -> Interpolated | Plane:
-    """Through the typical seconds of equal features: the nearest curve that never falls, for more work takes no less
-    time, or a plane. Raises ValueError without samples."""
+    """Fit a curve of one feature, or a plane of several, through the typical seconds of equal features. The curve is
+    the nearest one that never falls, for more work takes no less time. Raises ValueError without samples."""
     if not samples:
         raise ValueError("no samples to fit")
     points = typical_by_features(samples)
@@ -57,8 +58,9 @@ def fit(samples: Sequence[Sample]) -> Interpolated | Plane:
 
 
 def fit_plane(points: dict[tuple[float, ...], float]) -> Plane:
-    """Least squares of errors relative to the fitted seconds. (Relative to the measured ones, a fit would follow the
-    fast ones among measurements that scatter.) Weights are non-negative: more work never takes less time."""
+    """Fit a plane by least squares of the errors relative to the fitted seconds. (Relative to the measured ones, a fit
+    would follow the fast ones among measurements that scatter.) Weights are non-negative: more work never takes less
+    time."""
     seconds = np.array(list(points.values()))
     rows = np.array([(1.0, *features) for features in points])
     fitted = np.full(len(seconds), max(float(seconds.mean()), 1e-9))
@@ -69,8 +71,9 @@ def fit_plane(points: dict[tuple[float, ...], float]) -> Plane:
 
 
 def typical(values: Sequence[float]) -> float:
-    """The mean without what lies farthest out: short ops often take three times their median, because a thread waits
-    for the interpreter, and what a pass takes is the mean; but nothing is 20 times the median by itself."""
+    """Return the mean without the values that lie farthest out, which are above 20 times the median and above 3 ms.
+    Short ops often take three times their median, because a thread waits for the interpreter, and these belong to the
+    mean, which is what a pass takes; but nothing takes 20 times the median by itself."""
     limit = _FAR_OUT * float(np.median(values))
     return float(np.mean([value for value in values if value <= max(limit, _SHORT_S)]))
 
@@ -83,7 +86,8 @@ def typical_by_features(samples: Sequence[Sample]) -> dict[tuple[float, ...], fl
 
 
 def relative_spread(samples: Sequence[Sample]) -> float:
-    """Median over the points of (75th - 25th percentile) / median: how far repeated measurements lie apart."""
+    """Return how far repeated measurements lie apart: the median over the points of (75th - 25th percentile) /
+    median."""
     grouped: dict[tuple[float, ...], list[float]] = defaultdict(list)
     for features, seconds in samples:
         grouped[tuple(features)].append(seconds)

@@ -1,4 +1,4 @@
-"""What the strategy's own thread takes: making and submitting ops, waking up, scheduling and laying out passes."""
+"""Measure what the strategy's own thread takes: to make and submit ops, to wake up, to schedule and lay out passes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def measure_host(
     engine: Engine, probes: LayerProbes, undisturbed: Undisturbed, *, repeats: int, max_tokens: int, max_context: int,
     handovers_s: Sequence[float],
 ) -> HostTimes:  # fmt: skip
-    """Ops are submitted while the lanes work, as they are in a run."""
+    """Measure the times of the strategy's own thread. Ops are submitted while the lanes work, as they are in a run."""
     pairs = [
         undisturbed("submissions", lambda: _submit_and_wake(engine, probes, max_tokens)) for _ in range(4 * repeats)
     ]
@@ -39,7 +39,8 @@ def measure_host(
 
 
 def _submit_and_wake(engine: Engine, probes: LayerProbes, max_tokens: int) -> tuple[float, float]:
-    """Seconds of one submission, and from the end of the last op until the thread that waited for it goes on."""
+    """Return the seconds of one submission, and those from the last op's end until the thread that waits for it goes
+    on."""
     machine = engine.machine
     its = probes.pair(Shape(prompts=(min(100, max_tokens),)))
     emit = Recording(engine)
@@ -60,8 +61,8 @@ def _submit_and_wake(engine: Engine, probes: LayerProbes, max_tokens: int) -> tu
 
 
 def _pass_s(probes: LayerProbes, num_sequences: int) -> float:
-    """Laying out a pass and handing tokens to its sequences; a scheduler's own walk over them costs about as much as
-    the latter, so that is counted twice."""
+    """Return the seconds to lay out a pass and to hand tokens to its sequences. The latter count twice, since a
+    scheduler's own walk over the sequences costs about as much."""
     shape = Shape(contexts=(60,) * num_sequences)
     _, sequences, allocator = probes.ops.sequences(shape, probes.engine.kv.allocator)
     start_s = time.perf_counter()

@@ -30,11 +30,11 @@ from harness.settings import Settings
 
 Log = Callable[[str], None]
 PACKET_BYTES = 1_000_000
-KV_TOKENS = 32_768  # of the cache that is measured, where pinned memory has room for it
-LINK_GB_S = 0.7  # of the link beside which ops are measured, in the middle of what one core can sustain
+KV_TOKENS = 32_768  # in the KV cache that is measured, where pinned memory has room for it
+LINK_GB_S = 0.7  # of the link that is busy while ops are measured, in the middle of what one core can sustain
 # What the measured ops depend on; the links' rates do not belong to it, since the table holds what comes beyond them.
 _RATES = ("cpu_gflop_s", "cpu_gb_s", "gpu_gflop_s")
-# The code that is measured, and that which measures it.
+# The code that is measured, and the code that measures it.
 _SOURCES = (
     *("kernels", "harness/bench", "harness/calibration", "harness/engine", "harness/memory", "harness/model/families"),
     *("harness/model/functional.py", "harness/model/linear.py"),
@@ -43,8 +43,8 @@ _SOURCES = (
 
 
 def identity(settings: Settings, spec: ModelSpec) -> dict[str, Any]:
-    """What two measurements must share to be interchangeable. Capacities decide which sizes of micro-batches and of
-    the KV cache can be measured; a run's own cache is another one, of `kv_cache_gb`, and decides nothing."""
+    """Return what two measurements must share to be interchangeable. Capacities decide which sizes of micro-batches and
+    of the KV cache can be measured. A run's own cache, of `kv_cache_gb`, is another one and decides nothing."""
     facts = environment()
     return {
         "processor": facts["processor"],
@@ -66,7 +66,7 @@ def table_path(settings: Settings, spec: ModelSpec) -> Path:
 
 
 def local_table(settings: Settings, spec: ModelSpec, log: Log = print) -> CalibrationTable:
-    """From the cache, or measured now (a minute or two, while nothing else should run)."""
+    """Return the table from the cache, or measure it now. That takes a minute or two, while nothing else should run."""
     path = table_path(settings, spec)
     if not _is_readable(path):
         make_writable(path.parent)  # before a minute of work
@@ -76,7 +76,8 @@ def local_table(settings: Settings, spec: ModelSpec, log: Log = print) -> Calibr
 
 
 def _is_readable(path: Path) -> bool:
-    """A table of an older version, or one that broke, is measured again."""
+    """Return whether the file holds a table of this version. A table of an older version, or a broken one, is measured
+    again."""
     try:
         CalibrationTable.read(path)
     except ValueError:
@@ -121,7 +122,7 @@ def _with_measured_sizes(settings: Settings, model: LoadedModel) -> Settings:
 
 
 def link_rates(hardware: HardwareConfig) -> dict[LaneKind, float]:
-    """Bytes per second of every link whose rate is stated."""
+    """Return the bytes per second of every link whose rate is stated. Raises ConfigError where h2d or d2h has none."""
     rates = {LaneKind(name): float(rate) * 1e9 for name, rate in hardware.link_ceilings_gb_s.items()}
     for kind in (LaneKind.H2D, LaneKind.D2H):
         require(kind in rates, f"hardware.{kind}_gb_s", "must be stated: measured costs are those beyond bytes / rate")

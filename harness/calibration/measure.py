@@ -23,7 +23,8 @@ def measure_all(
     engine: Engine, *, link_bytes_s: dict[LaneKind, float], packet_bytes: int, ram_bytes: int, meta: dict[str, Any],
     repeats: int = 2, log: Callable[[str], None] = lambda text: None,
 ) -> CalibrationTable:  # fmt: skip
-    """The table of the engine's machine. `log` is told what is being measured, and what stayed disturbed."""
+    """Measure the engine's machine and return its table. `log` is told what is being measured, and what stayed
+    disturbed."""
     fitting = tokens_that_fit(
         engine, num_layers_buffered=2, num_micro_batches=2, reserved_bytes=LayerProbes.RESERVED_BYTES
     )

@@ -1,4 +1,4 @@
-"""How fast host memory is read and copied, beyond all caches: what every rate of the table lies below."""
+"""Measure how fast host memory is read and copied beyond all caches; every rate of the table lies below this."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ _LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
 
 def working_set_bytes(last_cache_bytes: int, ram_bytes: int) -> int:
-    """Beyond the caches, where memory allows it."""
+    """Return how many bytes to go through: more than the caches hold, where memory allows it."""
     return int(min(max(_MIN_BYTES, _CACHE_MULTIPLE * last_cache_bytes), _MAX_RAM_SHARE * ram_bytes))
 
 
 def last_cache_bytes() -> int:
-    """Of the last cache as the system states it (a virtual machine may name the socket's); 0 where it does not."""
+    """Return the size of the last cache as the system states it, or 0 where it does not. A virtual machine may state
+    the size for the whole socket."""
     try:
         text = _LAST_CACHE.read_text().strip()
     except OSError:
@@ -37,7 +38,8 @@ def last_cache_bytes() -> int:
 
 
 def measure_memory(undisturbed: Undisturbed, ram_bytes: int, repeats: int) -> Mapping[str, list[float]]:
-    """GB/s of every repeat, by what was done on how many threads; `working_set_gb` beside it."""
+    """Measure the GB/s of every repeat, by what was done on how many threads. The item "working_set_gb" is the size of
+    the memory."""
     num_bytes = working_set_bytes(last_cache_bytes(), ram_bytes)
     buffer = np.empty(num_bytes, dtype=np.uint8)
     address, half = buffer.ctypes.data, num_bytes // 2

@@ -37,8 +37,9 @@ _FEED_EVERY_S = 2e-3
 
 
 class OpCosts:
-    """`samples` by company, the `works` of their ops, and `handovers_s`: from the end of an op until the one on
-    another, idle lane began that had waited for it."""
+    """Measures what ops take, alone and in company. `samples` has their seconds by company, `works` their work.
+    `handovers_s` has the seconds from the end of an op until another one, which had waited for it on an idle lane,
+    began."""
 
     def __init__(
         self, engine: Engine, probes: LayerProbes, *, link_bytes_s: dict[LaneKind, float], undisturbed: Undisturbed,
@@ -54,7 +55,8 @@ class OpCosts:
         self.handovers_s: list[float] = []
 
     def measure(self, repeats: int, log: Callable[[str], None]) -> None:
-        """All shapes once, and again: what changes with the time of day must not look like a difference of shapes."""
+        """Measure all shapes once, and then again: what changes with the time of day must not look like a difference of
+        shapes."""
         for repeat in range(repeats):
             log(f"ops alone and in company: {repeat + 1} of {repeats}")
             for shape in self._shapes():
@@ -67,8 +69,9 @@ class OpCosts:
         self._fill_gaps()
 
     def _keep(self, company: Company, tickets: list[Ticket]) -> None:
-        """The mean over ops of one chain that are alike: where each expert is an op of its own, some get many tokens
-        and some none, and what a pass takes is the mean. What stayed disturbed is kept apart."""
+        """Add the ops of one chain to the samples, as the mean over ops that are alike. Where each expert is an op of
+        its own, some get many tokens and some none, and what a pass takes is the mean. What stayed disturbed is kept
+        apart."""
         grouped: dict[tuple[str, tuple[float, ...]], list[float]] = {}
         for ticket in tickets:
             key = table_key(ticket.lane, ticket.op, again=ticket.op.micro_batch == 1)
@@ -80,7 +83,7 @@ class OpCosts:
             points.setdefault(key, []).append((features, max(float(np.mean(seconds)), 0.0)))
 
     def _fill_gaps(self) -> None:
-        """Disturbed measurements count where there is no other."""
+        """Let disturbed measurements count where there is no other."""
         for company, by_key in self._spare.items():
             for key, points in by_key.items():
                 clean = self.samples.setdefault(company, {}).setdefault(key, [])
@@ -88,7 +91,7 @@ class OpCosts:
                 clean.extend(point for point in points if point[0] not in known)
 
     def _seconds(self, ticket: Ticket) -> float:
-        """Beyond the link's own time on the links."""
+        """Return the seconds that an op took; on links, those beyond the link's own time."""
         assert ticket.started_s is not None and ticket.finished_s is not None
         seconds = ticket.finished_s - ticket.started_s
         if ticket.lane.kind in LINKS:
@@ -96,7 +99,7 @@ class OpCosts:
         return seconds
 
     def _shapes(self) -> Iterator[Shape]:
-        """Prefill, decode and both, over what the device holds."""
+        """Yield shapes of prefill, of decode and of both, up to what micro-batches and the KV cache can hold."""
         for tokens in (8, 32, 96, 192, 384, 768, 1200, 1800):
             if tokens <= self._max_tokens:
                 yield Shape.of_prompts(tokens, 100)
@@ -113,7 +116,7 @@ class OpCosts:
     # -- alone, and beside a busy link ----------------------------------------------------------------------------
 
     def _serial(self, shape: Shape) -> list[Ticket]:
-        """One layer, op after op on whatever lane, with the experts in one op and apart."""
+        """Run one layer's ops one after the other, whatever their lanes, with the experts in one op and apart."""
         emit = Recording(self._engine, serial=True)
         its = self._probes.pair(shape)
         for apart in (False, True):
@@ -126,7 +129,7 @@ class OpCosts:
         return emit.tickets
 
     def _overlapped(self, shape: Shape) -> list[Ticket]:
-        """Some layers, op after op where data wants it, while weights stream."""
+        """Run some layers, whose ops wait only for their data, while weights stream."""
         emit = Recording(self._engine)
         its = self._probes.pair(shape)
         for apart in (False, True):
@@ -140,7 +143,8 @@ class OpCosts:
     # -- what lanes other than the gpu's do, in company -----------------------------------------------------------
 
     def _host_side(self, shape: Shape, company: Company) -> list[Ticket]:
-        """For one micro-batch, op after op, while the gpu computes another and weights stream, as `company` says."""
+        """Run one micro-batch's ops on lanes other than the gpu's, one after the other. Meanwhile the gpu computes
+        another micro-batch, or weights stream, or both, as `company` says."""
         machine, probes = self._engine.machine, self._probes
         with probes.background(gpu=LaneKind.GPU in company, link=LaneKind.H2D in company) as background:
             emit = Recording(self._engine, serial=True)

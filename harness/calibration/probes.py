@@ -23,15 +23,15 @@ from harness.memory.weights import PlacedPart, WeightStream
 from harness.model.spec import ModelSpec
 
 Pair = tuple[InFlight, InFlight]  # the second one finds weights that the first one has just read
-_STAGING_BYTES = 4_000_000  # keys and values of one layer on the device: contexts beyond it are not probed there
-_DEVICE_KV_BYTES = 16_000_000  # of the cache in device memory, all layers; nor are they beyond this
-_TABLES_BYTES = 64_000  # of block tables for that cache and two micro-batches, with blocks of 2 KB or more
+_STAGING_BYTES = 4_000_000  # keys and values of one layer on the device: longer contexts are not probed there
+_DEVICE_KV_BYTES = 16_000_000  # the cache in device memory, all layers: longer contexts are not probed in it
+_TABLES_BYTES = 64_000  # block tables for that cache and two micro-batches, with blocks of 2 KB or more
 
 
 class CpuExpert(Op):
-    """One expert on the cpu lane. In bfloat16 with the kernel that a CPU has for it, whose weights are a stored
-    expert's bytes read as gate, up and down one after the other, whatever their real layout: only the time counts. In
-    others with the family's math."""
+    """Computes one expert on the cpu lane. In bfloat16 it uses the kernel for CPUs and reads a stored expert's bytes as
+    gate, up and down one after the other, whatever their real layout: only the time counts. In other types it uses the
+    family's math."""
 
     kind: ClassVar[str] = "experts"
 
@@ -49,7 +49,8 @@ class CpuExpert(Op):
         return f"{self.kind} x1"
 
     def cost_features(self) -> tuple[float, ...]:
-        """As the gpu lane's `Experts` has it: tokens of a batch that, evenly routed, bring one expert so many."""
+        """Return the tokens of a batch that, evenly routed, brings one expert as many tokens as this op has. The gpu
+        lane's `Experts` has the same feature."""
         return (self.num_tokens * self.spec.num_experts / self.spec.experts_per_token,)
 
     def run(self, ctx: Context, packet: int) -> Any:
@@ -67,8 +68,8 @@ class CpuExpert(Op):
 
 
 class Fill(Op):
-    """Random numbers into keys or values of a cache, so that attention's results differ from token to token, and with
-    them the experts that the router chooses: over memory as it happens to be, all tokens may choose the same."""
+    """Fills keys or values of a cache with random numbers. Attention's results then differ from token to token, and
+    with them the experts that the router chooses; over memory as it happens to be, all tokens may choose the same."""
 
     kind: ClassVar[str] = "fill"
 
@@ -77,7 +78,7 @@ class Fill(Op):
         self.writes = (buffer,)
 
     def work(self) -> Work:
-        """Set-up, which no cost model times."""
+        """Return no work: this is set-up, which no cost model times."""
         return Work()
 
     def run(self, ctx: Context, packet: int) -> None:
@@ -85,10 +86,10 @@ class Fill(Op):
 
 
 class LayerProbes:
-    """Device memory for two layers and two micro-batches of `max_tokens`, and ops over them. `close` gives it back;
-    what the engine's cache held is lost."""
+    """Holds device memory for two layers and two micro-batches of `max_tokens`, and submits ops over them. `close`
+    gives the memory back; what the engine's cache held is lost."""
 
-    RESERVED_BYTES = _STAGING_BYTES + _DEVICE_KV_BYTES + _TABLES_BYTES  # of the device, beside layers and activations
+    RESERVED_BYTES = _STAGING_BYTES + _DEVICE_KV_BYTES + _TABLES_BYTES  # device memory beside layers and activations
 
     def __init__(self, engine: Engine, *, max_tokens: int, packet_bytes: int) -> None:
         self.engine = engine
@@ -121,7 +122,8 @@ class LayerProbes:
         self._next_expert = 0
 
     def _pageable_part(self) -> tuple[PlacedPart, Buffer] | None:
-        """A part in pageable memory, and the pinned place it is staged into; None where there is no pageable memory."""
+        """Reserve a part in pageable memory and the pinned place it is staged into. Returns None where there is no
+        pageable memory."""
         tiers, layout = self.engine.machine.tiers, self.engine.store.layers[0]["attention_in"].layout
         if "host" not in tiers or tiers["host"].free_bytes < layout.nbytes:
             return None
@@ -130,13 +132,14 @@ class LayerProbes:
         return PlacedPart(layout, source, (source,)), target
 
     def stage(self) -> StagePage:
-        """A copy for the pin lane."""
+        """Return an op that copies the pageable part, for the pin lane."""
         assert self.staged is not None, "the machine has pageable memory"
         part, target = self.staged
         return StagePage(part.buffer, target, nbytes=target.nbytes, layer=0, packet_bytes=self.packet_bytes)
 
     def pair(self, shape: Shape) -> Pair:
-        """Two micro-batches alike; and the first one once more with its cache in device memory, if it fits there."""
+        """Return two micro-batches alike. A third one, like the first but with its cache in device memory, is kept if
+        it fits there."""
         first, second = self.batch(0, shape), self.batch(1, shape)
         blocks = self.kv.allocator
         needed = sum(blocks.blocks_for(length) for length in (*shape.prompts, *shape.contexts))
@@ -145,13 +148,14 @@ class LayerProbes:
         return first, second
 
     def batch(self, index: int, shape: Shape) -> InFlight:
-        """A micro-batch in the `index`-th activation buffers, whose blocks are anyone's."""
+        """Return a micro-batch in the `index`-th activation buffers. Its blocks are scattered over the engine's cache,
+        without regard to who holds them."""
         return self.ops.place(self.ops.batch(shape, self.engine.kv.allocator, index=index))
 
     def serial(self, emit: Emitter, its: Pair, layer: int, *, experts_apart: bool) -> None:
-        """One layer with nothing overlapped: each part is transferred when its turn comes, used by one micro-batch and
-        then by the other, and dropped, so that ops find weights and caches as they are after a wait. `emit` is a serial
-        one."""
+        """Submit one layer with nothing overlapped. Each part is transferred when its turn comes, used by one
+        micro-batch and then by the other, and dropped, so that ops find weights and caches as they are after a wait.
+        `emit` is a serial emitter."""
 
         def load(name: str) -> PlacedPart:
             emit.load(self.stream, layer, name)
@@ -162,8 +166,9 @@ class LayerProbes:
             self.stream.release(layer, name)
 
     def overlapped(self, emit: Emitter, its: Pair, num_layers: int, *, experts_apart: bool) -> None:
-        """Layer after layer while the weights of the next ones are on their way, as every overlapping strategy has
-        them: freshly written, beside a busy link; the second micro-batch uses them again."""
+        """Submit layer after layer while the weights of the next ones are on their way, as in every overlapping
+        strategy. Weights are freshly written and the link is busy; the second micro-batch uses the same weights again.
+        """
         for index in range(min(self.stream.depth, num_layers)):
             self.stream.request_layer(index)
         for index in range(num_layers):
@@ -175,8 +180,8 @@ class LayerProbes:
         self, emit: Emitter, its: Pair, index: int, part: Callable[[str], PlacedPart], *, experts_apart: bool,
         serial: bool = False,
     ) -> None:  # fmt: skip
-        """Layer `index` of the stream, each part for one micro-batch and then for the other; where it is `serial`, with
-        what else the host's lanes have."""
+        """Submit layer `index` of the stream, each part for one micro-batch and then for the other. Where `serial`, the
+        other ops of the host's lanes are submitted too."""
         layer, parts = self.stream.layer(index), part("attention_in")
         for it in its:
             emit.attention_in(it, layer, parts)
@@ -197,7 +202,7 @@ class LayerProbes:
         emit.combine(its[0], layer)
 
     def around_attention(self, emit: Emitter, it: InFlight, layer: int) -> None:
-        """What a layer has on lanes other than the gpu's."""
+        """Submit what a layer has on lanes other than the gpu's."""
         emit.offload_qkv(it, layer)
         emit.append_kv(it, layer)
         emit.decode_attention(it, layer)
@@ -208,8 +213,8 @@ class LayerProbes:
         emit.load_expert_sums(it, layer)
 
     def device_attention(self, emit: Emitter, it: InFlight, layer: int) -> None:
-        """Decode attention where the gpu lane has it: keys and values over the link, or in device memory. Too long
-        contexts are left out."""
+        """Submit the decode attention of the gpu lane, with keys and values over the link or in device memory. Contexts
+        that are too long are left out."""
         if self._fits_staging(it):
             emit.decode_attention_on_device(it, layer, [self.staging])
         if self._in_device_kv is None or self._in_device_kv[0] is not it:
@@ -222,7 +227,7 @@ class LayerProbes:
             emit.submit(GPU, paged.DecodeAttentionPaged(family, spec, it.batch, it.acts, layer, self.kv, part))
 
     def host_side(self, emit: Emitter, it: InFlight, layer: int) -> None:
-        """All that a pass has on lanes other than the gpu's, once. `emit` is a serial one."""
+        """Submit all that a pass has on lanes other than the gpu's, once. `emit` is a serial emitter."""
         spec, cache = self.engine.spec, self.engine.kv.host
         assert cache is not None, "calibration attends over a cache in host memory"
         emit.submit(H2D, data.UploadTokens(spec, it.batch, it.acts), urgent=True)
@@ -234,7 +239,8 @@ class LayerProbes:
         self._on_host(emit, it.batch.num_tokens)
 
     def _on_host(self, emit: Emitter, num_tokens: int) -> None:
-        """An expert over its share of so many tokens, and a copy into pinned memory."""
+        """Submit an expert over its share of `num_tokens` and, where the machine has pageable memory, a copy into
+        pinned memory."""
         spec, family = self.engine.spec, self.engine.family
         share = -(-num_tokens * spec.experts_per_token // spec.num_experts)
         emit.submit(CPU, CpuExpert(family, spec, self._stored_expert(), self.rows, share))
@@ -246,14 +252,14 @@ class LayerProbes:
         return bool(it.batch.decode) and nbytes <= self.staging.nbytes
 
     def _stored_expert(self) -> PlacedPart:
-        """One after another, so that their weights come from memory."""
+        """Return one stored expert after another, so that their weights come from memory and not from a cache."""
         experts = self.engine.store.experts(len(self.engine.store.layers) - 1)
         self._next_expert = (self._next_expert + 1) % len(experts)
         return experts[self._next_expert]
 
     @contextmanager
     def background(self, *, gpu: bool, link: bool) -> Iterator[Background]:
-        """Work for the gpu lane, the link, both or neither, as long as it is fed; drained at the end."""
+        """Give the gpu lane, the link, both or neither work for as long as it is fed, and drain it at the end."""
         work = Background(self, gpu=gpu, link=link)
         try:
             yield work
@@ -295,7 +301,7 @@ class Background:
         self.feed()
 
     def feed(self) -> None:
-        """To be called more often than what is queued lasts."""
+        """Submit more work; this must be called more often than what is queued lasts."""
         self._computing = [t for t in self._computing if not t.done]
         while self._it is not None and len(self._computing) < self.AHEAD:
             self._computing += self._probes.ops.layer(self._it, 0)

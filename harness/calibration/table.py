@@ -30,24 +30,23 @@ LINKS = (LaneKind.H2D, LaneKind.D2H, LaneKind.PIN)  # lanes that a profile gives
 
 @dataclass(frozen=True, kw_only=True)
 class HostTimes:
-    """Seconds of the strategy's thread, and of the lanes' between ops."""
+    """Holds the seconds that the strategy's thread takes, and those that lanes take between ops."""
 
-    submit_s: float  # an op, from its making to its place in the queue
+    submit_s: float  # of one op, from its making to its place in the queue
     wake_s: float  # from the end of what is awaited until the strategy goes on
-    pass_s: float  # to schedule, lay out and retire a pass
-    sequence_s: float  # and for each sequence in it
+    pass_s: float  # of one pass: to schedule, lay out and retire it
+    sequence_s: float  # more for each sequence in the pass
     handover_s: float  # from the end of what an op waits for until its lane, idle until then, begins
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationTable:
-    """`samples` are (features, seconds) by company, lane and cost key: what one op takes. On the links the seconds are
-    those beyond bytes / rate, so that the table serves other link rates too. In company short ops lose most, to threads
-    that hand the interpreter to each other and to caches that streams sweep. `works` has, by the same key and features,
-    the work of such an op: from it follow the rates at which a lane's ops of other kinds are estimated. `together` has,
-    by the lanes active at the same time ("cpu+gpu+h2d"), how many times longer *long* ops of each lane take than alone.
-    `memory` is GB/s of host memory as measured, for the reader.
-    """
+    """Holds all that was measured on a machine. `samples` are (features, seconds) by company, lane and cost key: what
+    one op takes. On the links the seconds are those beyond bytes / rate, so that the table serves other link rates too.
+    In company short ops lose most, to threads that hand the interpreter to each other and to caches that streams sweep.
+    `works` has, by the same key and features, the work of such an op: from it follow the rates at which a lane's ops of
+    other kinds are estimated. `together` has, by the lanes active at the same time ("cpu+gpu+h2d"), how many times
+    longer *long* ops of each lane take than alone. `memory` is GB/s of host memory as measured, for the reader."""
 
     meta: Mapping[str, Any]
     samples: Mapping[Company, Mapping[str, Points]]
@@ -64,8 +63,9 @@ class CalibrationTable:
         }
 
     def seconds(self, lane: Lane, op: Op, company: Company = ALONE, *, again: bool = False) -> float | None:
-        """Beyond the link's own time, in this company or in the nearest one that was measured; None where the op was
-        measured in none. `again`: another op has read the same weights since they came."""
+        """Return an op's seconds beyond the link's own time, in this company or in the nearest one that was measured.
+        The result is None where the op was measured in none. `again` says that another op has read the same weights
+        since they arrived."""
         for key in dict.fromkeys((table_key(lane, op, again=again), table_key(lane, op))):
             for candidate in _nearest(company):
                 function = self.functions.get(candidate, {}).get(key)
@@ -75,12 +75,13 @@ class CalibrationTable:
 
     @cached_property
     def rates(self) -> dict[Company, dict[LaneKind, LaneRates]]:
-        """What ops of each lane take by their work, in each company; of ops that use weights, the first to do so."""
+        """The seconds of each lane's ops by their work, in each company. Among ops that use the same weights, only the
+        first counts."""
         return {company: _lane_rates(by_key, self.works) for company, by_key in self.samples.items()}
 
     def estimated_seconds(self, lane: Lane, work: Work, company: Company = ALONE) -> float | None:
-        """Return what an op takes beyond the link's own time by its work, at the rates of its lane's measured ops in
-        the nearest company; None where none of them had such work."""
+        """Return what an op takes beyond the link's own time, at the rates of its lane's measured ops. The rates are
+        those of the nearest company in which measured ops had such work; without one, the result is None."""
         for candidate in _nearest(company):
             rates = self.rates.get(candidate, {}).get(lane.kind)
             seconds = None if rates is None else rates.seconds(work)
@@ -89,7 +90,7 @@ class CalibrationTable:
         return None
 
     def worst_fit(self) -> dict[str, float]:
-        """By key, the largest relative error of the fitted functions at a measured point."""
+        """Return, by key, the largest relative error of the fitted functions at a measured point."""
         found: dict[str, float] = {}
         for company, by_key in self.samples.items():
             for key, points in by_key.items():
@@ -99,16 +100,18 @@ class CalibrationTable:
         return found
 
     def spread(self) -> dict[str, float]:
-        """By key, how far repeated measurements of an op alone lie apart."""
+        """Return, by key, how far repeated measurements of an op alone lie apart."""
         return {key: relative_spread(points) for key, points in self.samples[ALONE].items()}
 
     def covered(self, kind: str) -> list[Company]:
-        """Companies in which every op of that lane was measured, so that its samples hold what they cost."""
+        """Return the companies in which every op of that lane was measured, so that samples hold what these companies
+        cost."""
         keys = {key for key in self.samples[ALONE] if key.startswith(f"{kind}: ")}
         return [company for company in self.samples if keys and keys <= self.samples[company].keys()]
 
     def slowdowns(self) -> dict[str, dict[str, float]]:
-        """`together` beyond what the samples in company hold: relative to the largest covered company of each lane."""
+        """Return the factors of `together` beyond what the samples in company already hold. Each lane's factor is
+        relative to that of its largest covered company."""
         found = {}
         for group, factors in self.together.items():
             own = dict(factors)
@@ -122,7 +125,8 @@ class CalibrationTable:
 
     @classmethod
     def merged(cls, tables: Sequence[CalibrationTable]) -> CalibrationTable:
-        """Of several times of day: all samples, so that fits go through medians over all of them; mean factors."""
+        """Merge tables that were measured at several times of day. All samples are kept, so that fits go through
+        typical values over all of them; factors and host times are averaged."""
         first = tables[0]
         samples: dict[Company, dict[str, Points]] = {}
         for table in tables:
@@ -148,7 +152,7 @@ class CalibrationTable:
         )
 
     def write(self, path: Path) -> None:
-        """Whole or not at all. Raises RecordError with the cause."""
+        """Write the table, whole or not at all. Raises RecordError with the cause."""
         content = {
             "version": self.version,
             "meta": self.meta,
@@ -168,7 +172,7 @@ class CalibrationTable:
 
     @classmethod
     def read(cls, path: Path) -> CalibrationTable:
-        """Raises ValueError naming the file where it is none, or of another version."""
+        """Read a table. Raises ValueError naming the file where it is no table, or one of another version."""
         try:
             values = json.loads(path.read_text())
             if (version := values["version"]) == VERSION:
@@ -196,12 +200,13 @@ class CalibrationTable:
 
 
 def table_key(lane: Lane, op: Op, *, again: bool = False) -> str:
-    """What the table knows an op by. One that uses weights finds them in memory, or, the next time, in a cache."""
+    """Return the key by which the table knows an op. An op that uses weights finds them in memory, or `again` in a
+    cache, and has a key for each."""
     return f"{lane.kind}: {op.cost_key}{AGAIN if again and weight_keys(op) else ''}"
 
 
 def weight_keys(op: Op) -> tuple[Hashable, ...]:
-    """Of the weights that a compute op reads; other ops have none."""
+    """Return the keys of the weights that a compute op reads; other ops have none."""
     keys: tuple[Hashable, ...] = getattr(op, "weight_keys", ())
     return keys
 
@@ -215,7 +220,7 @@ def _lane_rates(by_key: Mapping[str, Points], works: Works) -> dict[LaneKind, La
 
 
 def _nearest(company: Company) -> Iterator[Company]:
-    """The company itself, then those with fewer lanes; a busy gpu matters more than a busy link."""
+    """Yield the company itself, then those with fewer lanes. A busy gpu matters more than a busy link."""
     yield company
     if len(company) > 1:
         yield from (BESIDE_GPU & company, BESIDE_LINK & company)
@@ -232,7 +237,8 @@ def _company(name: str) -> Company:
 
 
 def _grouped(points: Sequence[tuple[tuple[float, ...], float]]) -> list[tuple[tuple[float, ...], list[float]]]:
-    """By features, to a tenth of a microsecond: tables are kept beside reports, which should stay small."""
+    """Group points by features, with seconds to a tenth of a microsecond. Tables are kept beside reports, which should
+    stay small."""
     rows: dict[tuple[float, ...], list[float]] = {}
     for features, seconds in points:
         rows.setdefault(features, []).append(round(seconds, 7))

@@ -1,4 +1,4 @@
-"""How much longer the long ops of each lane take while other lanes work: every pair and every triple together."""
+"""Measure how many times longer each lane's long ops take while other lanes work, for every pair and every triple."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from harness.engine.ops import data, host
 from harness.machine.base import CPU, D2H, GPU, H2D, PIN, Lane, Span, Ticket
 
 _STREAM_S = 0.2  # how long lanes are watched together
-_MOST_S = 30.0  # or longer, until each has ended an op
+_MOST_S = 30.0  # at most, while not every lane has ended an op
 _POLL_S = 1e-3
 _AHEAD = {GPU: 3, CPU: 6, H2D: 3, D2H: 8, PIN: 3}  # ops that are always queued
 _KINDS = {GPU: "experts", CPU: "decode attention", H2D: "weights", D2H: "offload qkv", PIN: "weights to pinned"}
 
 
 class Together:
-    """Streams of ops of one kind a lane. The pin lane takes part where the machine has pageable memory for it."""
+    """Streams ops of one kind on each lane of a group, and compares them with the lane alone. The pin lane takes part
+    where the machine has pageable memory for it."""
 
     def __init__(self, engine: Engine, probes: LayerProbes, undisturbed: Undisturbed, max_context: int) -> None:
         self._engine, self._probes, self._undisturbed = engine, probes, undisturbed
@@ -34,7 +35,8 @@ class Together:
         self.lanes = (CPU, D2H, GPU, H2D) if probes.staged is None else (CPU, D2H, GPU, H2D, PIN)
 
     def measure(self, repeats: int, log: Callable[[str], None]) -> dict[str, dict[str, float]]:
-        """By the names of the lanes, for each of them the time of its op relative to its time alone."""
+        """Measure each lane's op while other lanes work, relative to its time alone. The result is by the names of the
+        lanes that work together, then by lane."""
         groups = [group for size in (1, 2, 3) for group in combinations(self.lanes, size)]
         seen: dict[tuple[Lane, ...], list[dict[Lane, float]]] = {group: [] for group in groups}
         for repeat in range(repeats):
@@ -49,7 +51,8 @@ class Together:
         }
 
     def _streams(self, group: tuple[Lane, ...]) -> dict[Lane, float]:
-        """Seconds of the packets of each lane's op; those count that end while all lanes of the group have work."""
+        """Return the median seconds of a packet of each lane's op. Packets count that end while all lanes of the group
+        have work."""
         machine = self._engine.machine
         gpu, cpu = self._prepared()
         machine.spans.clear()
@@ -71,7 +74,7 @@ class Together:
         return {lane: self._median_s(lane, end_s) for lane in group}
 
     def _prepared(self) -> tuple[InFlight, InFlight]:
-        """A micro-batch for the gpu and one for the cpu, the weights of a layer on the device."""
+        """Prepare a micro-batch for the gpu and one for the cpu, with a layer's weights on the device."""
         probes, acts = self._probes, self._probes.acts[0]
         gpu = probes.batch(0, Shape(prompts=(100,) * max(1, min(400, acts.max_tokens) // 100)))
         contexts = min(48, self._max_context // (128 + self._engine.kv.allocator.block_size), acts.max_tokens)
@@ -87,7 +90,7 @@ class Together:
         return gpu, cpu
 
     def _stream(self, lane: Lane, gpu: InFlight, cpu: InFlight) -> Callable[[], None]:
-        """Keeps `lane` supplied when called."""
+        """Return a function that keeps `lane` supplied when called often."""
         engine, probes = self._engine, self._probes
         open_: list[Ticket] = []
         transferred: list[Lane] = []  # not empty once a layer was requested
@@ -118,13 +121,13 @@ class Together:
         return supply
 
     def _median_s(self, lane: Lane, end_s: float) -> float:
-        """Of the lane's packets, on links per byte."""
+        """Return the median seconds of the lane's packets, on links per byte."""
         spans = self._spans(lane, end_s)
         assert spans, f"lane {lane} ended nothing in {_MOST_S:g} s"
         return float(np.median([_per_unit(span) for span in spans]))
 
     def _spans(self, lane: Lane, end_s: float) -> list[Span]:
-        """Of the lane's op, ended by then."""
+        """Return the spans of the lane's op that ended by `end_s`."""
         spans = self._engine.machine.spans
         return [s for s in list(spans) if s.lane == lane and s.kind == _KINDS[lane] and s.end_s <= end_s]
 

@@ -1,4 +1,4 @@
-"""Measurements during which nobody took cores away, as far as the machine grants them."""
+"""Repeat measurements until nobody takes cores away during one, as far as the machine grants that."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Undisturbed:
 
 
 def _watched(measure: Callable[[], T]) -> tuple[T, float]:
-    """The result, and the share of all cores that others had meanwhile."""
+    """Run a measurement; return its result and the share of all cores that others had meanwhile."""
     before = read_cpu_times()
     result = measure()
     after = read_cpu_times()
