@@ -19,7 +19,7 @@ PENDING: tuple[str, ...] = (
     "harness/memory",
     "harness/model",
     "harness/routing",
-    "strategies",
+    "strategies/common",
 )
 
 # Words that open a sentence which needs the one before it, or no sentence at all.
@@ -40,15 +40,16 @@ VERBS = """
     generate get give go group grow halve hand handle hash help hide hold identify ignore imagine implement import
     index insert inspect install interrupt issue iterate join judge keep know last launch lay lead leave let lie
     limit link list load lock log look loop lose make map mark mask match maximise measure meet merge minimise model
-    move multiply name need normalise note notice observe offer open order override own pace pack pad pair parse
-    pass pause permute pick pin place plan play poison post predict prefer prefetch prepare print probe produce
-    project protect prove provide pull push put quantise queue raise reach read rebuild receive recompute record
-    recover reduce refer refuse register reject release remember remove rename render repeat replace replay report
-    represent request require reserve reset resolve restore restrict resume retry return rotate round route run
-    sample save say scale scan scatter schedule search see select send separate serve set settle shift shorten show
-    shuffle simulate sketch skip sleep solve sort spend split spread stage stand start state stay stop store stream
-    stub submit sum summarise supply swap switch take tell test tie time trace track translate treat try turn unpack
-    update upload use validate verify view wait wake walk warm watch weigh widen withdraw work wrap write yield
+    move multiply name need normalise note notice observe offer open order overlap override own pace pack pad pair
+    parse pass pause permute pick pin place plan play poison post predict prefer prefetch prepare print probe
+    produce project protect prove provide pull push put quantise queue raise reach read rebuild receive recompute
+    record recover reduce refer refuse register reject release remember remove rename render repeat replace replay
+    report represent request require reserve reset resolve restore restrict resume retry return rotate round route
+    run sample save say scale scan scatter schedule search see select send separate serve set settle shift shorten
+    show shuffle simulate sketch skip sleep solve sort spend split spread stage stand start state stay stop store
+    stream stub submit sum summarise supply swap switch take tell test tie time trace track translate treat try turn
+    unpack update upload use validate verify view wait wake walk warm watch weigh widen withdraw work wrap write
+    yield
 """.split()
 AUXILIARIES = "is are was were has have does do can cannot could may might must will would should".split()
 

@@ -1,7 +1,9 @@
-"""DeepSpeed ZeRO-Inference as MoE-Lightning compares with it (paper section 5.1): weights in pinned host memory, layer
-by layer through the device with the next layer on its way; one batch at a time, whose KV cache and attention are on the
-device, so that device memory bounds the batch; prefill and decode apart. Several GPUs are data-parallel: each has a
-batch of its own, and brings its share of every layer, which an all-gather makes whole on all of them.
+"""DeepSpeed ZeRO-Inference, as MoE-Lightning compares with it (paper section 5.1), streams weights from pinned host
+memory through the device.
+
+Weights come layer by layer, with the next layer on its way. One batch runs at a time, with its KV cache and attention
+on the device, so that device memory bounds the batch; prefill and decode are apart. Several GPUs are data-parallel:
+each has a batch of its own and brings its share of every layer, and an all-gather makes the layer whole on all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ __all__ = ["Config", "build"]
 
 
 def build(config: Config, engine: Engine) -> Strategy:
-    """Size a GPU's batch for its memory and put its KV cache there."""
+    """Choose a batch size that each GPU's memory allows, and put the batch's KV cache there."""
     policy = plan_batch(config, engine)
     caches = place_kv_by_gpu(engine, device_bytes=policy.kv_bytes)
     schedulers = [

@@ -1,4 +1,4 @@
-"""Settings of ZeRO-Inference."""
+"""The settings of ZeRO-Inference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from harness.config import config, require
 
 @config
 class Config:
-    """`batch_size`, of each GPU, null: as many sequences as its memory holds, each as long as the longest."""
+    """`batch_size` is each GPU's; null means as many sequences as its memory holds, each as long as the longest."""
 
     parallelism: ClassVar[str] = "data"
 

@@ -1,4 +1,4 @@
-"""How many sequences fit the device at once: their KV cache and the activations of their prefill, in one pass."""
+"""Find how many sequences fit the device at once, with their KV cache and the activations of one prefill pass."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ class Policy:
 
 
 def plan_batch(config: Config, engine: Engine) -> Policy:
-    """Batches are padded in the system that is modelled: every sequence counts as much as the largest does.
+    """Choose the batch that fits the device when every sequence counts as much as the largest does.
 
-    Requests too large for that are left out of account; the scheduler rejects those that do not fit either. Raises
-    ConfigError where not even the smallest fits, and where a given `batch_size` is too large.
+    Batches are padded in the system that is modelled. Requests too large for that are not counted; the scheduler
+    rejects those of them that do not fit. Raises ConfigError where not even the smallest fits, and where a given
+    `batch_size` is too large.
     """
     spec, blocks, device = engine.spec, engine.kv.allocator, engine.machine.tiers["device"]
     num_layers = 2 if config.prefetch else 1

@@ -1,4 +1,5 @@
-"""FastDecode with offloaded weights (schedule S2 of MoE-Lightning's Figure 6): CPU attention overlapped, no pages."""
+"""FastDecode with offloaded weights is schedule S2 of MoE-Lightning's Figure 6: CPU attention overlaps, without
+pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedule S2 of MoE-Lightning's Figure 6, after FastDecode: attention on the CPU overlapped, weights as one block."""
+"""Schedule S2 of MoE-Lightning's Figure 6, FastDecode's, overlaps attention on the CPU; weights come as one block."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ _AHEAD = 2
 
 
 def overlapping_cpu_attention(steps: Steps) -> Iterator[None]:
-    """One decode step. The CPU attends two micro-batches ahead; the next layer's weights are requested when its first
-    micro-batch is to enter it, and the attention results of this layer's last one wait behind all of them."""
+    """Submit one decode step, in which the CPU attends two micro-batches ahead.
+
+    The next layer's weights are requested when the first micro-batch is to enter that layer, and the attention results
+    of this layer's last micro-batch wait behind all of them.
+    """
     for j in range(min(_AHEAD, steps.num_micro_batches)):
         _attend(steps, 0, j)
     for i in range(steps.num_layers):

@@ -1,4 +1,4 @@
-"""FlexGen (schedule S4 of MoE-Lightning's Figure 6): attention on the GPU, KV prefetched by micro-batch."""
+"""FlexGen is schedule S4 of MoE-Lightning's Figure 6: attention is on the GPU, and KV is prefetched by micro-batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FlexGen(c) (schedule S3 of MoE-Lightning's Figure 6): attention on the CPU, which the GPU waits for."""
+"""FlexGen(c) is schedule S3 of MoE-Lightning's Figure 6: attention is on the CPU, and the GPU waits for it."""
 
 from __future__ import annotations
 

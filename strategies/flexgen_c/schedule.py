@@ -1,4 +1,4 @@
-"""Schedule S3 of MoE-Lightning's Figure 6, FlexGen's with attention on the CPU: the GPU waits for it each time."""
+"""Schedule S3 of MoE-Lightning's Figure 6 is FlexGen's with attention on the CPU: the GPU waits for it each time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from strategies.common.steps import Steps
 
 
 def waiting_for_cpu_attention(steps: Steps) -> Iterator[None]:
-    """One decode step. A micro-batch goes through the whole layer before the next one enters it; the next layer's
-    weights come as one block, requested with the layer's first micro-batch, and its other results wait behind it."""
+    """Submit one decode step, in which a micro-batch goes through the whole layer before the next one enters it.
+
+    The next layer's weights come as one block, requested with the layer's first micro-batch. The attention results of
+    the layer's other micro-batches wait behind this block.
+    """
     last = steps.num_micro_batches - 1
     for i in range(steps.num_layers):
         for j in range(steps.num_micro_batches):

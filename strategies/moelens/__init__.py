@@ -1,4 +1,4 @@
-"""MoE-Lens: resource-aware scheduling with prefill/decode overlap on the VSLPipe pipeline (paper sections 5 and 6)."""
+"""MoE-Lens overlaps prefill and decode by resource-aware scheduling on the VSLPipe pipeline (paper sections 5, 6)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Config", "build"]
 
 
 def build(config: Config, engine: Engine) -> Strategy:
-    """Profile, decide n_real, and put scheduler, pipeline and performance model together."""
+    """Measure the pipeline, decide n_real, and put scheduler, pipeline and performance model together."""
     policy = plan_policy(config, engine)
     if config.overlap_prefill_decode:
         scheduler = ResourceAwareScheduler(

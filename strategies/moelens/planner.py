@@ -1,4 +1,4 @@
-"""MoE-Lens's policy: n_real from the profiler (or given), and the size of the activation buffers."""
+"""Decide MoE-Lens's policy: n_real from the profiler (or as given), and the size of the activation buffers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Policy:
 
 
 def plan_policy(config: Config, engine: Engine) -> Policy:
-    """Profile the pipeline and size the buffers. Raises ConfigError naming the memory that is too small."""
+    """Measure the pipeline and choose the size of the buffers. Raises ConfigError naming what is too small."""
     longest = longest_sequence(engine)
     context_mb = longest * engine.spec.kv_bytes_per_token_layer / 1e6
     if config.attention == "gpu" and context_mb > config.gpu_kv_staging_mb:

@@ -1,4 +1,4 @@
-"""Stage 2 with every constant measured on this machine: what the run should reach according to the paper."""
+"""Predict with Stage 2 what the run should reach by the paper, with every constant measured on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _CASES = {
 
 
 def predict(config: Config, policy: Policy, engine: Engine) -> Prediction | None:
-    """None for an empty workload, and for ablations: the equations describe the system with all its parts."""
+    """Return what Stage 2 predicts, or None for an empty workload and for ablations.
+
+    The equations describe the system with all its parts.
+    """
     complete = config.overlap_prefill_decode and config.pipeline == "vslpipe" and config.attention == "cpu"
     if not engine.sequences or not complete:
         return None

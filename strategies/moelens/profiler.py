@@ -1,4 +1,4 @@
-"""The pipeline profiler (MoE-Lens §6.3, Figure 7): how many tokens keep the GPU as busy as the link.
+"""The pipeline profiler (MoE-Lens §6.3, Figure 7) finds how many tokens keep the GPU as busy as the link.
 
 GPU time of one layer's GA and GB is measured over token counts around a first estimate while weights are streaming,
 a line time(n) = a n + c is fitted, and with the time t_w of one layer's transfer, n_real = (t_w - c) / a.
@@ -28,7 +28,10 @@ _PROBE_TOKENS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Measured line and transfer time. `samples` are (tokens, seconds) of one layer on the gpu lane."""
+    """The fitted line and the time of a layer's transfer, as measured.
+
+    `samples` are (tokens, seconds) of one layer on the gpu lane.
+    """
 
     seconds_per_token: float  # a
     fixed_s: float  # c
@@ -40,13 +43,18 @@ class Profile:
         return (self.layer_transfer_s - self.fixed_s) / self.seconds_per_token
 
     def gpu_tok_s(self, num_layers: int) -> float | None:
-        """Return the tokens a second at which the GPU is saturated; None where its ops take longer than the weights'
-        transfer however few tokens there are."""
+        """Return the tokens a second at which the GPU is saturated.
+
+        Returns None where its ops take longer than the weights' transfer, however few tokens there are.
+        """
         return self.n_real / (self.layer_transfer_s * num_layers) if self.n_real > 0 else None
 
 
 def line_through(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """Least-squares (slope, intercept); through the origin where the points allow no rising line."""
+    """Fit a line by least squares and return (slope, intercept).
+
+    The line goes through the origin where the points allow no rising one.
+    """
     counts = np.array([n for n, _ in points], dtype=float)
     seconds = np.array([s for _, s in points])
     if len(set(counts)) > 1:
@@ -68,7 +76,7 @@ class PipelineProfiler:
         self._bench = OpBench(engine, self._stream)
         last = engine.spec.num_layers - 1  # leading layers may be dense
         self._probed, self._other = last, max(last - 1, 1 - last)  # what is computed, what is transferred meanwhile
-        self._transfers_s: list[float] = []  # of a layer, beside each computation
+        self._transfers_s: list[float] = []  # of a layer, during each computation
 
     def measure(self) -> Profile:
         """Return the profile, which takes some passes of one layer."""
@@ -79,7 +87,7 @@ class PipelineProfiler:
         self._make_room(counts[-1])
         self._transfers_s.clear()
         samples = [(n, self._compute(n).shortest_s) for _ in range(self._repeats) for n in counts]
-        layer_transfer_s = float(np.median(self._transfers_s))  # beside a busy GPU, as it will be
+        layer_transfer_s = float(np.median(self._transfers_s))  # while the GPU is busy, as in the run
         best = [(n, min(s for m, s in samples if m == n)) for n in counts]  # disturbances only ever add time
         slope, fixed_s = line_through(best)
         return Profile(
@@ -93,7 +101,8 @@ class PipelineProfiler:
             acts.close()
 
     def _saturating_tokens(self, layer_transfer_s: float) -> float:
-        """Tokens at which the GPU takes about as long as the transfer, by secant steps from a small probe.
+        """Return the tokens at which the GPU takes about as long as the transfer, found by secant steps from a small
+        probe.
 
         The paper starts from Equation 2; steps from below need no peak rate and stay within the buffers. GPU time is
         concave in the tokens (few tokens already touch every expert), so a line through small counts falls short.
@@ -120,7 +129,7 @@ class PipelineProfiler:
         self._bench.acts = [Activations(machine, spec, max_tokens=max_tokens, name=f"profiler {i}") for i in range(2)]
 
     def _transfer_layer(self, index: int) -> float:
-        """Seconds on the link for all parts of one layer."""
+        """Return the seconds that all parts of one layer take on the link."""
         return self._arrived(index, self._stream.request_layer(index))
 
     def _arrived(self, index: int, tickets: list[Ticket]) -> float:
@@ -132,7 +141,7 @@ class PipelineProfiler:
         return length_s(tickets)
 
     def _compute(self, num_tokens: int, *, times: int = 1) -> Timed:
-        """Time one layer over `num_tokens` prefill tokens in two halves, the link at work."""
+        """Time one layer over `num_tokens` prefill tokens in two halves, while the link is at work."""
         return self._bench.timed(
             lambda: self._halves(num_tokens), 1, warm_ups=0, rounds=times, beside=self._transferring
         )

@@ -1,4 +1,5 @@
-"""The resource-aware scheduler (MoE-Lens §6.2): decode first, prefill up to n_real, preemption when blocks run out."""
+"""The resource-aware scheduler (MoE-Lens §6.2) runs decode first, then prefill up to n_real; when blocks run out, it
+preempts."""
 
 from __future__ import annotations
 
@@ -12,15 +13,15 @@ from harness.memory.split_kv import SplitKVCache
 
 
 class ResourceAwareScheduler:
-    """Prefill queue (FIFO) and decode list (oldest first) over one block allocator.
+    """Keeps a prefill queue (FIFO) and a decode list (oldest first) over one block allocator.
 
-    Normal mode: every decoding sequence runs, then prefill from the queue's head while decode + prefill tokens stay
-    within `n_real` and blocks are free. Preemption mode, when the decoding sequences cannot all get the block of their
-    next token: the newest give their blocks back and go to the queue's head, and nobody is admitted.
-    Where nothing would run, the head of the queue is admitted or rejected. A prompt that does not fit what decoding
-    leaves of `n_real` is still admitted as its pass's only prefill while decoding leaves anything: on small machines,
-    where `n_real` is not far above a prompt's length, it would otherwise block the queue until decoding has drained.
-    `max_pass_tokens` is what the activation buffers hold.
+    In normal mode every decoding sequence runs, then prefill from the queue's head while decode and prefill tokens
+    together stay within `n_real` and blocks are free. Preemption mode is for decoding sequences that cannot all get the
+    block of their next token: the newest give their blocks back and go to the queue's head, and no sequence is
+    admitted. Where nothing would run, the head of the queue is admitted or rejected. A prompt that does not fit what
+    decoding leaves of `n_real` is still admitted, as its pass's only prefill, while decoding leaves anything. On small
+    machines, where `n_real` is not far above a prompt's length, this prompt would otherwise block the queue until
+    decoding has drained. `max_pass_tokens` is what the activation buffers hold.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class ResourceAwareScheduler:
         self._decoding = [s for s in (*self._decoding, *plan.prefill) if s not in gone]
 
     def _preempt(self) -> int:
-        """Take blocks from the newest sequences until all others can decode; how many were preempted."""
+        """Take blocks from the newest sequences until all others can decode, and return how many were preempted."""
         missing = sum(self._allocator.missing_blocks(s, s.num_tokens) for s in self._decoding)
         count = 0
         while missing > self._allocator.num_free:
@@ -85,11 +86,14 @@ class ResourceAwareScheduler:
         return chosen
 
     def _limit(self, *, is_first: bool, num_decode: int) -> int:
-        """Tokens the pass may have with one more prefill."""
+        """Return the number of tokens that the pass may have with one more prefill."""
         return self._max_pass_tokens if is_first and num_decode < self._n_real else self._n_real
 
     def _never_fits(self, sequence: Sequence) -> str | None:
-        """A request that could not run even alone would block the queue or be preempted for ever."""
+        """Return why a request could not run even alone, or None.
+
+        Such a request would block the queue or be preempted for ever.
+        """
         needed = self._allocator.blocks_for(sequence.max_tokens)
         if needed > self._allocator.num_blocks:
             return f"needs {needed} KV blocks, the cache has {self._allocator.num_blocks}"

@@ -1,4 +1,4 @@
-"""VSLPipe (MoE-Lens §6.4, Figures 8 and 9): two halves of a batch take turns on the GPU and the CPU.
+"""VSLPipe lets two halves of a batch take turns on the GPU and the CPU (MoE-Lens §6.4, Figures 8 and 9).
 
 A layer is GA (norm, QKV, prefill attention), C (KV append and decode attention on the CPU) and GB (O projection,
 router, experts). While the GPU computes GB and the next layer's GA for one half, the CPU attends for the other.
@@ -21,9 +21,11 @@ _LAYERS_BUFFERED = 2
 
 
 class VSLPipe:
-    """The weight buffer holds two layers; the transfer unit of stage i is {O, router, experts} of a layer with
-    {norm, QKV} of the next, contiguous in host memory. Each part's place is handed on as soon as its last reader has
-    been submitted, so the link never drains, not even between passes.
+    """The pipeline of MoE-Lens, whose weight buffer holds two layers.
+
+    The transfer unit of stage i is {O, router, experts} of a layer with {norm, QKV} of the next, contiguous in host
+    memory. The place of each part is handed on as soon as the part's last reader has been submitted, so the link never
+    drains, not even between passes.
     """
 
     def __init__(self, engine: Engine, config: Config, *, max_tokens: int) -> None:
@@ -66,11 +68,11 @@ class VSLPipe:
         self._stream.cancel_all()
 
     def _submit_pass(self, alpha: InFlight, beta: list[InFlight]) -> None:
-        """Figure 9, line by line."""
+        """Submit the ops of one pass, line by line as in Figure 9."""
         last = self._num_layers - 1
         for it in (alpha, *beta):
             self._emit.embed(it)
-        # Prologue: GA_0(alpha), then GA_0(beta) beside C_0(alpha).
+        # Prologue: GA_0(alpha), then GA_0(beta) during C_0(alpha).
         self._ga(0, [alpha])
         self._c(0, [alpha])
         self._ga(0, beta)
@@ -117,7 +119,8 @@ class VSLPipe:
             self._emit.combine(it, layer)
 
     def _pass_on(self, layer: int, first_part: str) -> None:
-        """Give a part's place, and for `attention_out` those of the experts behind it, to the layer after the next."""
+        """Give the place of a part to the layer after the next, and for `attention_out` the places of the experts after
+        it too."""
         index, names = self._first_index + layer, self._engine.store.part_names(layer)
         behind = names[names.index(first_part) :] if first_part == "attention_out" else (first_part,)
         for name in behind:
@@ -129,9 +132,9 @@ class VSLPipe:
 
 
 def split(plan: PassPlan) -> list[tuple[list[Sequence], list[Sequence]]]:
-    """Halves alpha and beta with prefill tokens, decode tokens and decode contexts each balanced.
+    """Split a pass into halves alpha and beta, with prefill tokens, decode tokens and decode contexts each balanced.
 
-    One half where there is one sequence; an empty half is never returned.
+    Returns one half where there is one sequence; an empty half is never returned.
     """
     halves: list[tuple[list[Sequence], list[Sequence]]] = [([], []), ([], [])]
     for rank, sequence in enumerate(sorted(plan.decode, key=lambda s: -s.num_tokens)):

@@ -1,4 +1,4 @@
-"""MoE-Lightning: CGOPipe with paged weights, under a policy of six numbers (paper sections 4 and A)."""
+"""MoE-Lightning is CGOPipe with paged weights, under a policy of six numbers (paper sections 4 and A)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ __all__ = ["Config", "build"]
 
 
 def build(config: Config, engine: Engine) -> Strategy:
-    """CGOPipe where the CPU attends; a policy with attention on the GPU falls back to FlexGen's schedule, in pages."""
+    """Build CGOPipe where the CPU attends. A policy with attention on the GPU falls back to FlexGen's schedule, in
+    pages."""
     planned = complete_policy(
         config.policy,
         engine,

@@ -1,4 +1,4 @@
-"""CGOPipe (MoE-Lightning §4.1): one decode step, line by line as in Algorithm 1, with i and j from 0."""
+"""CGOPipe (MoE-Lightning §4.1) is one decode step, written line by line as in Algorithm 1, with i and j from 0."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ _AHEAD = 2  # micro-batches that the CPU attends ahead of the GPU
 
 
 def cgopipe(steps: Steps) -> Iterator[None]:
-    """While the GPU has micro-batch j, the CPU attends for j + 1 and j + 2, one page of the next layer's weights goes
-    to the device, and a later one to pinned memory. All lanes are plain FIFOs.
+    """Submit one decode step, in which the CPU attends two micro-batches ahead of the GPU.
 
-    The index j + 2 runs into the next layer, and the layer behind the last is layer 0 of the next step. Past the last
-    layer there is nothing to attend; the pages which the index would stage there are those of the next prologue.
+    While the GPU has micro-batch j, the CPU attends for j + 1 and j + 2, one page of the next layer's weights goes to
+    the device, and a later page goes to pinned memory. All lanes are plain FIFOs.
+
+    The index j + 2 runs into the next layer, and the layer after the last is layer 0 of the next step. After the last
+    layer there is nothing to attend; the pages that the index would stage there are those of the next prologue.
     """
     for j in range(min(_AHEAD, steps.num_micro_batches)):  # prologue
         steps.pre_attn(0, j)

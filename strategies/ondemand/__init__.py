@@ -1,4 +1,4 @@
-"""The floor and the correctness oracle: load a part, compute it, drop it; nothing overlaps with anything."""
+"""The floor and the correctness oracle loads a part, computes it and drops it; nothing overlaps with anything."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from strategies.common.static_batches import StaticBatches
 
 @config
 class Config:
-    """`max_pass_tokens` null: as many as device memory allows beside the weights, at most 4096. With `prefetch` it is
-    the simplest pipeline that overlaps: the next layer's weights come while one computes."""
+    """`max_pass_tokens` null is as many tokens as device memory allows with the weights, but at most 4096, or as many
+    as the longest sequence has. With `prefetch` this is the simplest pipeline that overlaps: the next layer's weights
+    come while one layer computes."""
 
     parallelism: ClassVar[str] = "tensor"
 
