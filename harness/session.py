@@ -21,8 +21,9 @@ from harness.machine.base import Machine
 from harness.machine.build import LoadedMachine, load_machine
 from harness.machine.simulated import SimulatedMachine
 from harness.machine.simulation import World
+from harness.memory.placed import PartSource
 from harness.memory.tiers import PAGEABLE, PINNED, told_bytes
-from harness.memory.weights import PartSource, least_weight_bytes, stored_bytes
+from harness.memory.weights import least_weight_bytes, stored_bytes
 from harness.model.config import RANDOM
 from harness.model.loading import LoadedModel, load_model
 from harness.model.spec import ModelSpec

@@ -18,7 +18,7 @@ _HOMES = {
     "latent_append": "cache",
     "linear": "linear",
     "expert_ffn": "ffn",
-    "Gating": "ffn",
+    "Gating": "gating",
     "paced_copy": "link",
     "sleep_until": "link",
     "isa": "cpu",
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from kernels.cpu import isa as isa
     from kernels.cpu import num_cores as num_cores
     from kernels.cpu import thread_cpu_s as thread_cpu_s
-    from kernels.ffn import Gating as Gating
     from kernels.ffn import expert_ffn as expert_ffn
+    from kernels.gating import Gating as Gating
     from kernels.linear import linear as linear
     from kernels.link import paced_copy as paced_copy
     from kernels.link import sleep_until as sleep_until

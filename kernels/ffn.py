@@ -2,44 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from kernels import _options
 from kernels import _tensors as check
 from kernels._extension import native
+from kernels.gating import ACTIVATIONS, Gating
 from kernels.gemm import gemm_ffn, gemm_is_faster
 
-# The numbers are those of `Activation` in csrc/ffn/ffn.h.
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 _METHODS = ("auto", "kernel", "gemm")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gating:
-    """The way in which gate and up projections become the input of the down projection.
-
-    silu, gelu, gelu_tanh: activation(gate) * up
-    clamped_swiglu:        (up' + 1) * gate' * sigmoid(alpha * gate'), gate' = min(gate, limit), up' within +-limit
-                           (gpt-oss, whose constants are the defaults)
-    Biases: float32 or bfloat16, gate_bias and up_bias [expert_dim] (either order of a fused tensor: slice it),
-    down_bias [hidden].
-    """
-
-    activation: str = "silu"
-    alpha: float = 1.702
-    limit: float = 7.0
-    gate_bias: torch.Tensor | None = None
-    up_bias: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
-
-    def float_biases(self, hidden: int, expert_dim: int) -> tuple[torch.Tensor | None, ...]:
-        _options.one_of("activation", self.activation, _ACTIVATIONS)
-        _options.finite("alpha", self.alpha)
-        _options.at_least_zero("limit", self.limit)
-        sizes = {"gate_bias": expert_dim, "up_bias": expert_dim, "down_bias": hidden}
-        return tuple(_float_vector(name, getattr(self, name), size) for name, size in sizes.items())
 
 
 SILU = Gating()
@@ -98,7 +69,7 @@ def expert_ffn(
         return gemm_ffn(x, gate, up, down, out, row_weights, gating, biases, accumulate)
     native().expert_ffn(
         *(tensor.data_ptr() for tensor in tensors.values()), *map(_address, (*biases, row_weights)), *codes,
-        num_tokens, hidden, expert_dim, *strides, _ACTIVATIONS[gating.activation], gating.alpha, gating.limit,
+        num_tokens, hidden, expert_dim, *strides, ACTIVATIONS[gating.activation], gating.alpha, gating.limit,
         accumulate, num_threads,
     )  # fmt: skip
 
@@ -115,16 +86,6 @@ def _check_types(
 
 def _check_overlap(tensors: dict[str, torch.Tensor | None]) -> None:
     check.disjoint("out", check.spans(**{name: tensor for name, tensor in tensors.items() if tensor is not None}))
-
-
-def _float_vector(name: str, tensor: torch.Tensor | None, size: int) -> torch.Tensor | None:
-    if tensor is None:
-        return None
-    check.cpu(name, tensor, 1)
-    check.sum_code(name, tensor)
-    check.shape(name, tensor, (size,))
-    check.spans(**{name: tensor})
-    return tensor.float().contiguous()
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -4,15 +4,12 @@ AVX512_BF16 and without AMX."""
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from kernels.cpu import isa
-
-if TYPE_CHECKING:
-    from kernels.ffn import Gating
+from kernels.gating import Gating
 
 THRESHOLD_VARIABLE = "KERNELS_GEMM_TOKENS"  # tokens from which torch is taken, or "never": overrides the table
 # By code path: tokens from which on torch is faster, on one thread and on several (docs/kernels.md, "Expert FFN"). On

@@ -117,8 +117,8 @@ MODULES = {module_name(path): path for path in (ROOT / "run.py", *sources(*PACKA
 
 
 @cache
-def imports(module: str) -> frozenset[tuple[str, bool]]:
-    """(what it imports, whether only inside functions); what only type checkers see is left out."""
+def imports(module: str, *, for_types: bool = False) -> frozenset[tuple[str, bool]]:
+    """(what it imports, whether only inside functions); what only type checkers see is left out but `for_types`."""
     found: set[tuple[str, bool]] = set()
 
     def visit(node: ast.AST, deferred: bool) -> None:
@@ -131,8 +131,7 @@ def imports(module: str) -> frozenset[tuple[str, bool]]:
                     whole = f"{child.module}.{alias.name}"
                     found.add((whole if whole in MODULES else str(child.module), deferred))
             elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-                for other in child.orelse:
-                    visit(other, deferred)
+                visit(ast.Module([*child.orelse, *(child.body if for_types else ())], []), deferred)
             else:
                 visit(child, deferred or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
 
@@ -206,6 +205,33 @@ def needed_at_import(module: str) -> set[str]:
         if parent and not name.startswith("strategies."):
             todo.append(parent)
     return seen
+
+
+OPEN_CIRCLES = {  # left to be opened; no other may come
+    frozenset({"harness.model.parts", "harness.model.spec"}),
+    frozenset({"harness.model.config", "harness.model.families"}),
+}
+
+
+def reachable(start: str) -> set[str]:
+    """Return the modules that lead on from one, imports for types and those within functions included."""
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = {name for name, _ in imports(waiting.pop(), for_types=True) if name in MODULES} - found
+        found |= new
+        waiting += new
+    return found
+
+
+def test_no_module_leads_back_to_itself():
+    beyond = {module: reachable(module) for module in MODULES}
+    circles = {
+        frozenset({module, *(other for other in beyond[module] if module in beyond[other])})
+        for module in MODULES
+        if module in beyond[module]
+    }
+    assert circles == OPEN_CIRCLES, "open the new one; take one that is open now out of the list"
 
 
 def test_planning_and_bookkeeping_need_no_torch():

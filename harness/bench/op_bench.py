@@ -22,7 +22,7 @@ from harness.engine.engine import Engine
 from harness.engine.sequences import Sequence
 from harness.machine.base import Ticket, Work
 from harness.memory.kv_cache import BlockAllocator, Blocks
-from harness.memory.weights import PlacedPart
+from harness.memory.placed import PlacedPart
 
 _LEAST_S = 1e-9  # a clock may stand still
 

@@ -18,8 +18,9 @@ from harness.engine.ops.views import weights
 from harness.machine.base import CPU, D2H, GPU, H2D, PIN, Context, Op, Ticket, Work
 from harness.memory.kv_cache import KVCache
 from harness.memory.ops import StagePage
+from harness.memory.placed import PlacedPart
 from harness.memory.tiers import DEVICE, Buffer
-from harness.memory.weights import PlacedPart, WeightStream
+from harness.memory.weights import WeightStream
 from harness.model.spec import ModelSpec
 
 Pair = tuple[InFlight, InFlight]  # the second one finds weights that the first one has just read

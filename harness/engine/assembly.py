@@ -9,8 +9,9 @@ from harness.engine.ops.warm_up import WarmUp
 from harness.engine.sequences import Sequence
 from harness.engine.strategy import Parallelism
 from harness.machine.base import GPU, Machine
+from harness.memory.placed import PartSource, ShardedSource
 from harness.memory.tiers import PINNED
-from harness.memory.weights import PartSource, Resident, ShardedSource, WeightStore, stored_bytes
+from harness.memory.weights import Resident, WeightStore, stored_bytes
 
 
 def rank_sources(source: ShardedSource, num_gpus: int, parallelism: Parallelism = "tensor") -> list[PartSource]:

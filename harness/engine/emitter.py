@@ -16,8 +16,9 @@ from harness.engine.ops.experts import Experts
 from harness.machine.base import CPU, D2H, GPU, H2D, Lane, Op, Ticket
 from harness.memory.kv_cache import KVCache
 from harness.memory.ops import AllGather, Poison
+from harness.memory.placed import PlacedPart
 from harness.memory.tiers import Buffer
-from harness.memory.weights import PlacedPart, WeightStream
+from harness.memory.weights import WeightStream
 
 __all__ = ["Emitter", "InFlight"]
 

@@ -12,8 +12,9 @@ from harness.engine.activations import (
     host_expert_bytes,
 )
 from harness.engine.engine import Engine
+from harness.memory.placed import PartSource
 from harness.memory.tiers import PINNED, RAM, Tier, told_bytes
-from harness.memory.weights import PartSource, attention_parts, least_weight_bytes, stored_bytes
+from harness.memory.weights import attention_parts, least_weight_bytes, stored_bytes
 
 SLACK_BYTES = 1 << 16  # alignment of many small buffers
 

@@ -7,10 +7,9 @@ The layout of one layer is [block, kv_head, block_size, head_dim] for keys and t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from harness.machine.base import CPU, Lane, LaneKind, Machine
-from harness.memory.ops import PoisonBlocks
+from harness.machine.base import CPU, Context, Lane, LaneKind, Machine, Op, Work
 from harness.memory.tiers import DEVICE, Buffer, device_tier
 
 if TYPE_CHECKING:
@@ -208,3 +207,22 @@ class KVCache:
         for cache in (self, *self._alike):
             self._machine.tiers[cache._root.tier].release(cache._root)
         self._alike.clear()
+
+
+class PoisonBlocks(Op):
+    """Fill released KV blocks of one layer with NaN (tests)."""
+
+    kind: ClassVar[str] = "poison kv"
+
+    def __init__(self, cache: KVCache, layer: int, partition: int, blocks: tuple[int, ...]) -> None:
+        self.cache, self.layer, self.blocks = cache, layer, blocks
+        self.writes = (cache.region(layer, partition),)
+
+    def work(self) -> Work:
+        """Poison serves tests on machines that time nothing."""
+        return Work()
+
+    def run(self, ctx: Context, packet: int) -> None:
+        assert self.layer is not None
+        for buffer in (self.cache.keys[self.layer], self.cache.values[self.layer]):
+            ctx.tensor(buffer, self.cache.shape, self.cache.dtype)[list(self.blocks)] = float("nan")

@@ -10,8 +10,7 @@ from harness.memory.tiers import Buffer
 from harness.model.layout import ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
-    from harness.memory.kv_cache import KVCache
-    from harness.memory.weights import PartSource, PlacedPart
+    from harness.memory.placed import PartSource, PlacedPart
     from harness.model.layout import PartLayout
 
 _POISON_BYTE = 0xFF
@@ -164,22 +163,3 @@ class Poison(Op):
 
     def run(self, ctx: Context, packet: int) -> None:
         ctx.tensor(self.buffer, (self.buffer.nbytes,), "uint8").fill_(_POISON_BYTE)
-
-
-class PoisonBlocks(Op):
-    """Fill released KV blocks of one layer with NaN (tests)."""
-
-    kind: ClassVar[str] = "poison kv"
-
-    def __init__(self, cache: KVCache, layer: int, partition: int, blocks: tuple[int, ...]) -> None:
-        self.cache, self.layer, self.blocks = cache, layer, blocks
-        self.writes = (cache.region(layer, partition),)
-
-    def work(self) -> Work:
-        """Poison serves tests on machines that time nothing."""
-        return Work()
-
-    def run(self, ctx: Context, packet: int) -> None:
-        assert self.layer is not None
-        for buffer in (self.cache.keys[self.layer], self.cache.values[self.layer]):
-            ctx.tensor(buffer, self.cache.shape, self.cache.dtype)[list(self.blocks)] = float("nan")

@@ -11,8 +11,9 @@ from collections import Counter
 from harness.machine.base import PIN, Lane, LaneKind, Machine
 from harness.memory.occupancy import Places
 from harness.memory.ops import CopyPage, StagePage
+from harness.memory.placed import PlacedPart
 from harness.memory.tiers import PINNED, Buffer, device_tier
-from harness.memory.weights import PlacedPart, Resident, WeightStore
+from harness.memory.weights import Resident, WeightStore
 from harness.model.layout import ALIGNMENT_BYTES
 
 _Page = tuple[int, int]  # (index in the stream, number within the layer)

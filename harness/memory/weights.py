@@ -6,46 +6,18 @@ of first use, so that the parts behind attention of layer i and those in front o
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from harness.machine.base import H2D, Lane, LaneKind, Machine, Ticket
 from harness.memory.occupancy import Places
 from harness.memory.ops import CopyShare, CopyWeights, ReadPart, share_of
+from harness.memory.placed import PartSource, PlacedPart
 from harness.memory.tiers import PAGEABLE, PINNED, Buffer, device_tier
 
 if TYPE_CHECKING:
     from harness.model.layout import PartLayout
-    from harness.model.spec import ModelSpec
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlacedPart:
-    """A part's tensors in a buffer; an op that uses them reads `keys`."""
-
-    layout: PartLayout
-    buffer: Buffer
-    keys: tuple[Hashable, ...]
-
-
-class PartSource(Protocol):
-    """What the store reads from: a checkpoint."""
-
-    @property
-    def spec(self) -> ModelSpec: ...
-
-    @property
-    def family(self) -> Any: ...
-
-    def read_part(self, layer: int | None, part: PartLayout, out: Any) -> None: ...
-
-
-class ShardedSource(PartSource, Protocol):
-    """A source of which several GPUs can have a share each."""
-
-    def shard(self, rank: int, num_ranks: int) -> PartSource: ...
 
 
 def attention_parts(source: PartSource) -> list[PartLayout | None]:

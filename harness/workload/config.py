@@ -3,14 +3,22 @@ allowed."""
 
 from __future__ import annotations
 
+import re
 from pathlib import PurePath
 from typing import Literal
 
 from harness.config import config, require, require_name
-from harness.workload.recipe import placeholders
 
 MAX_REQUESTS = 1_000_000  # each is an object of its own, before the first pass
 FILE_TYPES = (".jsonl", ".json", ".csv", ".parquet")
+
+
+PLACEHOLDER = re.compile(r"\{([A-Za-z_][\w.\-]*)\}")
+
+
+def placeholders(template: str) -> list[str]:
+    """Return the names in braces, in order: `prompt`, or dotted column paths."""
+    return PLACEHOLDER.findall(template)
 
 
 @config

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from harness.config import ConfigError
-
-if TYPE_CHECKING:
-    from harness.workload.config import DatasetConfig
+from harness.workload.config import PLACEHOLDER, DatasetConfig
 
 Row = Mapping[str, Any]
-
-_PLACEHOLDER = re.compile(r"\{([A-Za-z_][\w.\-]*)\}")
-
-
-def placeholders(template: str) -> list[str]:
-    """Return the names in braces, in order: `prompt`, or dotted column paths."""
-    return _PLACEHOLDER.findall(template)
 
 
 def prompt_text(config: DatasetConfig, row: Row, where: str) -> str | None:
@@ -44,7 +35,7 @@ def _filled(config: DatasetConfig, template: str, field: str, row: Row, where: s
         name = match[1]
         return prompt if name == "prompt" else _value(row, name, field, where) or ""
 
-    return _PLACEHOLDER.sub(value_of, template)  # one pass: braces inside a value stay as they are
+    return PLACEHOLDER.sub(value_of, template)  # one pass: braces inside a value stay as they are
 
 
 def _value(row: Row, path: str, field: str, where: str) -> str | None:

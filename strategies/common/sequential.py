@@ -7,7 +7,8 @@ from harness.engine.batch import PassPlan, assemble
 from harness.engine.emitter import Emitter, InFlight
 from harness.engine.engine import Engine
 from harness.engine.strategy import PassResult
-from harness.memory.weights import PlacedPart, WeightStream
+from harness.memory.placed import PlacedPart
+from harness.memory.weights import WeightStream
 
 
 class SequentialPipeline:

@@ -8,8 +8,8 @@ from collections.abc import Sequence as Seq
 from harness.engine.activations import Activations
 from harness.engine.emitter import Emitter, InFlight
 from harness.memory.paged_weights import PagedWeights
+from harness.memory.placed import PlacedPart
 from harness.memory.tiers import Buffer
-from harness.memory.weights import PlacedPart
 
 
 class Steps:

@@ -18,7 +18,8 @@ import torch
 from harness.engine.activations import ATTENDED_BY
 from harness.machine.base import Op
 from harness.machine.shuffled import ShuffledMachine
-from harness.memory.ops import AllGather, CopyShare, Poison, PoisonBlocks, fetched, share_of
+from harness.memory.kv_cache import PoisonBlocks
+from harness.memory.ops import AllGather, CopyShare, Poison, fetched, share_of
 from harness.memory.tiers import Buffer
 
 EVERY_BIT = 0xFF

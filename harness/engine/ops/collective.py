@@ -12,7 +12,7 @@ from harness.engine.ops.compute import ComputeOp
 from harness.engine.ops.data import MicroBatchOp
 from harness.engine.ops.views import keep, rows, weights
 from harness.machine.base import Context, Work
-from harness.memory.weights import PlacedPart
+from harness.memory.placed import PlacedPart
 from harness.model.spec import ModelSpec
 
 

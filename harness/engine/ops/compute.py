@@ -12,8 +12,8 @@ from harness.engine.ops import on_gpu
 from harness.engine.ops.data import MicroBatchOp, device_rows
 from harness.engine.ops.views import attend_each, attention_weights, keep, rows, weights
 from harness.machine.base import Context, Work
+from harness.memory.placed import PlacedPart
 from harness.memory.tiers import Buffer
-from harness.memory.weights import PlacedPart
 from harness.model.spec import ModelSpec
 
 

@@ -20,8 +20,8 @@ from harness.engine.ops import on_gpu
 from harness.engine.ops.compute import ComputeOp
 from harness.engine.ops.views import all_rows, matrices, rows, weights
 from harness.machine.base import Context, Op, Work
+from harness.memory.placed import PlacedPart
 from harness.memory.tiers import Buffer
-from harness.memory.weights import PlacedPart
 from harness.model.spec import ModelSpec
 from kernels.triton.matrices import SILU
 

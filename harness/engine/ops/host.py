@@ -11,7 +11,7 @@ from harness.engine.ops.data import MicroBatchOp
 from harness.engine.ops.views import attend_each, attention_weights
 from harness.machine.arenas import tensor_of
 from harness.machine.base import Context, Work
-from harness.memory.weights import PlacedPart
+from harness.memory.placed import PlacedPart
 from harness.model.spec import ModelSpec
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from harness.engine.ops.data import device_rows
 from harness.engine.ops.host import AttentionOverCache, KvOp, paged_attention
 from harness.engine.ops.views import attend_each, attention_weights
 from harness.machine.base import Context, Work
-from harness.memory.weights import PlacedPart
+from harness.memory.placed import PlacedPart
 from harness.model.spec import ModelSpec
 
 if TYPE_CHECKING:

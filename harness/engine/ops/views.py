@@ -8,8 +8,8 @@ from typing import Any
 from harness.engine.batch import KvReads
 from harness.engine.ops import on_gpu
 from harness.machine.base import Context
+from harness.memory.placed import PlacedPart
 from harness.memory.tiers import Buffer
-from harness.memory.weights import PlacedPart
 from harness.model.families import MoeInput
 from harness.model.spec import ModelSpec
 

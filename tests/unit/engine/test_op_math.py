@@ -17,7 +17,7 @@ from harness.engine.ops.views import weights
 from harness.machine.arenas import tensor_of
 from harness.machine.base import CPU, GPU
 from harness.machine.host_context import HostContext
-from harness.memory.weights import PlacedPart
+from harness.memory.placed import PlacedPart
 from harness.model import families
 from tests.unit.engine.fakes import SPEC, engine, sequences
 

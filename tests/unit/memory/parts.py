@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from harness.machine.base import GPU, Machine, Ticket
 from harness.machine.shuffled import ShuffledMachine
-from harness.memory.weights import PlacedPart
+from harness.memory.placed import PlacedPart
 from harness.model.layout import PartLayout, TensorSource, lay_out
 from tests.unit.machine.ops import FreeOp
 

@@ -10,7 +10,8 @@ import yaml
 
 from harness.config import ConfigError
 from harness.engine.ops.experts import Experts
-from harness.memory.weights import PlacedPart, stored_bytes
+from harness.memory.placed import PlacedPart
+from harness.memory.weights import stored_bytes
 from harness.model import families
 from harness.model.planned import PlannedLayout, PlannedModel, planned_model
 from harness.settings import parse_settings

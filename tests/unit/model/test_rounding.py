@@ -12,7 +12,7 @@ from transformers.models.mixtral import modeling_mixtral as theirs
 
 from harness.engine.ops.compute import Combine
 from harness.engine.ops.experts import Experts
-from harness.memory.weights import PlacedPart
+from harness.memory.placed import PlacedPart
 from harness.model import functional
 from harness.model.checkpoint import part_views
 from harness.model.families.mixtral import FAMILY

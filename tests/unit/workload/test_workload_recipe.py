@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from harness.config import ConfigError
 from harness.workload import DatasetConfig, LengthStatistics
-from harness.workload.recipe import placeholders, prompt_text
+from harness.workload.config import placeholders
+from harness.workload.recipe import prompt_text
 
 Make = Callable[..., DatasetConfig]
 
