@@ -16,7 +16,6 @@ FOLDERS = ("harness", "strategies", "kernels", "benchmarks", "paper_figures", "t
 # Folders and files whose docstrings are not rewritten yet. The list only ever gets shorter.
 PENDING: tuple[str, ...] = (
     "harness/engine",
-    "harness/memory",
     "harness/model",
     "harness/routing",
     "strategies/common",

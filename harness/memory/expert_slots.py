@@ -1,8 +1,8 @@
-"""Device memory for single experts: slots by (layer, expert) that are fetched into, held, withdrawn and evicted.
+"""Hold single experts in device memory, in slots by (layer, expert) that are fetched into, held, withdrawn and evicted.
 
-Torch-free bookkeeping; the bytes move in ops. A strategy decides which expert is fetched when, a `Replacement` which
-one gives its place up. Whoever is overwritten is so after its last submitted reader, by the order of keys; what is
-acquired and not yet released is never chosen, so that a reader may still be submitted.
+Torch-free bookkeeping; the bytes move in ops. A strategy decides which expert is fetched when, and a `Replacement`
+which one gives its place up. An expert is overwritten after its last submitted reader, by the order of keys. An expert
+that is acquired and not yet released is never chosen, so that readers may still be submitted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Replacement(Protocol):
 
 
 class ExpertSlots:
-    """Slots for `num_slots` experts in the memory of GPU `rank`, each large enough for any expert of the model.
+    """Holds `num_slots` slots in the memory of GPU `rank`, each large enough for any expert of the model.
 
     `hits`, `misses`, `evictions` and `withdrawals` count since the start, for a strategy's records: a hit is an expert
     that is there, or on its way, when it is acquired.
@@ -82,12 +82,13 @@ class ExpertSlots:
         return PlacedPart(self._store.experts(layer)[expert].layout, buffer, (buffer,))
 
     def release(self, layer: int, expert: int) -> None:
-        """Say that the last reader of an acquired expert was submitted. One that is never released stays for good."""
+        """Say that the last reader of an acquired expert was submitted. An expert that is never released stays for
+        good."""
         self._places.let_go((layer, expert))
 
     def prefetch(self, layer: int, expert: int, *, evict: bool = True) -> bool:
-        """Bring an expert that may be wanted; True if it is there or on its way. False where no slot can be had: all
-        are held, or, without `evict`, none is free."""
+        """Bring an expert that may be wanted, and return True if it is there or on its way. The result is False where
+        no slot can be had: all are held, or, without `evict`, none is free."""
         key = (layer, expert)
         if key not in self._places:
             if not self._places.num_free and not (evict and any(True for _ in self._places.idle())):
@@ -142,6 +143,6 @@ def expert_slot_bytes(store: WeightStore) -> int:
 
 
 def num_slots_that_fit(store: WeightStore, free_bytes: int) -> int:
-    """Return how many experts `free_bytes` hold: as many as the model has at the most."""
+    """Return how many experts fit in `free_bytes`, at most as many as the model has."""
     num_experts = sum(len(store.experts(layer)) for layer in range(len(store.layers)))
     return min(num_experts, max(free_bytes, 0) // expert_slot_bytes(store))

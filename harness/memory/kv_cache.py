@@ -1,4 +1,4 @@
-"""Paged KV cache in host or device memory: block bookkeeping (torch-free) and the buffers behind it.
+"""Keep a paged KV cache in host or device memory: block bookkeeping (torch-free) and the buffers behind it.
 
 The layout of one layer is [block, kv_head, block_size, head_dim] for keys and the same for values: a block holds
 `block_size` tokens of every KV head, and a block number means the same place in every layer.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Blocks(Protocol):
-    """What schedulers ask of blocks, wherever they lie. See `BlockAllocator` for the contracts."""
+    """Offers what schedulers ask of blocks, wherever these lie. See `BlockAllocator` for the contracts."""
 
     block_size: int
 
@@ -71,18 +71,18 @@ class BlockAllocator:
 
     @property
     def max_sequence_blocks(self) -> int:
-        """What one sequence could hold if it were alone."""
+        """The blocks that one sequence could hold if it were alone."""
         return self.num_blocks
 
     def free_for(self, sequence: Sequence) -> int:
-        """How many blocks the sequence could take now."""
+        """Return how many blocks the sequence could take now."""
         return self.num_free
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        """How many blocks the sequence lacks to hold `num_tokens`."""
+        """Return how many blocks the sequence lacks to hold `num_tokens`."""
         return max(0, self.blocks_for(num_tokens) - len(sequence.blocks))
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
@@ -98,11 +98,11 @@ class BlockAllocator:
             sequence.blocks.append(block)
 
     def is_home_of(self, sequence: Sequence) -> bool:
-        """Whether the blocks that the sequence holds, if any, are of these."""
+        """Return whether the blocks that the sequence holds, if any, are this allocator's."""
         return (sequence.kv_on_device, sequence.kv_rank) == (self.on_device, self.rank)
 
     def release(self, sequence: Sequence) -> list[int]:
-        """Take all blocks back; every op that touches them must have finished. The blocks that were released."""
+        """Take all blocks of the sequence back and return them. Every op that touches them must have finished."""
         released = sequence.blocks[:]
         for block in released:
             holder = self._holders.pop(block)
@@ -113,7 +113,8 @@ class BlockAllocator:
         return released
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Every block is free or held by exactly the sequence that lists it; every cached token has a place."""
+        """Assert that every block is free or held by exactly the sequence that lists it. Every cached token must have a
+        place."""
         sequences = list(sequences)
         free, tables = set(self._free), [(block, s) for s in sequences for block in s.blocks]
         assert len(self._free) == len(free), "a block is twice in the free list"
@@ -126,12 +127,12 @@ class BlockAllocator:
 
 
 class KVCache:
-    """Blocks with memory behind them: one key and one value buffer a layer, in `tier`: "pinned" or "device", the
-    latter being that of GPU `rank`.
+    """Holds blocks with memory behind them: for each layer one key and one value buffer, in `tier`. The tier is
+    "pinned", or "device" for the memory of GPU `rank`.
 
     A cache made `like` another one has blocks of the same numbers, which the other's allocator hands out: that is how
-    several GPUs each keep their heads of the same tokens. Its memory is then as large as the other's blocks are many,
-    and `capacity_bytes` is not asked for.
+    several GPUs each keep their heads of the same tokens. Its memory has room for as many blocks as the other has, and
+    `capacity_bytes` is not asked for.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class KVCache:
         return self.allocator.num_blocks if self.on_device else 0
 
     def region(self, layer: int, partition: int) -> tuple[Buffer, int, int]:
-        """The dependency key of one layer's cache of the sequences in `partition`."""
+        """Return the dependency key of one layer's cache, for the sequences in `partition`."""
         return (self._root, layer, partition)
 
     def release(self, sequence: Sequence) -> None:
@@ -210,7 +211,7 @@ class KVCache:
 
 
 class PoisonBlocks(Op):
-    """Fill released KV blocks of one layer with NaN (tests)."""
+    """Fills released KV blocks of one layer with NaN (in tests)."""
 
     kind: ClassVar[str] = "poison kv"
 
@@ -219,7 +220,7 @@ class PoisonBlocks(Op):
         self.writes = (cache.region(layer, partition),)
 
     def work(self) -> Work:
-        """Poison serves tests on machines that time nothing."""
+        """Return no work: poison serves tests, on machines that time nothing."""
         return Work()
 
     def run(self, ctx: Context, packet: int) -> None:

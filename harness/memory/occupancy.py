@@ -1,4 +1,4 @@
-"""Who lies in which place of a memory, and when the place is free again. Torch-free."""
+"""Record who lies in which place of a memory, and when the place is free again. Torch-free."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ class _Occupant:
 
 
 class Places(Generic[Key]):
-    """Memory of one tier, cut into places. A place has one occupant from `take` until that leaves or is withdrawn.
+    """Cuts memory of one tier into places, each of which has at most one occupant at a time.
 
-    No place is given to a second occupant before. On machines that poison, what is left is filled with NaN by the gpu
-    lane of `rank`. `Tier.check_integrity` covers the places of its memory.
+    An occupant has its place from `take` until it leaves or is withdrawn; no other one is given the place before. On
+    machines that poison, the gpu lane of `rank` fills a place that was left with NaN. `Tier.check_integrity` covers the
+    places of its memory.
     """
 
     def __init__(self, machine: Machine, tier: str, *, rank: int = 0) -> None:
@@ -54,7 +55,7 @@ class Places(Generic[Key]):
         return len(self._free)
 
     def idle(self) -> Iterator[Key]:
-        """Occupants that nobody holds, in the order in which they took their places."""
+        """Return the occupants that nobody holds, in the order in which they took their places."""
         return (key for key, occupant in self._occupants.items() if not occupant.holds)
 
     def is_idle(self, key: Key) -> bool:
@@ -67,11 +68,12 @@ class Places(Generic[Key]):
         return self._occupants[key].place
 
     def tickets(self, key: Key) -> list[Ticket]:
-        """The transfers that bring an occupant, in the order of their submission."""
+        """Return the transfers that bring an occupant, in the order of their submission."""
         return self._occupants[key].tickets
 
     def take(self, key: Key, place: Buffer | None = None, *, tickets: Iterable[Ticket] = ()) -> Buffer:
-        """Give a new occupant a place that is free, any where none is named; `tickets` are its transfers until here."""
+        """Give a new occupant the free place that is named, or any free one where none is. `tickets` are its transfers
+        so far."""
         assert key not in self._occupants, f"{key} has a place already"
         if place is None:
             place = next(reversed(self._free))
@@ -89,7 +91,7 @@ class Places(Generic[Key]):
         return ticket
 
     def hold(self, key: Key) -> None:
-        """Keep an occupant from leaving until `let_go`, which is said as often."""
+        """Keep an occupant from leaving until `let_go` has been called as often."""
         self._occupants[key].holds += 1
 
     def let_go(self, key: Key) -> None:
@@ -106,7 +108,8 @@ class Places(Generic[Key]):
         self._free[occupant.place] = None
 
     def withdraw(self, key: Key) -> bool:
-        """Free the place of an occupant whose transfers have not begun. False where it is too late or it is held."""
+        """Free the place of an occupant whose transfers have not begun. Returns False where it is too late, or the
+        occupant is held."""
         occupant = self._occupants[key]
         while not occupant.holds and occupant.tickets and self._machine.cancel(occupant.tickets[-1]):
             occupant.tickets.pop()

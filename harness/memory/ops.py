@@ -1,4 +1,5 @@
-"""Ops of the memories themselves: filling the host store, moving weights, and (in tests) poisoning. Torch-free."""
+"""Define the ops of the memories themselves: filling the host store, moving weights, and (in tests) poisoning.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ _POISON_BYTE = 0xFF
 
 
 class ReadPart(Op):
-    """Checkpoint file -> host store."""
+    """Reads one part from the checkpoint's file into the host store."""
 
     kind: ClassVar[str] = "read checkpoint"
 
@@ -26,7 +27,7 @@ class ReadPart(Op):
         self.writes = (target,)
 
     def work(self) -> Work:
-        """Set-up, which no cost model times."""
+        """Return no work: this is set-up, which no cost model times."""
         return Work()
 
     def run(self, ctx: Context, packet: int) -> None:
@@ -34,7 +35,7 @@ class ReadPart(Op):
 
 
 class CopyWeights(Op):
-    """One part of a layer, host -> device (or pageable -> pinned), in packets."""
+    """Brings one part of a layer from the host to the device (or from pageable to pinned memory), in packets."""
 
     kind: ClassVar[str] = "weights"
 
@@ -58,7 +59,7 @@ class CopyWeights(Op):
 
 
 class CopyShare(CopyWeights):
-    """One GPU's share of a part, which several GPUs fetch together, to its place in the whole."""
+    """Brings one GPU's share of a part, which several GPUs fetch together, to its place in the whole."""
 
     def __init__(
         self, source: PlacedPart, target: Buffer, *, share: range, layer: int | None, packet_bytes: int
@@ -77,8 +78,9 @@ class CopyShare(CopyWeights):
 
 
 class AllGather(Op):
-    """GPU `rank`'s member of a collective: a part whole in each of the `buffers`, of which each holds its GPU's share.
-    Members are tied by their keys: each reads what every GPU fetched, and writes what none of the others reads."""
+    """Makes a part whole in the buffer of GPU `rank`, as one member of a collective. Each of the `buffers` holds its
+    own GPU's share of the part. Members are tied by their keys: each reads what every GPU fetched, and writes what none
+    of the others reads."""
 
     kind: ClassVar[str] = "all-gather"
 
@@ -92,7 +94,7 @@ class AllGather(Op):
         return [(rank, share) for rank, share in shares if rank != self.rank]
 
     def work(self) -> Work:
-        """A ring: every GPU receives the shares of all others, and sends as much."""
+        """Return the work of a ring: every GPU receives the shares of all others, and sends as much."""
         received_bytes = sum(len(share) for _, share in self._received)
         return Work(device_bytes=2 * received_bytes, link_bytes=received_bytes)
 
@@ -107,18 +109,20 @@ class AllGather(Op):
 
 
 def share_of(nbytes: int, rank: int, num_ranks: int) -> range:
-    """Bytes that GPU `rank` fetches for all: equal shares in whole cache lines; the last ones may be smaller."""
+    """Return the bytes that GPU `rank` fetches for all. Shares are equal and whole cache lines; the last ones may be
+    smaller."""
     size = -(-nbytes // (num_ranks * ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
     return range(min(rank * size, nbytes), min((rank + 1) * size, nbytes))
 
 
 def fetched(buffer: Buffer) -> Hashable:
-    """The key of a GPU's own share of what is to be whole in `buffer`."""
+    """Return the key of a GPU's own share of the part that is to be whole in `buffer`."""
     return (buffer, "fetched")
 
 
 class CopyPage(Op):
-    """The first `nbytes` of a page of weights, pinned memory -> device, in packets. The buffers are the keys."""
+    """Brings the first `nbytes` of a page of weights from pinned memory to the device, in packets. The buffers are the
+    keys."""
 
     kind: ClassVar[str] = "weights"
 
@@ -140,7 +144,8 @@ class CopyPage(Op):
 
 
 class StagePage(CopyPage):
-    """The same, pageable -> pinned memory: host memory is read and written."""
+    """Brings the first `nbytes` of a page of weights from pageable to pinned memory: host memory is read and
+    written."""
 
     kind: ClassVar[str] = "weights to pinned"
 
@@ -149,7 +154,7 @@ class StagePage(CopyPage):
 
 
 class Poison(Op):
-    """Fill a buffer with NaN (tests): whoever reads it before it is written again computes nonsense."""
+    """Fills a buffer with NaN (in tests): an op that reads it before it is written again computes nonsense."""
 
     kind: ClassVar[str] = "poison"
 
@@ -158,7 +163,7 @@ class Poison(Op):
         self.writes = keys or (buffer,)
 
     def work(self) -> Work:
-        """Poison serves tests on machines that time nothing."""
+        """Return no work: poison serves tests, on machines that time nothing."""
         return Work()
 
     def run(self, ctx: Context, packet: int) -> None:

@@ -1,7 +1,9 @@
-"""Weights in pages: each layer's streamed part cut into equal byte ranges, pageable -> pinned -> device (torch-free).
+"""Stream weights in pages: each layer's streamed part is cut into equal byte ranges, which go pageable -> pinned ->
+device.
 
-MoE-Lightning §4.1 and A.1: small transfers slip in between pages, and a page is staged in pinned memory while the one
-before it goes over the link. Layers form the endless cyclic stream of `WeightStream`: index = pass * layers + layer.
+Torch-free. MoE-Lightning §4.1 and A.1: small transfers slip in between pages, and a page is staged in pinned memory
+while the one before it goes over the link. Layers form the endless cyclic stream of `WeightStream`: index = pass *
+layers + layer.
 """
 
 from __future__ import annotations
@@ -21,15 +23,17 @@ _SLOTS = 2  # of a layer each, on the device and in pinned memory: one is read w
 
 
 class PagedWeights:
-    """`num_pages` pages a layer. Of every layer whole parts worth at most `resident_share` of its bytes stay on the
-    device for good: the last ones (experts), so that {norm, QKV} lies in the earliest pages and a layer can be begun
-    before its last page has landed. A `PlacedPart` reads the keys of all pages that it lies in. Without `experts` a
-    layer is all but its experts: for passes in which these are computed on the host. `prefix`: of names in memory.
+    """Streams layers through slots on the device, in `num_pages` pages a layer.
 
-    All layers share one page size, that of the largest: a smaller layer has fewer pages. Pages go in order, and each
-    once: `stage` and `load` request what is missing up to the page they name. Nothing is staged where the store itself
-    is pinned. `release` says, in program order, that the last op reading a layer has been submitted. The device is that
-    of GPU `rank`, whose stream has only the given `layers` where it is one stage of several.
+    Of every layer whole parts worth at most `resident_share` of its bytes stay on the device for good: the last ones
+    (experts), so that {norm, QKV} lies in the earliest pages and a layer can be begun before its last page has landed.
+    A `PlacedPart` reads the keys of all pages that it lies in. Without `experts` a layer is all but its experts: for
+    passes in which these are computed on the host. `prefix` begins the names under which memory is reserved.
+
+    All layers share one page size, which the largest layer decides: a smaller layer has fewer pages. Pages go in order,
+    and each once: `stage` and `load` request what is missing up to the page they name. Nothing is staged where the
+    store itself is pinned. `release` says, in program order, that the last op reading a layer has been submitted. The
+    device is that of GPU `rank`, whose stream has only the given `layers` where it is one stage of several.
     """
 
     def __init__(
@@ -71,14 +75,14 @@ class PagedWeights:
 
     @property
     def resident_bytes(self) -> int:
-        """Of all layers together."""
+        """The bytes of the parts that stay on the device, of all layers together."""
         return self._resident.nbytes
 
     def num_pages_of(self, index: int) -> int:
         return len(self._sources[self._layer(index)])
 
     def stage(self, index: int, page: int) -> None:
-        """W_CtoPin: pages up to this one, pageable to pinned memory."""
+        """Stage the pages up to this one, from pageable to pinned memory (CGOPipe's W_CtoPin)."""
         if self._staging is None:
             return
         for number in self._missing(self._num_staged, index, page):
@@ -87,7 +91,7 @@ class PagedWeights:
             self._staging.bring((index, number), PIN, op)
 
     def load(self, index: int, page: int) -> None:
-        """W_PinToG: pages up to this one, pinned memory to the device."""
+        """Load the pages up to this one, from pinned memory to the device (CGOPipe's W_PinToG)."""
         self.stage(index, page)
         for number in self._missing(self._num_loaded, index, page):
             key = (index, number)
@@ -99,13 +103,13 @@ class PagedWeights:
                 self._staging.leave(key)
 
     def _missing(self, requested: Counter[int], index: int, page: int) -> range:
-        """The pages up to this one that have not been requested, which they are then."""
+        """Return the pages up to this one that were not requested yet, and record them as requested."""
         first, stop = requested[index], min(page + 1, self.num_pages_of(index))
         requested[index] = max(first, stop)
         return range(first, stop)
 
     def part(self, index: int, name: str) -> PlacedPart:
-        """A part on the device, resident or in its slot; its pages are requested now if they were not yet."""
+        """Return a part on the device, resident or in its slot. Its pages are requested now if they were not yet."""
         layer = self._layer(index)
         if (layer, name) in self._resident:
             return self._resident.part(layer, name)
@@ -114,12 +118,12 @@ class PagedWeights:
         return placed
 
     def experts(self, index: int) -> dict[int, PlacedPart]:
-        """All experts of a layer, by number; none for a dense layer."""
+        """Return all experts of a layer, by number; none for a dense layer."""
         stored = self._store.experts(self._layer(index))
         return {number: self.part(index, part.layout.name) for number, part in stored.items()}
 
     def release(self, index: int) -> None:
-        """The last reader of this layer has been submitted; its place may be written again."""
+        """Note that the last reader of this layer has been submitted; its place may be written again."""
         pages = range(self.num_pages_of(index))
         self._num_staged.pop(index, None)
         loaded = self._num_loaded.pop(index, 0)
@@ -155,7 +159,7 @@ class PagedWeights:
         return sum(self._store.layers[layer][name].layout.nbytes for name in self._streamed[layer])
 
     def _cut(self, layer: int) -> list[Buffer]:
-        """The layer's pages in the store, where its parts lie one after another."""
+        """Return the layer's pages in the store, where its parts lie one after another."""
         nbytes, pages = self._bytes(layer), []
         if not nbytes:
             return []
@@ -166,7 +170,7 @@ class PagedWeights:
         return pages
 
     def _place(self, slot: int, layer: int) -> dict[str, tuple[PlacedPart, int]]:
-        """The page table: where each streamed part lies in a slot, and its last page."""
+        """Return a layer's page table: where each streamed part lies in a slot, and the last page of each."""
         placed, offset_bytes, pages = {}, 0, self._device_pages[slot]
         for name in self._streamed[layer]:
             layout = self._store.layers[layer][name].layout
@@ -178,12 +182,13 @@ class PagedWeights:
 
 
 def part_names(store: WeightStore, layer: int, *, experts: bool = True) -> list[str]:
-    """Return the names of a layer's parts in transfer order; without `experts` the others, which come first."""
+    """Return the names of a layer's parts in transfer order; without `experts` those of the other parts only, which
+    come first."""
     return list(store.part_names(layer) if experts else store.dense(layer))
 
 
 def streamed_parts(store: WeightStore, layer: int, resident_share: float, *, experts: bool = True) -> tuple[str, ...]:
-    """All parts of a layer but those at its end that `resident_share` of its bytes hold."""
+    """Return all parts of a layer except those at its end that fit in `resident_share` of its bytes."""
     names, parts = part_names(store, layer, experts=experts), store.layers[layer]
     allowed_bytes = resident_share * sum(parts[name].layout.nbytes for name in names)
     while names and parts[names[-1]].layout.nbytes <= allowed_bytes:
@@ -192,8 +197,8 @@ def streamed_parts(store: WeightStore, layer: int, resident_share: float, *, exp
 
 
 def kept_share(store: WeightStore, resident_share: float, *, experts: bool = True) -> float:
-    """Of a layer's bytes, what stays on the device of a share that is no sum of whole parts; of the layer that keeps
-    the least."""
+    """Return the share of a layer's bytes that really stays on the device, in whole parts. `resident_share` may be no
+    sum of whole parts. The result is that of the layer that keeps the least."""
 
     def kept(layer: int) -> float:
         sizes = {name: store.layers[layer][name].layout.nbytes for name in part_names(store, layer, experts=experts)}
@@ -204,7 +209,7 @@ def kept_share(store: WeightStore, resident_share: float, *, experts: bool = Tru
 
 
 def paged_bytes(store: WeightStore, num_pages: int, resident_share: float) -> dict[str, int]:
-    """What `PagedWeights` takes, by tier."""
+    """Return the bytes that `PagedWeights` takes, by tier."""
     streamed = [streamed_parts(store, layer, resident_share) for layer in range(len(store.layers))]
     sizes = [{name: part.layout.nbytes for name, part in parts.items()} for parts in store.layers]
     pairs = list(zip(sizes, streamed, strict=True))
@@ -215,5 +220,5 @@ def paged_bytes(store: WeightStore, num_pages: int, resident_share: float) -> di
 
 
 def page_bytes(slot_bytes: int, num_pages: int) -> int:
-    """Equal pages, rounded up to whole cache lines."""
+    """Return the bytes of a page, where pages are equal and rounded up to whole cache lines."""
     return max(1, -(-slot_bytes // (num_pages * ALIGNMENT_BYTES))) * ALIGNMENT_BYTES

@@ -1,4 +1,4 @@
-"""What a placed part of the weights is, and what it is read from. Torch-free."""
+"""Define a placed part of the weights, and the source that parts are read from. Torch-free."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PlacedPart:
 
 
 class PartSource(Protocol):
-    """What the store reads from: a checkpoint."""
+    """Provides what the weight store reads: the parts of a checkpoint."""
 
     @property
     def spec(self) -> ModelSpec: ...

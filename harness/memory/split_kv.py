@@ -1,4 +1,4 @@
-"""A KV cache whose blocks lie in several memories: a share on the device, or each GPU's sequences in its own memory.
+"""Keep the blocks of a KV cache in several memories: a share on the device, or each GPU's sequences in its own memory.
 Torch-free bookkeeping over ordinary caches."""
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 class SplitAllocator:
-    """The blocks of several memories behind one face. A sequence has all of its blocks on one side: when it takes its
-    first ones, on a device where there are enough of them, otherwise on the host. Of several devices it is the one that
-    is filled least, so that sequences admitted together are on all of them in the proportion of their sizes."""
+    """Hands out the blocks of several memories, its sides, as one allocator. A sequence has all of its blocks on one
+    side. It takes the first ones on a device where there are enough of them, otherwise on the host. Of several devices
+    it is the one that is filled least, so that sequences admitted together are on all of them in the proportion of
+    their sizes."""
 
     def __init__(self, *sides: BlockAllocator) -> None:
         assert len({(side.on_device, side.rank) for side in sides}) == len(sides), "one side each"
@@ -63,7 +64,8 @@ class SplitAllocator:
             side.check_integrity([s for s in sequences if not s.blocks or side.is_home_of(s)])
 
     def _open_to(self, sequence: Sequence) -> list[BlockAllocator]:
-        """Where it may take blocks, devices first, the side filled least first."""
+        """Return the sides on which the sequence may take blocks: devices first, and among them the least filled
+        first."""
         if sequence.blocks:
             return [self._side_of(sequence)]
         return sorted(self._sides, key=lambda side: (not side.on_device, side.num_used / max(1, side.num_blocks)))
@@ -73,8 +75,8 @@ class SplitAllocator:
 
 
 class SplitKVCache:
-    """A share of the blocks in device memory, the others in host memory (MoE-Lightning's and FlexGen's r_c); or, of
-    GPUs that serve different sequences, the blocks of each in its own memory."""
+    """Keeps a share of the blocks in device memory and the others in host memory (MoE-Lightning's and FlexGen's r_c).
+    Where GPUs serve different sequences, it keeps the blocks of each GPU in that GPU's memory."""
 
     def __init__(self, *parts: KVCache) -> None:
         self._parts = parts

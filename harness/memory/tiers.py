@@ -10,10 +10,10 @@ class MemoryCapacityError(RuntimeError):
 
 
 class Buffer:
-    """A named range of a tier's memory. Identity is the key by which ops declare reads and writes.
+    """A named range of a tier's memory. The buffer itself is the key by which ops declare reads and writes.
 
-    Sub-buffers share their root's memory, and keys that name overlapping ones conflict. One that is not `backed` is
-    accounted for and has no memory of its own: room for what is allocated elsewhere.
+    Sub-buffers share their root's memory, and keys that name overlapping ones conflict. A buffer that is not `backed`
+    is accounted for and has no memory of its own: it is room for what is allocated elsewhere.
     """
 
     __slots__ = ("__weakref__", "backed", "name", "nbytes", "offset_bytes", "root", "tier")
@@ -51,12 +51,12 @@ _IN_RAM = (PINNED, PAGEABLE)
 
 
 def device_tier(rank: int) -> str:
-    """The name of the memory of GPU `rank`."""
+    """Return the name of the memory of GPU `rank`."""
     return f"{DEVICE}{rank}" if rank else DEVICE
 
 
 def gpu_of(tier: str) -> int:
-    """The rank of the GPU whose memory `tier` is; 0 for the host's, which is one."""
+    """Return the rank of the GPU whose memory `tier` is, or 0 for host memory, of which there is one."""
     return int(tier.removeprefix(DEVICE) or 0) if tier.startswith(DEVICE) else 0
 
 
@@ -65,7 +65,7 @@ def make_tiers(
     back: Callable[[Buffer], None] | None = None,
     unback: Callable[[Buffer], None] | None = None,
 ) -> dict[str, Tier]:
-    """Tiers by name. With a capacity for "ram", pinned and host memory together stay within it."""
+    """Make the tiers, by name. With a capacity for "ram", pinned and host memory together stay within it."""
     ram = Tier(RAM, capacities_bytes[RAM]) if RAM in capacities_bytes else None
     tiers = {
         name: Tier(name, size, back, unback, within=ram if name in _IN_RAM else None)
@@ -76,7 +76,8 @@ def make_tiers(
 
 
 class Tier:
-    """One kind of memory (device, pinned, host) of one rank. The tier that it lies `within` holds what it holds."""
+    """One kind of memory (device, pinned, host) of one rank. All that it holds is held by the tier that it lies
+    `within`, too."""
 
     def __init__(
         self,
@@ -99,12 +100,12 @@ class Tier:
 
     @property
     def free_bytes(self) -> int:
-        """Of this tier, and of what it lies within."""
+        """The bytes that can still be reserved in this tier and in the tier that it lies within."""
         return self.limit._own_free_bytes
 
     @property
     def limit(self) -> Tier:
-        """Which of the two has less left."""
+        """The tier that has less left: this one, or the one that it lies within."""
         within = self._within
         return self if within is None or self._own_free_bytes <= within.free_bytes else within
 
@@ -149,7 +150,7 @@ class Tier:
         self.used_bytes -= self._held.pop(buffer)
 
     def holders(self) -> dict[str, int]:
-        """Bytes by name, largest first."""
+        """Return the bytes held under each name, largest first."""
         totals: dict[str, int] = {}
         for buffer, nbytes in self._held.items():
             totals[buffer.name] = totals.get(buffer.name, 0) + nbytes
@@ -163,7 +164,7 @@ class Tier:
 
 
 def told_bytes(sizes: Mapping[str, float]) -> str:
-    """All that take anything, by name, the largest first."""
+    """Return a text that names all that take any bytes, the largest first."""
     ranked = sorted(sizes.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {_human(nbytes)}" for name, nbytes in ranked if nbytes)
 

@@ -1,4 +1,4 @@
-"""Weights: the host store that holds the whole model, and the cyclic stream of layers through device slots.
+"""Keep the whole model in a host store, and stream its layers in a cycle through device slots.
 
 Torch-free bookkeeping; the bytes move in ops. The host store lays all layers out one after another, parts in the order
 of first use, so that the parts behind attention of layer i and those in front of it of layer i+1 are contiguous.
@@ -26,7 +26,8 @@ def attention_parts(source: PartSource) -> list[PartLayout | None]:
 
 
 def stored_bytes(source: PartSource, *, layers: bool = True, ends: bool = True) -> int:
-    """Of all that a `WeightStore` holds, or of its layers, or its ends (embedding and head), alone."""
+    """Return the bytes of all that a `WeightStore` holds, or of its layers alone, or of its ends (embedding and head)
+    alone."""
     spec, family = source.spec, source.family
     inner = [family.layer_parts(spec, layer) for layer in range(spec.num_layers)] if layers else []
     inner += [(part,) for part in attention_parts(source) if part and layers]
@@ -35,7 +36,7 @@ def stored_bytes(source: PartSource, *, layers: bool = True, ends: bool = True) 
 
 
 def slot_sizes(layers: Iterable[Iterable[PartLayout]]) -> dict[str, int]:
-    """By part name, the largest of any layer: what a device slot needs so that every layer fits."""
+    """Return, by part name, the largest size in any layer: what a device slot needs so that every layer fits."""
     sizes: dict[str, int] = {}
     for parts in layers:
         for part in parts:
@@ -44,8 +45,8 @@ def slot_sizes(layers: Iterable[Iterable[PartLayout]]) -> dict[str, int]:
 
 
 def least_weight_bytes(source: PartSource, *, whole_layers: bool = True) -> int:
-    """Return the device memory of two layers, so that one comes while the other computes; without `whole_layers` that
-    of two layers' parts outside the experts, and of two experts."""
+    """Return the device memory of two layers, so that one comes while the other computes. Without `whole_layers` return
+    that of two layers' parts outside the experts, and of two experts."""
     spec, family = source.spec, source.family
     layers = [family.layer_parts(spec, layer) for layer in range(spec.num_layers)]
     dense = slot_sizes([part for part in parts if whole_layers or part.expert is None] for parts in layers)
@@ -54,10 +55,11 @@ def least_weight_bytes(source: PartSource, *, whole_layers: bool = True) -> int:
 
 
 class WeightStore:
-    """The whole model in one host region: `layers[i][part name]`, `embedding`, `head`. The links read pinned memory;
-    what lies in the pageable tier goes through pinned memory first (but for what is loaded once, at the start).
+    """Keeps the whole model in one host region: `layers[i][part name]`, `embedding`, `head`. The links read pinned
+    memory; what lies in the pageable tier goes through pinned memory first (except what is loaded once, at the start).
 
-    A store of a further GPU's share of the layers takes the last two, which are not divided, from the `first` store.
+    A store of a further GPU's share of the layers takes embedding and head, which are not divided, from the `first`
+    store.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class WeightStore:
         machine.drain()
 
     def part_names(self, layer: int) -> tuple[str, ...]:
-        """Parts of a layer in transfer order; a layer without experts has fewer."""
+        """Return the names of a layer's parts in transfer order; a layer without experts has fewer."""
         return tuple(self.layers[layer])
 
     def dense(self, layer: int) -> dict[str, PlacedPart]:
@@ -106,7 +108,7 @@ class WeightStore:
 
     @cached_property
     def slot_bytes(self) -> dict[str, int]:
-        """By part name: see `slot_sizes`."""
+        """The bytes of a device slot, by part name: see `slot_sizes`."""
         return slot_sizes([part.layout for part in parts.values()] for parts in self.layers)
 
     @property
@@ -116,10 +118,11 @@ class WeightStore:
 
 
 class Resident:
-    """Parts that stay in the memory of GPU `rank` for the whole run, by (layer, name).
+    """Keeps parts in the memory of GPU `rank` for the whole run, by (layer, name).
 
-    Of the embedding and the head (layer None) those that are asked for; of the layers what a strategy keeps, and what
-    attention itself uses: that is in `attention` by layer, too, None where the family has none.
+    The embedding and the head (layer None) are among them where they are asked for. Of the layers it keeps what a
+    strategy wants, and what attention itself uses: that is in `attention` by layer, too, with None where the family has
+    none.
     """
 
     def __init__(
@@ -146,7 +149,7 @@ class Resident:
         machine.drain()
 
     def keep(self, account: str, keys: Iterable[tuple[int, str]]) -> None:
-        """Load those of these parts that are not there yet, into memory that is held under the name `account`.
+        """Load those of these parts that are not there yet, into memory that is reserved under the name `account`.
 
         Raises MemoryCapacityError.
         """
@@ -175,7 +178,7 @@ class Resident:
         return self._parts[layer, name][0]
 
     def ticket(self, layer: int, name: str) -> Ticket:
-        """The transfer that brought a part, which is over."""
+        """Return the transfer that brought a part, which is over."""
         return self._parts[layer, name][1]
 
     @property
@@ -199,7 +202,7 @@ class Resident:
 
 
 class WeightStream:
-    """Layers as one endless cyclic stream: index = pass * num_layers + layer, so prefetch never drains at a pass's end.
+    """Streams layers in one endless cycle: index = pass * num_layers + layer, so prefetch never drains at a pass's end.
 
     `depth` device slots; index i lives in slot i % depth. A part may be requested when the part of index i - depth in
     its place has been released. `release` says, in program order, that the last op reading a part was submitted.
@@ -245,18 +248,18 @@ class WeightStream:
         return index % len(self._layers)
 
     def part_names(self, index: int) -> tuple[str, ...]:
-        """Parts of the layer at `index`, in transfer order."""
+        """Return the names of the parts of the layer at `index`, in transfer order."""
         return self._part_names[self.layer(index)]
 
     def is_resident(self, index: int, part_name: str) -> bool:
         return self._resident is not None and (self.layer(index), part_name) in self._resident
 
     def request_layer(self, index: int) -> list[Ticket]:
-        """All its parts, in transfer order."""
+        """Request all parts of a layer, in transfer order."""
         return [self.request(index, name) for name in self.part_names(index)]
 
     def request(self, index: int, part_name: str, *, urgent: bool = False, after: Iterable[Ticket] = ()) -> Ticket:
-        """Submit the transfer of one part. Of one that is resident, return that which brought it."""
+        """Submit the transfer of one part. For a part that is resident, return the transfer that brought it."""
         if self._resident is not None and self.is_resident(index, part_name):
             return self._resident.ticket(self.layer(index), part_name)
         key = (index, part_name)
@@ -272,20 +275,20 @@ class WeightStream:
         return CopyShare(source, target, share=share, layer=layer, packet_bytes=packet_bytes)
 
     def experts(self, index: int) -> dict[int, PlacedPart]:
-        """All experts of a requested layer, by number; none for a dense layer."""
+        """Return all experts of a requested layer, by number; none for a dense layer."""
         layer = self.layer(index)
         stored = self._store.experts(layer) if self._has_experts else {}
         return {number: self.part(index, part.layout.name) for number, part in stored.items()}
 
     def part(self, index: int, part_name: str) -> PlacedPart:
-        """The requested part in its device slot; ops that read its keys run after its transfer."""
+        """Return the requested part in its device slot; ops that read its keys run after its transfer."""
         if self._resident is not None and self.is_resident(index, part_name):
             return self._resident.part(self.layer(index), part_name)
         target = self._places[self._requested(index, part_name)]
         return PlacedPart(self._layers[self.layer(index)][part_name].layout, target, (target,))
 
     def release(self, index: int, part_name: str) -> None:
-        """The last reader of this part has been submitted; its place may be requested again."""
+        """Note that the last reader of this part has been submitted; its place may be requested again."""
         if not self.is_resident(index, part_name):
             self._places.leave(self._requested(index, part_name))
 
@@ -294,8 +297,8 @@ class WeightStream:
         return index, part_name
 
     def advance(self, index: int, part_name: str) -> None:
-        """Release a part and request its successor into the same place; with a layer's last part, also what the
-        successor has besides (a dense layer is followed by one with experts)."""
+        """Release a part and request its successor into the same place. With a layer's last part, parts that only the
+        successor has are requested as well (a dense layer is followed by one with experts)."""
         self.release(index, part_name)
         successor = index + self.depth
         here, there = self._layers[self.layer(index)], self._layers[self.layer(successor)]
