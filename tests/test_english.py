@@ -17,7 +17,6 @@ FOLDERS = ("harness", "strategies", "kernels", "benchmarks", "paper_figures", "t
 PENDING: tuple[str, ...] = (
     "harness/engine",
     "harness/model",
-    "harness/routing",
     "strategies/common",
 )
 

@@ -1,1 +1,2 @@
-"""Which experts a token goes to where no model runs: invented or recorded, by the token alone. Torch-free."""
+"""Routing without a model tells, from the token alone, which experts that token goes to: invented or recorded.
+Torch-free."""

@@ -1,4 +1,4 @@
-"""What every kind of routing answers."""
+"""Every kind of routing has this interface."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 
 
 class RoutedModel(Protocol):
-    """What routing has to know of a model; a `ModelSpec` is one."""
+    """Routing has to know these numbers of a model; a `ModelSpec` has them all."""
 
     @property
     def num_layers(self) -> int: ...
 
     @property
     def num_dense_layers(self) -> int:
-        """Leading layers without a router."""
+        """The number of leading layers, which have no router."""
 
     @property
     def num_experts(self) -> int: ...
@@ -26,44 +26,47 @@ class RoutedModel(Protocol):
 
 
 class Routing(Protocol):
-    """The experts of any token in any layer: a pure function of (seed, request, position, layer), whatever was asked
-    before and whichever tokens are asked for together. So strategies that batch differently see the same routing."""
+    """A routing tells the experts of any token in any layer. It is a pure function of (seed, request, position, layer):
+    earlier questions do not matter, nor which tokens one question asks for together. So strategies that batch
+    differently see the same routing."""
 
     @property
     def source(self) -> str:
-        """Where the routing comes from, for labels: begins "synthetic:" or "recorded:"."""
+        """The origin of the routing, for labels: begins "synthetic:" or "recorded:"."""
 
     @property
     def is_even(self) -> bool:
-        """Every expert is equally likely for every token, whatever its neighbours chose."""
+        """True where every expert is equally likely for every token, whichever experts other tokens have."""
 
     @property
     def predictions(self) -> Predictor | None:
-        """What was recorded beside the routing, if anything was."""
+        """The predictions that were recorded with the routing; None where there are none."""
 
     def experts(self, request_ids: NDArray[np.int64], positions: NDArray[np.int64], layer: int) -> NDArray[np.int64]:
-        """[tokens] and [tokens] -> [tokens, experts_per_token], distinct in a row, the router's favourite first.
+        """Return the experts of each token [tokens, experts_per_token], distinct in a row, the router's favourite
+        first.
 
-        `layer` counts all layers of the model, from 0; leading dense layers have no routing and must not be asked.
+        `request_ids` and `positions` are each [tokens]. `layer` counts all layers of the model, from 0; leading dense
+        layers have no routing and must not be asked.
         """
 
 
 class Predictor(Protocol):
-    """Which experts a token is thought to go to, said before the layer's router is asked. Like a `Routing`, a pure
-    function of the token."""
+    """A predictor names the experts that a token probably goes to, before the layer's router is asked. Like a
+    `Routing`, it is a pure function of the token."""
 
     @property
     def source(self) -> str:
-        """What made the predictions, for labels."""
+        """The origin of the predictions, for labels."""
 
     def experts(
         self, request_ids: NDArray[np.int64], positions: NDArray[np.int64], layer: int, distance: int = 1
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return experts of `layer` [tokens, predicted], distinct in a row, and the probability that the router chooses
-        each, same shape. It is what is known once layer `layer - distance` has been computed; [tokens, 0] where nothing
-        is."""
+        each, same shape. These are the predictions that are known once layer `layer - distance` has been computed;
+        [tokens, 0] where there are none."""
 
 
 def moe_layers(model: RoutedModel) -> range:
-    """The layers that have a router."""
+    """Return the layers that have a router."""
     return range(model.num_dense_layers, model.num_layers)

@@ -1,4 +1,7 @@
-"""A routing by the name in its YAML: each is a module of `kinds` with `Config` and `build(config, model, seed)`."""
+"""Build a routing by the name in its YAML.
+
+Each is a module of `kinds` with `Config` and `build(config, model, seed)`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from harness.routing.predictors import StatedPredictor
 
 
 def parse_routing(values: Mapping[str, Any]) -> tuple[ModuleType, Any]:
-    """The kind's module and its settings; `values` is the `routing` group. Raises ConfigError below "routing"."""
+    """Return the kind's module and its settings; `values` is the `routing` group. Raises ConfigError below
+    "routing"."""
     settings = dict(values)
     name = str(settings.pop("name", ""))
     module_name = f"harness.routing.kinds.{name}"
@@ -26,8 +30,8 @@ def parse_routing(values: Mapping[str, Any]) -> tuple[ModuleType, Any]:
 
 
 def build_routing(values: Mapping[str, Any], model: RoutedModel, seed: int) -> Routing:
-    """The routing that the `routing` group of the configuration asks for. Raises ConfigError below "routing", also for
-    files that cannot be read or are of another model."""
+    """Build the routing that the `routing` group of the configuration asks for. Raises ConfigError below "routing",
+    also for files that cannot be read or are of another model."""
     module, settings = parse_routing(values)
     try:
         routing: Routing = module.build(settings, model, seed)
@@ -37,8 +41,8 @@ def build_routing(values: Mapping[str, Any], model: RoutedModel, seed: int) -> R
 
 
 def build_predictor(values: Mapping[str, Any], routing: Routing, model: RoutedModel, seed: int) -> Predictor | None:
-    """Return the predictor that the `routing` group states, else what was recorded beside the routing, if anything was.
-    Raises ConfigError below "routing"."""
+    """Return the predictor that the `routing` group states, else the predictions that were recorded with the routing,
+    if there are any. Raises ConfigError below "routing"."""
     stated = parse_routing(values)[1].hit_rates
     if stated is None:
         return routing.predictions

@@ -1,4 +1,4 @@
-"""Random numbers by counter: each is a hash of what it is for, so none depends on how many were drawn before.
+"""Draw random numbers by counter: each is a hash of its purpose, so none depends on how many were drawn before.
 
 The hash is SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014): number i of
 the stream with key s is mix(s + (i + 1) gamma). A number serves as the key of a further stream, counter by counter.
@@ -19,7 +19,8 @@ _S27, _S30, _S31, _S12 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(
 
 
 class Stream(IntEnum):
-    """What numbers are for. Values are part of the definition: changing one changes all results."""
+    """Each purpose of random numbers has a stream of its own. Values are part of the definition: changing one changes
+    all results."""
 
     EXPERTS = 0
     POPULARITY = 1
@@ -30,7 +31,7 @@ class Stream(IntEnum):
 
 
 def derive(keys: Keys, counters: ArrayLike) -> Keys:
-    """Numbers `counters` of the streams `keys`, broadcast against each other."""
+    """Return the numbers `counters` of the streams `keys`, broadcast against each other."""
     steps = np.atleast_1d(counters).astype(np.int64).astype(np.uint64) + np.uint64(1)
     x = np.atleast_1d(keys) + steps * _GAMMA  # wraps around, silently for arrays
     x ^= x >> _S30
@@ -42,7 +43,7 @@ def derive(keys: Keys, counters: ArrayLike) -> Keys:
 
 
 def stream(seed: int, purpose: Stream, *counters: ArrayLike) -> Keys:
-    """Keys [n] of the streams for (seed, purpose, counters...); counters are numbers or arrays [n]."""
+    """Return the keys [n] of the streams for (seed, purpose, counters...); counters are numbers or arrays [n]."""
     keys = derive(np.array([seed % 2**64], dtype=np.uint64), purpose)
     for counter in counters:
         keys = derive(keys, counter)
@@ -50,5 +51,5 @@ def stream(seed: int, purpose: Stream, *counters: ArrayLike) -> Keys:
 
 
 def fractions(numbers: Keys) -> NDArray[np.float64]:
-    """Uniform in (0, 1), both ends left out: 52 bits and a half are exact in float64."""
+    """Map numbers to uniform ones in (0, 1), both ends left out: 52 bits and a half are exact in float64."""
     return (numbers >> _S12).astype(np.float64) * 2.0**-52 + 2.0**-53

@@ -1,11 +1,11 @@
-"""Make a routing trace of a CSV file.
+"""Make a routing trace from a CSV file.
 
     python -m harness.routing.import_csv FILE.csv OUT.jsonl --num-experts 8 --top-k 2
 
-Columns, named in the first line: `layer` and `expert`, and with them `request` and `position`, or neither, or one of
+The first line names the columns: `layer` and `expert`, and with them `request` and `position`, or neither, or one of
 them. A line is one choice; the k choices of a token in a layer stand in the router's order, in lines of that token that
 need not be neighbours. Without `position` each k lines of a layer (of a request) are the next position; without
-`request` all is request 0.
+`request` all lines belong to request 0.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ Choices = dict[tuple[int, int, int], list[int]]  # (request, layer, position) ->
 
 
 def import_csv(path: Path, out: Path, *, num_experts: int, top_k: int, model: str = "unknown") -> TraceHeader:
-    """Raises TraceFileError naming file and line, ConfigError for impossible numbers. `out` must not exist."""
+    """Write the trace of a CSV file to `out`, which must not exist, and return its header. Raises TraceFileError naming
+    file and line, ConfigError for impossible numbers."""
     if not 1 <= top_k <= num_experts:
         raise ConfigError("--top-k", f"must lie between 1 and --num-experts {num_experts}, got {top_k}")
     choices = _choices(path, num_experts, top_k)
@@ -69,7 +70,7 @@ def _choices(path: Path, num_experts: int, top_k: int) -> Choices:
 
 
 def _rows(path: Path, choices: Choices, layers: list[int], top_k: int) -> Iterator[TraceRow]:
-    """One a request."""
+    """Yield one row for each request."""
     positions: dict[int, set[int]] = {}
     for request, _, position in choices:
         positions.setdefault(request, set()).add(position)
@@ -89,7 +90,7 @@ def _rows(path: Path, choices: Choices, layers: list[int], top_k: int) -> Iterat
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, int]]]:
-    """(line number, columns as numbers)."""
+    """Yield the number of each line and its columns as numbers."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, skipinitialspace=True)

@@ -1,4 +1,4 @@
-"""How often an expert is among the first k of a race, and the rates for which that comes out as asked."""
+"""Compute how often an expert is among the first k of a race, and the rates that give asked frequencies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_ROUNDS = 200
 
 
 def inclusion(rates: Floats, k: int) -> Floats:
-    """Probability [experts] that each is among the `k` that arrive first.
+    """Return the probability [experts] that each is among the `k` that arrive first.
 
     For expert e it is ∫ rate_e exp(-rate_e t) P(fewer than k of the others have arrived by t) dt.
     """
@@ -30,7 +30,7 @@ def inclusion(rates: Floats, k: int) -> Floats:
 
 
 def rates_for(shares: Floats, k: int) -> Floats:
-    """Rates [experts] whose race gives each expert the asked share of all choices; the shares sum to 1.
+    """Return rates [experts] whose race gives each expert the asked share of all choices; the shares sum to 1.
 
     No share may exceed 1 / k, since a token chooses an expert at most once. An expert that is always chosen comes out
     in all but one of a million tokens.
@@ -48,13 +48,14 @@ def rates_for(shares: Floats, k: int) -> Floats:
 
 
 def _log_times(rates: Floats, k: int) -> Floats:
-    """Before the first of them hardly anyone has arrived; after the last, k of the k + 1 fastest surely have."""
+    """Return the times (their logarithms) to integrate over. Before the first of them hardly any expert has arrived;
+    after the last, k of the k + 1 fastest surely have."""
     fastest_last = np.sort(rates)[-(k + 1)]
     return np.arange(np.log(1e-10 / rates.max()), np.log(40.0 / fastest_last) + _LOG_STEP, _LOG_STEP)
 
 
 def _counts(arrived: Floats, k: int) -> Floats:
-    """[experts, k, times]: the probability that exactly j < k of the experts before this one have arrived."""
+    """Return the probability [experts, k, times] that exactly j < k of the experts before this one have arrived."""
     counts = np.zeros((len(arrived), k, arrived.shape[1]))
     counts[0, 0] = 1.0
     for e in range(1, len(arrived)):

@@ -1,4 +1,4 @@
-"""Which experts are popular in which layer: a Zipf law, or shares of the load from a file."""
+"""Decide which experts are popular in which layer: by a Zipf law, or by shares of the load from a file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PopularityConfig(RoutingConfig):
 
 @dataclass(frozen=True, eq=False)
 class Popularity:
-    """Experts of each MoE layer by rank, the most popular first, and how fast each rank runs in the race."""
+    """The experts of each MoE layer by rank, the most popular first, and how fast each rank runs in the race."""
 
     source: str
     expert_at: NDArray[np.int64]  # [layers, ranks]
@@ -43,7 +43,8 @@ class Popularity:
 
 
 def popularity(settings: PopularityConfig, model: RoutedModel) -> Popularity:
-    """Raises ConfigError("distributions") where the file cannot be used for this model."""
+    """Return the popularity that the settings ask for. Raises ConfigError("distributions") where the file cannot be
+    used for this model."""
     if settings.distributions is not None:
         return _given(Path(settings.distributions), model)
     layers, num_experts = moe_layers(model), model.num_experts
@@ -66,14 +67,15 @@ def _given(path: Path, model: RoutedModel) -> Popularity:
 
 
 def write_shares(path: Path, shares: NDArray[np.float64], source: str) -> None:
-    """The file that `distributions` names: shares [layers, experts] of the load, or counts."""
+    """Write the file that `distributions` names: shares [layers, experts] of the load, or counts."""
     assert shares.ndim == 2, shares.shape
     content = {"format": SHARES_FORMAT, "version": SHARES_VERSION, "source": source, "shares": shares.tolist()}
     path.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
 def read_shares(path: Path, model: RoutedModel) -> tuple[str, NDArray[np.float64]]:
-    """Source and shares [MoE layers, experts], each row summing to 1."""
+    """Return the file's source and its shares [MoE layers, experts], each row summing to 1. Raises
+    ConfigError("distributions")."""
     content = _content(path)
     try:
         shares = np.asarray(content.get("shares"), dtype=np.float64)

@@ -1,4 +1,4 @@
-"""A predictor of the routing that computes nothing: its hit rates are stated."""
+"""A predictor whose hit rates are stated, so that it computes nothing."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from harness.routing.sampling import race
 
 @config
 class RoutingConfig:
-    """What every kind of routing has. `hit_rates` states a predictor: row d - 1 is for predictions made d layers ahead,
-    and has the probability that a token's expert is foreseen by the rank that the router gives it, or one for all."""
+    """Every kind of routing has this setting. `hit_rates` states a predictor: row d - 1 is for predictions made d
+    layers ahead. It holds the probability that a token's expert is foreseen, one for each rank that the router gives
+    experts, or one for all ranks."""
 
     hit_rates: tuple[tuple[float, ...], ...] | None = None
 
@@ -25,11 +26,11 @@ class RoutingConfig:
 
 
 class StatedPredictor:
-    """Names as many experts as a token has, of which the router chooses as many as `hit_rates` states.
+    """Names as many experts as a token has; of these the router chooses as many as `hit_rates` states.
 
-    An expert of rank r is named with the probability stated for r, independently of all others; in its place, one of
-    those that the router does not choose is, each equally likely. The place's probability is also the confidence, so
-    that it tells nothing about the token. A rate of 1 for all ranks is an oracle.
+    An expert of rank r is named with the probability stated for r, independently of all others. Where it is not, an
+    expert that the router does not choose is named in its place, each equally likely. The place's probability is also
+    the confidence, so the confidence tells nothing about the token. A rate of 1 for all ranks is an oracle.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a real run's router decided, as a routing trace in the run's folder."""
+"""Record a real run's routing decisions as a routing trace in the run's folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILE_NAME = "routing.jsonl"
 
 @contextmanager
 def recording(wanted: bool, folder: Path, spec: ModelSpec, source: str) -> Iterator[Callable[[Sequence], None]]:
-    """What takes each sequence when it has ended; it does nothing unless recording is wanted."""
+    """Yield a function that takes each sequence when it has ended; it does nothing unless recording is wanted."""
     if not wanted:
         yield lambda sequence: None
         return
@@ -51,7 +51,8 @@ class RoutingRecorder:
         )
 
     def add(self, sequence: Sequence) -> None:
-        """Nothing is written for a sequence that never went through the model (rejected, or the run ended early)."""
+        """Write a sequence's routing. Nothing is written for a sequence that never went through the model (rejected, or
+        the run ended early)."""
         routing = last_routing(sequence)
         if routing is not None:
             self._writer.write(TraceRow(sequence.request.request_id, 0, routing))
@@ -61,8 +62,8 @@ class RoutingRecorder:
 
 
 def last_routing(sequence: Sequence) -> NDArray[np.int16] | None:
-    """[positions, layers, k] from position 0 on; where a preempted sequence computed a position again, the last time
-    counts. None where there is none."""
+    """Return a sequence's routing [positions, layers, k] from position 0 on; None where there is none. Where a
+    preempted sequence computed a position again, the last time counts."""
     assert sequence.records_routing, f"request {sequence.request.request_id}: its routing was not recorded"
     routing: NDArray[np.int16] | None = None
     for life in sequence.lives:  # each begins again at position 0

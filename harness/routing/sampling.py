@@ -1,4 +1,4 @@
-"""Drawing distinct experts: the first k of a race, which is Gumbel top-k sampling without replacement.
+"""Draw distinct experts: the first k of a race, which is Gumbel top-k sampling without replacement.
 
 Expert e arrives after E_e / rate_e with E_e exponential; -log of that time is log(rate_e) plus Gumbel noise.
 """
@@ -14,8 +14,8 @@ _CHUNK = 1 << 15  # numbers worked on at a time: they stay in the cache
 
 
 def race(keys: Keys, num_experts: int, k: int, inverse_rates: NDArray[np.float64] | None = None) -> NDArray[np.int64]:
-    """The first `k` of `num_experts` for each key [n] -> [n, k], the fastest first. Without rates all are equal;
-    an infinite inverse rate never arrives (at least k must be finite)."""
+    """Return the first `k` of `num_experts` for each key [n] as [n, k], the fastest first. Without rates all are
+    equally fast; an expert whose inverse rate is infinite never arrives (at least k must be finite)."""
     lanes = np.arange(num_experts)
     chosen = np.empty((len(keys), k), dtype=np.int64)
     step = max(1, _CHUNK // num_experts)
@@ -28,8 +28,8 @@ def race(keys: Keys, num_experts: int, k: int, inverse_rates: NDArray[np.float64
 
 
 def _smallest(numbers: NDArray[np.uint64], k: int) -> NDArray[np.int64]:
-    """Columns of the `k` smallest of each row, ascending. The column takes the place of the lowest bits: whole numbers
-    are then sorted rather than indices, which is several times faster, and ties have an order."""
+    """Return the columns of the `k` smallest of each row, ascending. The column takes the place of the lowest bits:
+    whole numbers are then sorted rather than indices, which is several times faster, and ties have an order."""
     num_columns = numbers.shape[1]
     low = np.uint64((1 << (num_columns - 1).bit_length()) - 1)
     numbers = (numbers & ~low) | np.arange(num_columns, dtype=np.uint64)

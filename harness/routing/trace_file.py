@@ -1,4 +1,4 @@
-"""Recorded routing in a file: JSON lines, a header and then rows. docs/routing.md has the format."""
+"""Recorded routing lies in a file of JSON lines: a header and then rows. docs/routing.md has the format."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class TraceFileError(ValueError):
 
 @config
 class PredictionHeader:
-    """Each row predicts `experts` experts for every layer but the first `distance`; that for layer l was made when
-    layer l - distance had been computed."""
+    """Each row predicts `experts` experts for every layer but the first `distance` ones. The prediction for layer l was
+    made when layer l - distance had been computed."""
 
     distance: int
     experts: int
@@ -36,7 +36,8 @@ class PredictionHeader:
 
 @config
 class TraceHeader:
-    """`layers` have a router, from layer `first_layer` of the model on; `k` of their `experts` work on each token."""
+    """A trace holds `layers` layers with a router, from layer `first_layer` of the model on; `k` of their `experts`
+    work on each token."""
 
     model: str
     layers: int
@@ -59,7 +60,7 @@ class TraceHeader:
 
 @dataclass(frozen=True, eq=False)
 class TraceRow:
-    """Successive positions of one request. Arrays may be lists where they are written."""
+    """A row holds successive positions of one request. Arrays may be lists where they are written."""
 
     request: int
     position: int  # of the first
@@ -98,14 +99,14 @@ class TraceWriter:
 
 
 def read_header(path: Path) -> TraceHeader:
-    """Raises TraceFileError."""
+    """Return the header of a trace. Raises TraceFileError."""
     for _, content in _lines(path):
         return _header(path, content)
     raise TraceFileError(f"{path}: has no complete line; a routing trace begins with its header")
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, TraceRow]]:
-    """(line number, row) of each complete line after the header. Raises TraceFileError."""
+    """Yield (line number, row) of each complete line after the header. Raises TraceFileError."""
     header = read_header(path)
     for number, content in _lines(path):
         if number > 1:
@@ -116,7 +117,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, TraceRow]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Complete lines; half a line at the end was being written when the writer was killed."""
+    """Yield the complete lines; half a line at the end was being written when the writer was killed."""
     if path.exists() and not path.is_file():
         raise TraceFileError(f"{path}: no regular file")
     try:
@@ -157,7 +158,7 @@ def _header(path: Path, content: dict[str, Any]) -> TraceHeader:
 
 
 def _row(header: TraceHeader, content: dict[str, Any]) -> TraceRow:
-    """Raises ValueError without the place."""
+    """Return the row of one line. Raises ValueError without naming the place."""
     names = ["request", "position", "experts"] + (["predicted", "confidence"] if header.predictions else [])
     if set(content) != set(names):
         raise ValueError(f"must have exactly the keys {', '.join(names)}; got {', '.join(content)}")

@@ -1,4 +1,5 @@
-"""Tokens that keep their predecessor's experts, layers that follow the layer before; popularity as in `skewed`.
+"""Tokens may keep their predecessor's experts here, and layers may follow the layer before; popularity is as in
+`skewed`.
 
 Nothing is remembered: a token looks back, draw by draw, to the token whose noise it shares (its anchor), then from
 layer to layer at that token. Both walks read draws that belong to (request, position) or (request, position, layer), so
@@ -19,10 +20,10 @@ from harness.routing.popularity import Popularity, PopularityConfig, popularity
 
 @config
 class Config(PopularityConfig):
-    """`keep_token`: probability that a token has, in all layers, the experts of the token before it in its request.
-    `follow_layer`: probability that a token's experts are the image of its experts one layer before under that layer's
-    fixed mapping, from each expert to the one of equal popularity rank. `lookback`: tokens within which a token without
-    predecessor's experts is certain. The others as in `skewed`."""
+    """`keep_token` is the probability that a token has, in all layers, the experts of the token before it in its
+    request. `follow_layer` is the probability that a token's experts are the image of its experts one layer before
+    under that layer's fixed mapping, from each expert to the one of equal popularity rank. Among any `lookback`
+    successive tokens, one surely does not keep its predecessor's experts. The other settings are as in `skewed`."""
 
     keep_token: float = 0.2
     follow_layer: float = 0.4
@@ -61,8 +62,8 @@ class CorrelatedRouting:
         return experts_of(self._popular, keys, layer - self._first_layer, self._k)
 
     def _anchor_positions(self, request_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[tokens]: the last position up to each one that did not keep its predecessor's experts. It may lie before
-        the first, where no token is: the draw is then as fresh as any."""
+        """Return for each token [tokens] the last position up to it that did not keep its predecessor's experts. It may
+        lie before position 0, where no token is: the draw is then as fresh as any."""
         anchors = positions.astype(np.int64)
         lookback = self._settings.lookback
         phases = (stream(self._seed, Stream.RENEWAL, request_ids) % np.uint64(lookback)).astype(np.int64)
@@ -80,7 +81,8 @@ class CorrelatedRouting:
     def _anchor_layers(
         self, request_ids: NDArray[np.int64], anchors: NDArray[np.int64], layer: int
     ) -> NDArray[np.int64]:
-        """[tokens]: the last layer up to this one in which the anchor did not follow the layer before."""
+        """Return for each token [tokens] the last layer up to this one in which the anchor did not follow the layer
+        before."""
         layers = np.full(len(anchors), layer, dtype=np.int64)
         keys = stream(self._seed, Stream.FOLLOW, request_ids, anchors)
         rows = np.arange(len(anchors))

@@ -1,4 +1,4 @@
-"""Some experts are popular, others in every layer; tokens and layers independent of one another."""
+"""Some experts are popular, other ones in every layer; tokens and layers are independent of one another."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from harness.routing.sampling import race
 
 @config
 class Config(PopularityConfig):
-    """`zipf_exponent` s: the expert at rank r races with rate r^-s. `distributions`, where given, names a file with
-    each expert's share of its layer's load and comes before the exponent. `model_seed` decides which experts are
+    """The expert at rank r races with rate r^-s, where s is `zipf_exponent`. `distributions`, where given, names a file
+    with each expert's share of its layer's load and comes before the exponent. `model_seed` decides which experts are
     popular: it belongs to the model, while the run's seed decides what the tokens choose."""
 
     zipf_exponent: float = 1.0
@@ -38,8 +38,8 @@ class SkewedRouting:
 
 
 def experts_of(popular: Popularity, keys: NDArray[np.uint64], row: int, k: int) -> NDArray[np.int64]:
-    """The race for each key [n] in the `row`-th MoE layer -> [n, k]. Noise belongs to ranks, so that one key
-    in another layer gives the experts of like popularity there."""
+    """Run the race for each key [n] in the `row`-th MoE layer, and return the winners [n, k]. Noise belongs to ranks,
+    so the same key in another layer gives experts of similar popularity there."""
     assert row >= 0, "a dense layer has no routing"
     expert_at = popular.expert_at[row]
     inverse = None if popular.inverse_rates is None else popular.inverse_rates[row]

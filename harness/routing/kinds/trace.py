@@ -1,4 +1,4 @@
-"""Routing, and predictions of it, as a run recorded them."""
+"""Replay routing, and predictions of it, from a recorded trace."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from harness.routing.trace_file import TraceFileError, TraceHeader, TraceRow, re
 
 @config
 class Config(RoutingConfig):
-    """`path` names a recorded trace; a routing cannot be built without."""
+    """`path` names a recorded trace; without it no routing can be built."""
 
     path: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """All rows of a trace, request after request in the order of their ids."""
+    """A trace holds all its rows, request after request in the order of their ids."""
 
     header: TraceHeader
     request_ids: NDArray[np.int64]  # [requests], ascending
@@ -36,8 +36,9 @@ class Recorded:
     def find(
         self, request_ids: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Row of each token, and whether it stands in for one that was not recorded: a request by the one whose turn
-        it is when the recorded ones repeat, a position by wrapping around within the request."""
+        """Return the row of each token, and whether it stands in for a token that was not recorded. Requests that were
+        not recorded repeat the recorded ones in turn; a position that was not recorded wraps around within its request.
+        """
         request_ids, positions = np.asarray(request_ids), np.asarray(positions)
         near = np.minimum(np.searchsorted(self.request_ids, request_ids), len(self.request_ids) - 1)
         known = self.request_ids[near] == request_ids
@@ -49,7 +50,8 @@ class Recorded:
 
 
 class TracePredictor:
-    """The predictions of a trace. One made earlier than asked for is still known; the first layers have none."""
+    """A trace's own predictions. A prediction that was made earlier than asked for is still known; the first layers
+    have none."""
 
     def __init__(self, recorded: Recorded) -> None:
         assert recorded.header.predictions is not None
@@ -70,7 +72,7 @@ class TracePredictor:
 
 
 class TraceRouting:
-    """`predictions` is None where the trace carries none."""
+    """A routing that a trace recorded; its `predictions` is None where the trace carries none."""
 
     is_even = False
 
@@ -89,12 +91,14 @@ class TraceRouting:
         return self._recorded.experts[rows, layer - self._recorded.header.first_layer].astype(np.int64)
 
     def repeats(self, request_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """[tokens]: whether the trace repeats itself for this token, so that results can say how many did."""
+        """Tell for each token [tokens] whether the trace repeats itself for it, so that results can say how many
+        did."""
         return self._recorded.find(request_ids, positions)[1]
 
 
 def read_trace(path: Path) -> Recorded:
-    """Rows in any order; each request's positions must follow one another without a gap. Raises TraceFileError."""
+    """Read a trace whose rows are in any order; each request's positions must follow one another without a gap. Raises
+    TraceFileError."""
     header = read_header(path)
     rows: dict[int, list[tuple[int, TraceRow]]] = {}
     for number, row in read_rows(path):
@@ -129,7 +133,7 @@ def _in_order(path: Path, rows: list[tuple[int, TraceRow]]) -> list[TraceRow]:
 
 
 def build(settings: Config, model: RoutedModel, seed: int) -> Routing:
-    """A trace is what it is: the seed changes nothing."""
+    """Build the routing of a trace. The seed changes nothing."""
     if settings.path is None:
         raise ConfigError("path", "missing; name a recorded trace (JSON lines, see docs/routing.md)")
     path = Path(settings.path)

@@ -1,4 +1,4 @@
-"""Every expert equally likely, tokens and layers independent of one another."""
+"""Every expert is equally likely; tokens and layers are independent of one another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.routing.sampling import race
 
 @config
 class Config(RoutingConfig):
-    """Nothing else to set."""
+    """Uniform routing has no settings of its own."""
 
 
 class UniformRouting:
