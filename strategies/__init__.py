@@ -1,1 +1,1 @@
-"""One package a strategy; each offers `Config` and `build(config, engine) -> Strategy`."""
+"""Each strategy is a package that offers `Config` and `build(config, engine) -> Strategy`."""

@@ -1,1 +1,1 @@
-"""Parts that several strategies compose."""
+"""The parts that several strategies compose."""

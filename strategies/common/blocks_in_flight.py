@@ -1,4 +1,4 @@
-"""Several batches in the model at the same time, for GPUs that are stages of a pipeline. Torch-free.
+"""Keep several batches in the model at the same time, for GPUs that are stages of a pipeline. Torch-free.
 
 FlexGen (§4.3 of its paper) has as many in flight as there are GPUs, each going through all stages before its next step.
 """
@@ -15,7 +15,8 @@ from harness.memory.kv_cache import Blocks
 
 
 class TakingTurns:
-    """One scheduler a batch: passes are theirs in turn, and none has two under way. One that has ended is left out."""
+    """Takes turns between one scheduler for each batch, none of which has two passes under way. A scheduler that has
+    ended is left out."""
 
     def __init__(self, schedulers: Seq[Scheduler]) -> None:
         self._schedulers = list(schedulers)  # the one whose turn it is first
@@ -26,7 +27,7 @@ class TakingTurns:
         return sum(scheduler.num_waiting for scheduler in self._schedulers)
 
     def next_pass(self) -> PassPlan | None:
-        """None where all that have something left to do are under way, too."""
+        """Return the next scheduler's pass; None where all that have something left to do have a pass under way."""
         for scheduler in list(self._schedulers):
             if scheduler in self._under_way.values():
                 continue
@@ -42,7 +43,7 @@ class TakingTurns:
 
 
 class BlockShare:
-    """At most `num_blocks` of the blocks of others, as if they were all there are. See `BlockAllocator`."""
+    """A share of at most `num_blocks` of the given blocks, as if they were all there are. See `BlockAllocator`."""
 
     def __init__(self, blocks: Blocks, num_blocks: int) -> None:
         self._blocks = blocks
@@ -51,7 +52,7 @@ class BlockShare:
 
     @property
     def num_used(self) -> int:
-        """Blocks are given back behind this share's back."""
+        """The blocks in use, counted from their holders, since blocks are given back without telling this share."""
         self._holders = {sequence: None for sequence in self._holders if sequence.blocks}
         return sum(len(sequence.blocks) for sequence in self._holders)
 
@@ -81,18 +82,18 @@ class BlockShare:
         return self._blocks.release(sequence)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Of all that the blocks are shared with: `sequences` are theirs too."""
+        """Check all the blocks, not only this share's; `sequences` are those of every share."""
         self._blocks.check_integrity(sequences)
         assert self.num_used <= self.num_blocks, "more blocks than the share has"
 
 
 def dealt_out(sequences: Iterable[Sequence], blocks: Blocks, count: int) -> Iterator[tuple[list[Sequence], BlockShare]]:
-    """Requests and blocks in `count` like shares."""
+    """Yield requests and blocks in `count` similar shares."""
     for requests in like_shares(sequences, count):
         yield requests, BlockShare(blocks, blocks.num_blocks // count)
 
 
 def like_shares(sequences: Iterable[Sequence], count: int) -> list[list[Sequence]]:
-    """Each has requests of every length; the first has the most of prompts and of their tokens."""
+    """Return `count` similar shares with requests of every length. The first has the most prompts and prompt tokens."""
     ordered = sorted(sequences, key=lambda s: s.prompt_len, reverse=True)
     return [ordered[number::count] for number in range(count)]

@@ -1,4 +1,5 @@
-"""Schedule S4 of MoE-Lightning's Figure 6, FlexGen's: attention on the GPU, the next micro-batch's KV on its way."""
+"""Schedule S4 of MoE-Lightning's Figure 6 is FlexGen's: attention is on the GPU, the next micro-batch's KV on its
+way."""
 
 from __future__ import annotations
 
@@ -8,8 +9,11 @@ from strategies.common.steps import Steps
 
 
 def gpu_attention(steps: Steps) -> Iterator[None]:
-    """One decode step. The link brings keys and values one micro-batch ahead, then the next layer's weights, as one
-    block with the layer's last micro-batch where they are not paged; new keys and values go back to the cache."""
+    """Submit one decode step with attention on the GPU.
+
+    The link brings keys and values one micro-batch ahead, then the next layer's weights; where these are not paged,
+    they come as one block with the current layer's last micro-batch. New keys and values go back to the cache.
+    """
     steps.load_kv(0, 0)
     for i in range(steps.num_layers):
         for j in range(steps.num_micro_batches):

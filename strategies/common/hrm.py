@@ -14,7 +14,7 @@ from functools import cached_property
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """A memory with the processor beside it. A store without one (a disk) has flops_s = 0."""
+    """A memory with its processor. A store without a processor (a disk) has flops_s = 0."""
 
     name: str
     flops_s: float  # P^i
@@ -23,7 +23,8 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """What a task reaches, and which roof it meets: "compute", "memory", or the level that its data come from."""
+    """The FLOP/s that a task reaches, and the roof it meets: "compute", "memory", or the level that its data come
+    from."""
 
     flops_s: float
     roof: str
@@ -31,8 +32,11 @@ class Bound:
 
 @dataclass(frozen=True, kw_only=True)
 class Hierarchy:
-    """Levels and the links between them, `(from, to) -> bytes/s`. A pair without a link of its own is served through
-    other levels: copies of a large transfer follow each other hop by hop, so the narrowest hop is its rate."""
+    """The levels and the links between them, `(from, to) -> bytes/s`.
+
+    A pair without a link of its own is served through other levels: copies of a large transfer follow each other hop by
+    hop, so the narrowest hop is its rate.
+    """
 
     levels: tuple[Level, ...]
     links_bytes_s: Mapping[tuple[str, str], float]
@@ -62,19 +66,20 @@ class Hierarchy:
         return rates
 
     def link_bytes_s(self, source: str, target: str) -> float:
-        """B^{source,target}; 0 where nothing leads there."""
+        """Return B^{source,target}; 0 where nothing leads there."""
         return self._rates.get((source, target), 0.0)
 
     def local(self, level: str, intensity: float) -> float:
-        """FLOP/s at `level` on data that lie there."""
+        """Return the FLOP/s at `level` on data that lie there."""
         here = self._by_name[level]
         return min(here.flops_s, here.bytes_s * intensity)  # Eq. 8
 
     def attainable(self, level: str, intensities: Mapping[str, float]) -> Bound:
-        """What a task reaches when computed at `level`.
+        """Return what a task reaches when computed at `level`.
 
-        `intensities` has its FLOPs per byte for every level whose memory it touches: the data of all others are brought
-        to `level`, at the same time, as the links are apart. The level's own may be missing where it touches none.
+        `intensities` has its FLOPs per byte for every level whose memory it touches. The data of all other levels are
+        brought to `level` at the same time, as the links are apart. The intensity of `level` itself may be missing
+        where the task touches nothing there.
         """
         here = self._by_name[level]
         roofs = [Bound(flops_s=here.flops_s, roof="compute")]  # Eq. 4
@@ -86,33 +91,41 @@ class Hierarchy:
         return min(roofs, key=lambda roof: roof.flops_s)  # Eq. 7
 
     def threshold_to_move(self, source: str, target: str, intensity: float) -> float:
-        """I^source below which computing at `source` is at least as fast as the link alone allows; `intensity` is that
-        of the task at `source`. Eq. 9 has it on both sides: where it moves, `first_turning_point` solves it."""
+        """Return the I^source below which computing at `source` is at least as fast as the link alone allows.
+
+        `intensity` is that of the task at `source`. Eq. 9 has it on both sides: where it moves, `first_turning_point`
+        solves it.
+        """
         return self.local(source, intensity) / self.link_bytes_s(source, target)  # Eq. 9
 
     def first_turning_point(self, source: str, target: str) -> float:
-        """P_1: the least I^source from which the link allows more than the processor at `source` reaches.
+        """Return P_1: the least I^source from which the link allows more than the processor at `source` reaches.
 
-        Where the link is as fast as the source's own memory or faster, moving costs nothing: 0.
+        Where the link is as fast as the source's own memory or faster, moving costs nothing, and P_1 is 0.
         """
         link_bytes_s, there = self.link_bytes_s(source, target), self._by_name[source]
         return 0.0 if link_bytes_s >= there.bytes_s else there.flops_s / link_bytes_s  # Eq. 9 solved for I^j
 
     def second_turning_point(self, source: str, target: str, intensity: float) -> float:
-        """P_2: I^source below which the link is the limit, for a task of `intensity` at `target`."""
+        """Return P_2: the I^source below which the link is the limit, for a task of `intensity` at `target`."""
         return self.local(target, intensity) / self.link_bytes_s(source, target)  # Eq. 10
 
     def balance_point(self, source: str, target: str, intensity: float) -> float | None:
-        """I^source at which link and target's memory are limits alike; None where the target is bound by compute, so
-        that no such point is worth having."""
+        """Return the I^source at which the link and the target's memory are limits alike.
+
+        Returns None where the target is bound by compute, so that no such point is worth having.
+        """
         here = self._by_name[target]
         if here.bytes_s * intensity >= here.flops_s:
             return None
         return here.bytes_s * intensity / self.link_bytes_s(source, target)  # Eq. 11
 
     def best_level(self, home: str, intensities: Mapping[str, float]) -> str:
-        """Where a task whose data lie at `home` runs fastest; at home where it is a tie. `intensities` has the task's
-        FLOPs per byte at each level, that of a level standing for whatever the task touches there when run there."""
+        """Return the level where a task whose data lie at `home` runs fastest; `home` where it is a tie.
+
+        `intensities` has the task's FLOPs per byte at each level; that of a level stands for whatever the task touches
+        there when run there.
+        """
 
         def reached(level: str) -> float:
             touched = {name: intensities[name] for name in {level, home}}

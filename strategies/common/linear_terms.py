@@ -13,9 +13,9 @@ from strategies.common.policy import Policy
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """constant + batch N + micro_batches ceil(N / mu) + resident_weights r_w + device_sequences r_c N.
+    """The sum constant + batch N + micro_batches ceil(N / mu) + resident_weights r_w + device_sequences r_c N.
 
-    The product r_c N, sequences whose KV cache is on the device, is one unknown: in it everything stays linear.
+    The product r_c N, the sequences whose KV cache is on the device, is one unknown, so that everything stays linear.
     """
 
     constant: float = 0.0
@@ -62,7 +62,7 @@ class Linear:
 
     @property
     def coefficients(self) -> tuple[float, float, float, float]:
-        """Of N, the number of micro-batches, r_w and r_c N, in this order."""
+        """The coefficients of N, the number of micro-batches, r_w and r_c N, in this order."""
         return self.batch, self.micro_batches, self.resident_weights, self.device_sequences
 
     def at(self, policy: Policy) -> float:

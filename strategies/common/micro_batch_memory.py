@@ -1,4 +1,4 @@
-"""Sizes of a micro-batched pipeline's buffers."""
+"""The sizes of a micro-batched pipeline's buffers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from harness.engine.activation_pool import PoolSizes
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchMemory:
-    """`prompt_tokens` and `cached_tokens` limit a micro-batch's prompts and its KV cache, with room for the longest
-    request beside mean ones; the prompts of a whole batch go through the device in one pass, those of a micro-batch in
-    several parts where they exceed the pool's largest."""
+    """The memory of micro-batches, with room for the longest request and not only for mean ones.
+
+    `prompt_tokens` and `cached_tokens` limit a micro-batch's prompts and its KV cache. The prompts of a whole batch go
+    through the device in one pass; those of a micro-batch go in several parts where they exceed the pool's largest.
+    """
 
     pool: PoolSizes
     prompt_tokens: int

@@ -1,4 +1,4 @@
-"""The pipeline of MoE-Lightning and of the systems beside it in its Figure 6: a schedule, and what it works with."""
+"""The pipeline of MoE-Lightning and of the other systems in its Figure 6: a schedule, and what it works with."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from strategies.common.steps import Schedule, Steps, zigzag
 
 @dataclass(frozen=True, kw_only=True)
 class _Stage:
-    """Some layers, and the GPUs that have them: one, or several that share each of these layers."""
+    """A stage has some layers on one GPU, or on several that share each of these layers."""
 
     layers: range
     emit: Emitter
@@ -34,35 +34,40 @@ class _Stage:
     kv_staging: list[list[Buffer]]  # two places on each GPU, or none
 
     def weights_for(self, plan: PassPlan) -> list[PagedWeights]:
-        """Where the phases have streams of their own, the other one's prefetch is dropped."""
+        """Return the weights for the phase of the pass.
+
+        Where the phases have streams of their own, the other phase's prefetch is dropped.
+        """
         wanted, other = (self.prefill_weights, self.weights)[:: 1 if plan.prefill else -1]
         if other is not wanted:
             _cancel(other)
         return wanted
 
     def layout(self, batches: Seq[MicroBatch], number: int) -> list[tuple[PooledActivations, ...]]:
-        """Buffers for the micro-batches of the pass with this number, for each those of all GPUs."""
+        """Lay out buffers for the micro-batches of the pass with this number: for each, those of all GPUs."""
         tokens, blocks = zip(*((each.num_tokens, len(each.on_device.flat_blocks)) for each in batches), strict=True)
         return list(zip(*(pool.layout(tokens, number, blocks=blocks) for pool in self.pools), strict=True))
 
 
 @dataclass(eq=False, frozen=True)
 class _UnderWay:
-    """What is left to submit of a pass, stage by stage."""
+    """The part of a pass that is left to submit, stage by stage."""
 
     stages: deque[Iterator[None]]
 
 
 class MicroBatchPipeline:
-    """Prefill in zigzag order, decode by `schedule`; the scheduler cuts its passes into micro-batches and keeps the two
-    phases apart. Where the prompts of one exceed the buffers, its prefill goes in several. Lanes are plain FIFOs.
+    """Runs prefill in zigzag order and decode by `schedule`, on lanes that are plain FIFOs.
 
-    Several GPUs share every layer if the engine has them, or with `stages` the layers: each has a stage of consecutive
-    ones, and as many passes can be in flight as there are stages. They move on together: while one pass is in stage s,
-    the one that began after it is in stage s - 1, and what they submit takes turns.
+    The scheduler cuts its passes into micro-batches and keeps the two phases apart. Where the prompts of a micro-batch
+    exceed the buffers, its prefill goes in several parts.
 
-    With F_g = 0 (`gpu_ffn` false; one GPU) decode has a stream of weights without experts, in pages of its own, beside
-    that of whole layers for prefill; where the phase changes, what the other one has prefetched is dropped.
+    Several GPUs share every layer if the engine has them. With `stages` each GPU has a stage of consecutive layers
+    instead, and as many passes can be in flight as there are stages. The passes move on together: while one is in stage
+    s, the one that began after it is in stage s - 1, and what they submit takes turns.
+
+    With F_g = 0 (`gpu_ffn` false; one GPU) decode has a stream of weights without experts, in pages of its own; the
+    stream of whole layers is for prefill. Where the phase changes, what the other phase has prefetched is dropped.
     """
 
     def __init__(
@@ -109,7 +114,7 @@ class MicroBatchPipeline:
 
     @property
     def resident_bytes(self) -> int:
-        """On all devices together."""
+        """The bytes of resident weights on all devices together."""
         return sum(weights.resident_bytes for stage in self._stages for weights in stage.weights)
 
     def run(self, plan: PassPlan) -> PassResult:
@@ -161,7 +166,7 @@ class MicroBatchPipeline:
             self._move_on()
 
     def _move_on(self) -> None:
-        """Every pass through its next stage."""
+        """Move every pass through its next stage."""
         moving = [under_way.stages.popleft() for under_way in self._under_way]
         while moving:
             moving = [stage for stage in moving if next(stage, _END) is not _END]
@@ -169,7 +174,7 @@ class MicroBatchPipeline:
             self._under_way.popleft()
 
     def _cut(self, micro_batches: Iterable[Seq[Sequence]]) -> Iterator[list[Sequence]]:
-        """Prompts together as long as the buffers allow, in order."""
+        """Yield the prompts of each micro-batch in order, as many together as the buffers allow."""
         for micro_batch in micro_batches:
             part: list[Sequence] = []
             for sequence in micro_batch:

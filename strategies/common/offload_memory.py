@@ -1,8 +1,9 @@
-"""What an offloading policy holds in each memory tier, by name (the constraints of MoE-Lightning §4.2). Torch-free.
+"""Count what an offloading policy holds in each memory tier, by name (the constraints of MoE-Lightning §4.2).
+Torch-free.
 
-Written once, in terms of the policy's unknowns: `demands` gives rows to the policy search, `held_bytes` bytes to
-planners, figures and whoever reserves them. Buffers are taken once for a whole run: one that serves both phases is as
-large as the larger of the two needs it.
+The terms are written once, in the policy's unknowns: `demands` gives rows to the policy search, and `held_bytes` gives
+bytes to planners, figures and the code that reserves them. Buffers are taken once for a whole run: one that serves both
+phases is as large as the phase that needs more of it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _IN_ATTENTION = 4  # decode micro-batches between QKV and output projection: one
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSizes:
-    """Bytes of the weights as stored."""
+    """The bytes of the weights as stored."""
 
     layer_bytes: int  # of the largest layer
     experts_bytes: int  # of its experts
@@ -63,7 +64,7 @@ class WeightSizes:
 
     @classmethod
     def of_store(cls, store: WeightStore, *, num_stages: int = 1) -> WeightSizes:
-        """As laid out in the host's memory, alignment included; of one stage of several."""
+        """Return the sizes as laid out in the host's memory, alignment included; with several stages, those of one."""
 
         experts = {part.layout.name for layer in range(len(store.layers)) for part in store.experts(layer).values()}
 
@@ -88,7 +89,7 @@ class WeightSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadShape:
-    """What a workload looks like to planning; tokens are means over its requests unless said otherwise."""
+    """The shape of a workload, for planning; tokens are means over its requests unless said otherwise."""
 
     num_requests: int
     padded: bool = False  # every prompt counts, and is computed, as the longest
@@ -102,7 +103,8 @@ class WorkloadShape:
     def of_lengths(
         cls, prompt_tokens: float, new_tokens: float, *, longest_prompt: int, num_requests: int, block_tokens: int = 16
     ) -> WorkloadShape:
-        """From averages. The last generated token is never fed back, and blocks are whole: half of one is lost."""
+        """Derive the shape from averages. The last generated token is never fed back, and blocks are whole: half of one
+        is lost."""
         kept = prompt_tokens + new_tokens - 1
         longest = ceil(longest_prompt + new_tokens - 1)
         return cls(
@@ -116,7 +118,7 @@ class WorkloadShape:
 
     @classmethod
     def of_sequences(cls, sequences: Iterable[Sequence], *, block_tokens: int, padded: bool = False) -> WorkloadShape:
-        """Of real requests; `padded`: planned for as if every prompt were as long as the longest."""
+        """Derive the shape from real requests; with `padded`, as if every prompt were as long as the longest."""
         chosen = list(sequences)
         assert chosen, "an empty workload has no shape"
         longest = max(s.prompt_len for s in chosen)
@@ -134,13 +136,13 @@ class WorkloadShape:
         )
 
     def prompts_of(self, micro_batch_size: int) -> float:
-        """Tokens: mu prompts of mean length, and at least the longest prompt."""
+        """Return the tokens of mu prompts of mean length, and at least those of the longest prompt."""
         return max(micro_batch_size * self.prompt_tokens, self.longest_prompt)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """How a pipeline keeps things; part of the system, not of the policy."""
+    """The storage that a pipeline chooses; it is part of the system, not of the policy."""
 
     weights_tier: str = PAGEABLE  # staged through pinned memory (§A.1), or pinned: read by the link directly
     prefill_hidden_tier: str = "device"  # where hidden states of all micro-batches wait between two layers, or pinned
@@ -167,9 +169,10 @@ class Switches:
 class Deployment:
     """A model and a workload on a machine: everything about memory but the policy.
 
-    Of several GPUs that share every layer, `spec` and `sizes` are the share of one, with the ends, which the first has.
-    Of those that are stages of a pipeline, `sizes` are those of a stage, and as many batches as stages are in flight,
-    each of them a policy's; of the workload each has its share. What the host holds is theirs together.
+    Where several GPUs share every layer, `spec` and `sizes` are one GPU's share, with the ends, which the first GPU
+    has. Where GPUs are stages of a pipeline, `sizes` are those of one stage, and as many batches as stages are in
+    flight: each is as large as the policy says, and has its share of the workload. What the host holds is for all of
+    them together.
     """
 
     spec: ModelSpec
@@ -183,22 +186,23 @@ class Deployment:
 
     @property
     def limits_bytes(self) -> dict[str, int]:
-        """Capacities, and that of the host's KV cache where it is given."""
+        """The capacity of each tier, and that of the host's KV cache where it is given."""
         given = self.storage.kv_cache_bytes
         return {**self.capacities_bytes, **({} if given is None else {KV_CACHE: given})}
 
     def prefill_tokens(self, micro_batch_size: int) -> float:
-        """That go through a layer together in prefill."""
+        """Return the tokens that go through a layer together in prefill."""
         limit = self.storage.prefill_limit_tokens
         wanted = self.shape.prompts_of(micro_batch_size)
         return wanted if limit is None else max(min(wanted, limit), self.shape.longest_prompt)
 
 
 def demands(deployment: Deployment, switches: Switches) -> dict[str, dict[str, Linear]]:
-    """Bytes by tier and name. Where the host cache's size is given, the tier "kv cache" has what is kept in it.
+    """Return the bytes by tier and name. Where the host cache's size is given, the tier "kv cache" has what is kept in
+    it.
 
     Prefill runs on the device whatever F_g says, out of buffers for whole layers. With F_g = 0 decode has buffers of
-    its own, for all but the experts; of that r_w is a share, for decode alone.
+    its own, for everything but the experts; r_w is a share of that, for decode alone.
     """
     sizes, storage = deployment.sizes, deployment.storage
     num_gpus = deployment.num_gpus
@@ -217,27 +221,32 @@ def demands(deployment: Deployment, switches: Switches) -> dict[str, dict[str, L
 
 
 def streamed_bytes(sizes: WeightSizes, *, gpu_ffn: bool, prefill: bool = False) -> Linear:
-    """Of a layer, what has to be brought to the device for a pass: what is not there, and of a layer whose experts the
-    CPU has in decode, all in prefill."""
+    """Return the bytes of a layer that have to be brought to the device for a pass.
+
+    These are the weights that are not there. In prefill, they are all the weights of a layer whose experts the CPU has
+    in decode.
+    """
     if gpu_ffn:
         return sizes.layer_bytes * (1 - RESIDENT_WEIGHTS)
     return Linear(sizes.layer_bytes) if prefill else (sizes.layer_bytes - sizes.experts_bytes) * (1 - RESIDENT_WEIGHTS)
 
 
 def buffered_bytes(sizes: WeightSizes, *, gpu_ffn: bool) -> Linear:
-    """Two layers, of each stream of weights that there is."""
+    """Return the bytes that buffer two layers of each stream of weights."""
     prefill = streamed_bytes(sizes, gpu_ffn=gpu_ffn, prefill=True)
     return _LAYERS_BUFFERED * (prefill if gpu_ffn else prefill + streamed_bytes(sizes, gpu_ffn=False))
 
 
 def kv_bytes_per_sequence(deployment: Deployment) -> float:
-    """At the sequence's end, over all layers; of each GPU's heads."""
+    """Return the KV cache's bytes at a sequence's end, over all layers, for the heads of each GPU."""
     return deployment.shape.kv_tokens * deployment.spec.kv_bytes_per_token
 
 
 def pool_tokens(deployment: Deployment, switches: Switches) -> dict[str, Linear]:
-    """The fields of `PoolSizes`. A pass of prompts may have one micro-batch's tokens more than N mean prompts, since
-    requests do not divide evenly."""
+    """Return the fields of `PoolSizes`.
+
+    A pass of prompts may have one micro-batch's tokens more than N mean prompts, since requests do not divide evenly.
+    """
     shape, storage, mu = deployment.shape, deployment.storage, switches.micro_batch_size
     largest = max(ceil(deployment.prefill_tokens(mu)), mu)
     in_pass = BATCH * max(shape.prompt_tokens, 1.0) + largest
@@ -253,7 +262,7 @@ def pool_tokens(deployment: Deployment, switches: Switches) -> dict[str, Linear]
 
 
 def pool_sizes(deployment: Deployment, policy: Policy) -> PoolSizes:
-    """Activations to reserve for a policy."""
+    """Return the activations to reserve for a policy."""
     tokens = pool_tokens(deployment, Switches.of(policy))
     sizes = {name: ceil(term.at(policy)) for name, term in tokens.items()}
     return PoolSizes(**sizes, passes=deployment.blocks_in_flight)
@@ -281,18 +290,21 @@ def _on_device(deployment: Deployment, switches: Switches) -> dict[str, Linear]:
 
 
 def kv_staging_bytes(deployment: Deployment, micro_batch_size: int) -> int:
-    """One layer's keys and values of a micro-batch."""
+    """Return the bytes of one layer's keys and values of a micro-batch."""
     return ceil(micro_batch_kv_tokens(deployment.shape, micro_batch_size) * deployment.spec.kv_bytes_per_token_layer)
 
 
 def micro_batch_kv_tokens(shape: WorkloadShape, micro_batch_size: int) -> float:
-    """Algorithm 2's cache_size: mu sequences of mean length at their end, and one of the longest. The micro-batch that
-    gets a request is the lightest, hence at most an average one, so that no request is left over for its length."""
+    """Return Algorithm 2's cache_size: mu sequences of mean length at their end, and one of the longest.
+
+    The micro-batch that gets a request is the lightest, hence at most an average one, so no request is left over
+    because of its length.
+    """
     return micro_batch_size * shape.kv_tokens + shape.longest_kv_tokens
 
 
 def _in_pinned(deployment: Deployment, switches: Switches) -> dict[str, Linear]:
-    """GPUs that share a layer have the same hidden states."""
+    """Return the bytes in pinned memory by name. GPUs that share a layer have the same hidden states, kept once."""
     spec, tokens, num_gpus = deployment.spec, pool_tokens(deployment, switches), deployment.num_gpus
     held = {
         "host rows": num_gpus * (tokens["in_attention"] * sum(host_attention_bytes(spec).values())),
@@ -306,19 +318,22 @@ def _in_pinned(deployment: Deployment, switches: Switches) -> dict[str, Linear]:
 
 
 def held_bytes(deployment: Deployment, policy: Policy) -> dict[str, dict[str, int]]:
-    """What a policy holds, by tier and name."""
+    """Return the bytes that a policy holds, by tier and name."""
     tiers = demands(deployment, Switches.of(policy))
     return {tier: {name: ceil(term.at(policy)) for name, term in pools.items()} for tier, pools in tiers.items()}
 
 
 def shortfalls(deployment: Deployment, policy: Policy) -> dict[str, int]:
-    """Bytes that each tier lacks; empty where everything fits. Sums are rounded up, not their terms, which together may
-    be bytes more than the search has counted: a tier's slack has room for whole bytes."""
+    """Return the bytes that each tier lacks; empty where everything fits.
+
+    Sums are rounded up, not their terms: these together may be some bytes more than the search has counted. A tier's
+    slack has room for whole bytes.
+    """
     limits, tiers = deployment.limits_bytes, demands(deployment, Switches.of(policy))
     held = {tier: ceil(sum(term.at(policy) for term in pools.values())) for tier, pools in tiers.items()}
     return {tier: nbytes - limits[tier] for tier, nbytes in held.items() if tier in limits and nbytes > limits[tier]}
 
 
 def fits(deployment: Deployment, policy: Policy) -> bool:
-    """Whether every tier holds what the policy keeps there."""
+    """Tell whether every tier holds what the policy keeps there."""
     return not shortfalls(deployment, policy)

@@ -1,4 +1,4 @@
-"""From an engine to a policy: the workload's shape, the machine's rates, the search, and what it should reach."""
+"""Plan a policy for an engine, from the workload's shape and the machine's rates, and predict what it should reach."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class OffloadPlan:
 
     @property
     def memory(self) -> MicroBatchMemory:
-        """What a micro-batched pipeline reserves: what the search has counted."""
+        """The memory that a micro-batched pipeline reserves, as the search has counted it."""
         size = self.policy.micro_batch_size
         staged = kv_staging_bytes(self.deployment, size) if self.policy.gpu_attention else 0
         return MicroBatchMemory(
@@ -61,16 +61,16 @@ class OffloadPlan:
 
     @property
     def device_kv_bytes(self) -> int:
-        """Of the batch's KV cache, what lies on the device."""
+        """The bytes of the batch's KV cache that lie on the device."""
         return held_bytes(self.deployment, self.policy)["device"][KV_CACHE]
 
     @property
     def prediction(self) -> Prediction | None:
-        """None where nothing can run."""
+        """The performance model's prediction; None where nothing can run."""
         return predict(self.cost, self.policy) if self.deployment.shape.num_requests else None
 
     def as_record(self) -> dict[str, Any]:
-        """Policy, and the seconds that each resource is busy with a layer of a decode step."""
+        """Return the policy, the rates, and the seconds that each resource is busy with a layer of a decode step."""
         times = self.cost.decode(Switches.of(self.policy))
         busy = {f"layer_{name.replace(' ', '_')}_s": s for name, s in times.by_resource(self.policy).items()}
         return {
@@ -94,13 +94,14 @@ def plan_policy(
     extended: bool = True,
     stages: bool = False,
 ) -> OffloadPlan:
-    """The best policy for the engine's model, requests, machine and KV cache. With `stages` each GPU has some of the
-    layers, and a batch of its own in flight. Not `extended`: by Eq. 12-14 as printed.
+    """Return the best policy for the engine's model, requests, machine and KV cache.
 
-    `padded`: prompts will be padded to the longest of their batch, so all are planned for as long as the longest.
-    Hidden states of a prefill wait on the device or in pinned memory, whichever allows the better policy. Where a given
-    micro-batch's prompts fit neither way, it is prefilled in parts; where a given batch is larger than the workload
-    and does not fit, it is as large as the workload. Raises ConfigError naming the memory that is too small.
+    With `stages` each GPU has some of the layers, and a batch of its own in flight. Without `extended` the model is Eq.
+    12-14 as printed. With `padded` prompts will be padded to the longest of their batch, so all are planned for as long
+    as the longest. Hidden states of a prefill wait on the device or in pinned memory, whichever allows the better
+    policy. Where a given micro-batch's prompts fit neither way, it is prefilled in parts; where a given batch is larger
+    than the workload and does not fit, it is as large as the workload. Raises ConfigError naming the memory that is too
+    small.
     """
     deployment = deployment_of(engine, padded=padded, num_stages=len(engine.ranks) if stages else 1)
     shares_layers = deployment.blocks_in_flight < deployment.num_gpus
@@ -130,7 +131,7 @@ def plan_policy(
 
 
 def _alternatives(wanted: Search) -> Iterator[Search]:
-    """What is wanted, then with prefills in parts, and then both with room for no more than the workload."""
+    """Yield what is wanted, then with prefills in parts, and then both with room for no more than the workload."""
     tasks = [wanted]
     if (wanted.given.batch_size or 0) > wanted.whole_workload:
         tasks.append(replace(wanted, given=replace(wanted.given, batch_size=wanted.whole_workload)))
@@ -146,8 +147,11 @@ def _with_storage(task: Search, **changes: Any) -> Search:
 
 
 def _without_rest(task: Search, best: OffloadPlan) -> Iterator[OffloadPlan]:
-    """The best with a batch fewer for the workload, each as large as the others: the fastest layer may leave a last
-    batch of a few sequences, which brings all weights as well. Nothing where that does not fit or is given."""
+    """Yield the best policy with one batch fewer for the workload, each as large as the others.
+
+    The fastest layer may leave a last batch of a few sequences, which needs all weights as well. Yields nothing where
+    that does not fit, or where the batch size is given.
+    """
     num_requests = best.deployment.shape.num_requests
     num_whole = num_requests // best.policy.batch_size
     if task.given.batch_size is None and num_whole and num_requests % best.policy.batch_size:
@@ -161,7 +165,7 @@ def _predicted_tok_s(plan: OffloadPlan) -> float:
 
 
 def deployment_of(engine: Engine, *, padded: bool = False, num_stages: int = 1) -> Deployment:
-    """What the engine has loaded. Requests that fit no KV cache are left out: they will be rejected."""
+    """Describe what the engine has loaded. Requests that fit no KV cache are left out: they will be rejected."""
     blocks, tiers = engine.kv.allocator, engine.machine.tiers
     sizes = WeightSizes.of_store(engine.store, num_stages=num_stages)
     step = sizes.experts_bytes / max(engine.spec.num_experts, 1) / sizes.layer_bytes
@@ -186,7 +190,7 @@ def deployment_of(engine: Engine, *, padded: bool = False, num_stages: int = 1) 
 
 
 def _shape(fitting: list[Sequence], block_size: int, *, padded: bool, num_stages: int) -> WorkloadShape:
-    """Of all requests together, or of the largest share where each of several batches in flight has one."""
+    """Return the shape of all requests together, or of the largest share where several batches in flight share them."""
     if fitting:
         share = like_shares(fitting, num_stages)[0]
         return WorkloadShape.of_sequences(share, block_tokens=block_size, padded=padded)
@@ -194,7 +198,7 @@ def _shape(fitting: list[Sequence], block_size: int, *, padded: bool, num_stages
 
 
 def _prefill_limits(deployment: Deployment, given: GivenPolicy) -> Iterator[int | None]:
-    """None first. A free micro-batch size adapts by itself."""
+    """Yield the limits to try for a prefill's tokens, None first. A free micro-batch size adapts by itself."""
     yield None
     if given.micro_batch_size is not None:
         limit, longest = ceil(deployment.shape.prompts_of(given.micro_batch_size)), deployment.shape.longest_prompt

@@ -1,4 +1,4 @@
-"""What MoE-Lightning's performance model predicts for a workload under a policy. Torch-free."""
+"""Predict what a workload reaches under a policy, by MoE-Lightning's performance model. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from strategies.common.policy_cost import CostModel
 
 
 def predict(cost: CostModel, policy: Policy) -> Prediction:
-    """Generated tokens per second of prefill and decode together, as §5.1 counts them.
+    """Predict the generated tokens per second of prefill and decode together, as §5.1 counts them.
 
-    All layers take the same time; the first token of a sequence comes from the prefill, the other n - 1 from a decode
-    step each. The last batch is smaller than the others: its layers are timed for what is left of the workload. Of
-    batches that are in flight at the same time each is in another stage, and all end with the one that has the most
-    requests, which is the `shape` of the workload.
+    All layers take the same time. The first token of a sequence comes from the prefill, the other n - 1 from a decode
+    step each. The last batch is smaller than the others: its layers are timed for what is left of the workload. Batches
+    that are in flight at the same time are each in another stage, and all end with the one that has the most requests:
+    its requests are the `shape` of the workload.
     """
     shape, num_layers = cost.deployment.shape, cost.deployment.spec.num_layers
     in_flight = cost.deployment.blocks_in_flight
@@ -44,7 +44,7 @@ def predict(cost: CostModel, policy: Policy) -> Prediction:
 
 
 def smaller(policy: Policy, batch_size: int) -> Policy:
-    """The same for fewer sequences, in micro-batches as full as they go."""
+    """Return the policy for fewer sequences, in micro-batches as full as they go."""
     return Policy(
         batch_size=batch_size,
         micro_batch_size=min(policy.micro_batch_size, batch_size),

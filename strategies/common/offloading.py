@@ -1,4 +1,4 @@
-"""From what is given of a policy to a strategy: MoE-Lightning and the systems it compares with, which differ in their
+"""Build a strategy from what is given of a policy: MoE-Lightning, and systems that differ from it in their
 schedules."""
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ def complete_policy(
     extended: bool = True,
     stages: bool = False,
 ) -> OffloadPlan:
-    """What is given, and for the rest the best that the search finds, by the extended model or by the paper's.
-    `gpu_attention` is where the schedule attends, null where there is one for either. Raises ConfigError naming what
-    these pipelines cannot run, or what does not fit."""
+    """Complete what is given with the best that the search finds, by the extended model or by the paper's.
+
+    `gpu_attention` tells whether the schedule attends on the GPU, null where there is a schedule for either. Raises
+    ConfigError naming what these pipelines cannot run, or what does not fit.
+    """
     require_supported(given, num_gpus=len(engine.ranks), min_micro_batches=min_micro_batches)
     if len(engine.ranks) > 1:
         given = replace(given, gpu_ffn=True, resident_kv=0.0)
@@ -54,7 +56,7 @@ def complete_policy(
 
 
 def _whole_parts(given: GivenPolicy, engine: Engine) -> float | None:
-    """The given r_w as the pipeline can keep it; with a margin, as a part must not be lost to the last bit."""
+    """Return the given r_w as the pipeline can keep it, with a margin so that no part is lost to the last bit."""
     if given.resident_weights is None:
         return None
     share = kept_share(engine.store, given.resident_weights, experts=given.gpu_ffn is not False)
@@ -62,7 +64,7 @@ def _whole_parts(given: GivenPolicy, engine: Engine) -> float | None:
 
 
 def require_supported(given: GivenPolicy, *, num_gpus: int = 1, min_micro_batches: int = 1) -> None:
-    """What these pipelines cannot run yet, by the field below `strategy`."""
+    """Refuse what these pipelines cannot run yet, by the field below `strategy`."""
     field = "strategy.policy"
     if num_gpus > 1:
         require(given.gpu_ffn is not False, f"{field}.gpu_ffn", "must be true or null where there are several GPUs")
@@ -86,8 +88,11 @@ def build_offloading(
     packet_mb: float,
     min_micro_batches: int = 1,
 ) -> Strategy:
-    """With `paging` a layer's weights come in as many pages as there are micro-batches, otherwise as one block. Where
-    the plan is for GPUs that are stages of a pipeline, each has a batch in flight."""
+    """Build the strategy that runs `schedule` by the plan.
+
+    With `paging` a layer's weights come in as many pages as there are micro-batches, otherwise as one block. Where the
+    plan is for GPUs that are stages of a pipeline, each has a batch in flight.
+    """
     policy, memory, num_blocks = planned.policy, planned.memory, planned.deployment.blocks_in_flight
     _place_kv(engine, planned)
     num_pages = policy.num_micro_batches if paging else 1
@@ -139,7 +144,7 @@ def build_offloading(
 
 
 def _place_kv(engine: Engine, planned: OffloadPlan) -> None:
-    """r_c of the batch's KV cache on the device, beside the host's cache."""
+    """Place the share r_c of the batch's KV cache on the device, in addition to the host's cache."""
     blocks = engine.kv.allocator
     block_bytes = blocks.block_size * engine.spec.kv_bytes_per_token
     if planned.device_kv_bytes >= block_bytes:

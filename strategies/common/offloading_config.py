@@ -1,4 +1,4 @@
-"""Settings that MoE-Lightning and the systems beside it in its Figure 6 share (torch-free)."""
+"""The settings that MoE-Lightning and the other systems in its Figure 6 share (torch-free)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class OffloadingConfig:
 
 @config
 class CpuAttentionConfig(OffloadingConfig):
-    """Of schedules in which the CPU attends to all of the cache."""
+    """The settings of schedules in which the CPU attends to all of the cache."""
 
     policy: GivenPolicy = field(default_factory=partial(GivenPolicy, gpu_ffn=True, resident_kv=0.0))
 

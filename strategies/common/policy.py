@@ -13,7 +13,8 @@ from harness.config import config, require
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Raises ConfigError naming the field, as parts of a policy may come from a configuration."""
+    """The six numbers of a policy. Raises ConfigError naming the field, as parts of a policy may come from a
+    configuration."""
 
     batch_size: int  # N: sequences of one batch
     micro_batch_size: int  # mu: sequences of a decode micro-batch
