@@ -17,7 +17,6 @@ FOLDERS = ("harness", "strategies", "kernels", "benchmarks", "paper_figures", "t
 PENDING: tuple[str, ...] = (
     "harness/engine",
     "harness/model",
-    "strategies/common",
 )
 
 # Words that open a sentence which needs the one before it, or no sentence at all.

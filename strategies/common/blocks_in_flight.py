@@ -15,8 +15,10 @@ from harness.memory.kv_cache import Blocks
 
 
 class TakingTurns:
-    """Takes turns between one scheduler for each batch, none of which has two passes under way. A scheduler that has
-    ended is left out."""
+    """Takes passes in turn from its schedulers, one for each batch; none has two passes under way.
+
+    A scheduler that has ended is left out.
+    """
 
     def __init__(self, schedulers: Seq[Scheduler]) -> None:
         self._schedulers = list(schedulers)  # the one whose turn it is first

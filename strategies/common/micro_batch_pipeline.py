@@ -28,7 +28,7 @@ class _Stage:
 
     layers: range
     emit: Emitter
-    prefill_weights: list[PagedWeights]  # each GPU's, as in what follows
+    prefill_weights: list[PagedWeights]  # one for each GPU, as in the next two fields
     weights: list[PagedWeights]  # of decode: the same, or without experts
     pools: list[ActivationPool]
     kv_staging: list[list[Buffer]]  # two places on each GPU, or none
@@ -104,7 +104,7 @@ class MicroBatchPipeline:
             )
 
         self._stages = [stage(number, on) for number, on in enumerate(engines)]
-        self._under_way: deque[_UnderWay] = deque()  # not all of which has been submitted
+        self._under_way: deque[_UnderWay] = deque()  # passes of which a part is not submitted yet
         self._num_passes = 0
         self._cpu_experts = not gpu_ffn
 

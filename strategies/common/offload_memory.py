@@ -223,8 +223,8 @@ def demands(deployment: Deployment, switches: Switches) -> dict[str, dict[str, L
 def streamed_bytes(sizes: WeightSizes, *, gpu_ffn: bool, prefill: bool = False) -> Linear:
     """Return the bytes of a layer that have to be brought to the device for a pass.
 
-    These are the weights that are not there. In prefill, they are all the weights of a layer whose experts the CPU has
-    in decode.
+    These are the weights that are not resident there. Of a layer whose experts the CPU has in decode, prefill needs all
+    weights.
     """
     if gpu_ffn:
         return sizes.layer_bytes * (1 - RESIDENT_WEIGHTS)
@@ -262,7 +262,7 @@ def pool_tokens(deployment: Deployment, switches: Switches) -> dict[str, Linear]
 
 
 def pool_sizes(deployment: Deployment, policy: Policy) -> PoolSizes:
-    """Return the activations to reserve for a policy."""
+    """Return the sizes of the activations to reserve for a policy."""
     tokens = pool_tokens(deployment, Switches.of(policy))
     sizes = {name: ceil(term.at(policy)) for name, term in tokens.items()}
     return PoolSizes(**sizes, passes=deployment.blocks_in_flight)

@@ -131,7 +131,7 @@ def plan_policy(
 
 
 def _alternatives(wanted: Search) -> Iterator[Search]:
-    """Yield what is wanted, then with prefills in parts, and then both with room for no more than the workload."""
+    """Yield the wanted search, then it with prefills in parts, then both with room for no more than the workload."""
     tasks = [wanted]
     if (wanted.given.batch_size or 0) > wanted.whole_workload:
         tasks.append(replace(wanted, given=replace(wanted.given, batch_size=wanted.whole_workload)))

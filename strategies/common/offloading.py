@@ -64,7 +64,7 @@ def _whole_parts(given: GivenPolicy, engine: Engine) -> float | None:
 
 
 def require_supported(given: GivenPolicy, *, num_gpus: int = 1, min_micro_batches: int = 1) -> None:
-    """Refuse what these pipelines cannot run yet, by the field below `strategy`."""
+    """Raise ConfigError for what these pipelines cannot run yet, naming the field below `strategy`."""
     field = "strategy.policy"
     if num_gpus > 1:
         require(given.gpu_ffn is not False, f"{field}.gpu_ffn", "must be true or null where there are several GPUs")

@@ -1,16 +1,16 @@
-"""MoE-Lightning's performance model: the time of a layer under a policy (Eq. 12-14), from the rates of an HRM.
+"""MoE-Lightning's performance model gives the time of a layer under a policy (Eq. 12-14), from the rates of an HRM.
 
-Resources work side by side, so a layer takes as long as the busiest of them (Eq. 12); a resource's tasks follow each
-other (Eq. 13); a task takes as long as the slowest of its roofs (Eq. 14). Beyond the paper, which counts attention and
-experts only: projections, router and shared experts are part of the FFN's GPU work, what attention on the CPU sends
-back and what the CPU's experts exchange are part of the link's, and so are copies to the host (`offload`) and the
-staging of pageable weights (`pin`), each a resource of its own. Embedding and head are left out.
+Resources work at the same time, so a layer takes as long as the busiest of them (Eq. 12); a resource's tasks follow
+each other (Eq. 13); a task takes as long as the slowest of its roofs (Eq. 14). The paper counts attention and experts
+only. Here projections, router and shared experts are part of the FFN's GPU work, and the link's work includes what
+attention on the CPU sends back and what the CPU's experts exchange. Copies to the host (`offload`) and the staging of
+pageable weights (`pin`) are counted too, each a resource of its own. Embedding and head are left out.
 
-Two extensions, absent where `Rates` does not have what they need, so that what is left is the paper's. *Cost of ops*:
-each op takes a fixed time on its lane, whatever its roofs say (launch, dispatch, latency of a copy), one more task of
-that resource: T_x = (Eq. 13's sum) + n_x c_x, with n_x ops a layer. *Host memory* is a resource like the others, for
-all that crosses it: staging copies (which read and write), the links' copies, attention and experts on the CPU.
-Torch-free.
+There are two extensions. Where `Rates` does not have what they need, they are absent, and the model is the paper's.
+*Cost of ops*: each op takes a fixed time on its lane, whatever its roofs say (launch, dispatch, latency of a copy).
+This is one more task of that resource: T_x = (Eq. 13's sum) + n_x c_x, with n_x ops a layer. *Host memory* is a
+resource like the others, for all that crosses it: staging copies (which read and write), the links' copies, attention
+and experts on the CPU. Torch-free.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Overlap = Literal["all", "weights apart", "nothing"]
 
 @dataclass(frozen=True, kw_only=True)
 class OpSeconds:
-    """What one op takes on a lane beyond its roofs; 0 as in the paper."""
+    """The seconds that one op takes on a lane beyond its roofs; 0 as in the paper."""
 
     gpu: float = 0.0
     cpu: float = 0.0
@@ -41,8 +41,10 @@ class OpSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """An HRM of two levels, with the rates that each kind of task achieves; None where a resource is free. The last two
-    are the extensions'."""
+    """An HRM of two levels, with the rates that each kind of task achieves.
+
+    A rate is None where its resource is free. The last two fields belong to the extensions.
+    """
 
     gpu: Level
     cpu_attention: Level
@@ -72,19 +74,19 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTime:
-    """Tasks of one layer by resource."""
+    """The tasks of one layer by resource."""
 
     resources: Mapping[str, Sequence[Task]]
 
     def by_resource(self, policy: Policy) -> dict[str, float]:
-        """Seconds that each is busy."""
+        """Return the seconds that each resource is busy."""
         return {name: sum(task.seconds(policy) for task in tasks) for name, tasks in self.resources.items()}  # Eq. 13
 
     def seconds(self, policy: Policy) -> float:
         return max(self.by_resource(policy).values())  # Eq. 12
 
     def bottleneck(self, policy: Policy) -> str:
-        """The busiest resource, with its longest task and that task's roof."""
+        """Return the busiest resource, with its longest task and that task's roof."""
         busy = self.by_resource(policy)
         name = max(busy, key=lambda resource: busy[resource])
         task = max(self.resources[name], key=lambda one: one.seconds(policy))
@@ -94,11 +96,13 @@ class LayerTime:
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """`overlap` is the pipeline's. "all": every resource works beside the others (CGOPipe). "weights apart": a layer's
-    weights cross the link as one block, and what computing waits for stands behind it (MoE-Lightning Fig. 6, S2 and
-    S4). "nothing": so they do, and CPU and GPU take turns (S3). Prefill waits for nothing on the link but weights.
+    """The times of a layer; `overlap` says what the pipeline overlaps.
 
-    Of several GPUs that share every layer each has its own link and does its share of the work; CPU and staging copies
+    "all": all resources work at the same time (CGOPipe). "weights apart": a layer's weights cross the link as one
+    block, and what computing waits for stands behind it (MoE-Lightning Fig. 6, S2 and S4). "nothing": weights cross the
+    link in the same way, and CPU and GPU take turns (S3). Prefill waits for nothing on the link but weights.
+
+    Where several GPUs share every layer, each has its own link and does its share of the work; CPU and staging copies
     serve all of them, and the GPUs' partial sums meet twice a layer.
     """
 
@@ -107,8 +111,11 @@ class CostModel:
     overlap: Overlap = "all"
 
     def decode(self, switches: Switches) -> LayerTime:
-        """One layer of a decode step, at the mean context: step i of 1 .. n - 1 sees s + i tokens. Whose KV cache is on
-        the device is attended to there, whatever A_g says."""
+        """Return the time of one layer of a decode step, at the mean context.
+
+        Step i of 1 .. n - 1 sees s + i tokens. Sequences whose KV cache is on the device are attended to there,
+        whatever A_g says.
+        """
         d, rates = self.deployment, self.rates
         spec, on_host = d.spec, BATCH - DEVICE_SEQUENCES
         row_bytes = spec.dtype_bytes
@@ -139,7 +146,10 @@ class CostModel:
         return self._layer(to_gpu, to_host, on_gpu, on_cpu, cpu_bytes, ops_of_decode(d, switches), in_decode=True)
 
     def prefill(self, switches: Switches) -> LayerTime:
-        """One layer over all prompts, micro-batch by micro-batch; everything on the GPU, the KV cache to the host."""
+        """Return the time of one layer over all prompts, micro-batch by micro-batch.
+
+        The GPU computes everything, and the KV cache goes to the host.
+        """
         d, rates = self.deployment, self.rates
         spec, s = d.spec, d.shape.prompt_tokens
         tokens = BATCH * s
@@ -172,8 +182,11 @@ class CostModel:
         *,
         in_decode: bool,
     ) -> LayerTime:
-        """`to_gpu` and `to_host` are bytes over the link of each GPU, `cpu_bytes` those that the CPU reads and writes,
-        `ops` those of each lane but for pages of weights."""
+        """Combine the tasks of one layer on all resources.
+
+        `to_gpu` and `to_host` are the bytes that cross the link of each GPU, and `cpu_bytes` those that the CPU reads
+        and writes. `ops` is the number of ops of each lane, without those for pages of weights.
+        """
         rates, op_s = self.rates, self.rates.op_s
         pages = MICRO_BATCHES if self.overlap == "all" else Linear(1.0)
         link = [_task(name, link=nbytes / rates.h2d_bytes_s) for name, nbytes in to_gpu.items()]
@@ -200,8 +213,10 @@ class CostModel:
     def _host_memory(
         self, to_gpu: Mapping[str, Linear], to_host: Mapping[str, Linear], cpu_bytes: Linear
     ) -> list[Task]:
-        """All that crosses host memory, one after the other. GPUs that share layers have the same hidden states, which
-        one of them brings."""
+        """Return a task for each kind of data that crosses host memory, all one after the other.
+
+        GPUs that share layers have the same hidden states, which only one of them copies to the host.
+        """
         d, host_bytes_s = self.deployment, self.rates.host_bytes_s
         if host_bytes_s is None:
             return []
@@ -215,7 +230,11 @@ class CostModel:
         return [_task(name, memory=nbytes / host_bytes_s) for name, nbytes in crossing.items() if nbytes != Linear()]
 
     def _sums(self, tokens: Linear) -> list[Task]:
-        """Partial sums of O projection and experts over all GPUs: two rings; each GPU sends 2 (R - 1) / R of it."""
+        """Return the task of adding up the partial sums of O projection and experts over all GPUs.
+
+        This takes two rings: with R GPUs, each GPU sends 2 (R - 1) / R of the sums in each. No task is returned where
+        no GPUs share layers.
+        """
         spec, num_gpus = self.deployment.spec, self.deployment.num_gpus
         if not _shares_layers(self.deployment):
             return []
@@ -225,9 +244,11 @@ class CostModel:
 
 
 def ops_of_decode(d: Deployment, switches: Switches) -> dict[str, Linear]:
-    """By lane, those that a layer of a decode step has for its micro-batches: {norm, QKV}, {O, router}, experts and
-    their sum, and where the attention is. That over a cache in device memory is left out, as how many micro-batches
-    have such sequences is not linear."""
+    """Return by lane the number of ops that a layer of a decode step has for its micro-batches.
+
+    The ops are {norm, QKV}, {O, router}, experts and their sum, and attention, on the lane where it is. Attention over
+    a cache in device memory is left out, as the number of micro-batches with such sequences is not linear.
+    """
     on_gpu = 3 + switches.gpu_ffn + switches.gpu_attention + _shares_layers(d)
     on_cpu = 2 - switches.gpu_attention + (0 if switches.gpu_ffn else d.spec.num_experts)  # new keys, attention
     exchanged = 1 + (not switches.gpu_ffn)  # attention's, and the experts'
@@ -240,7 +261,7 @@ def ops_of_decode(d: Deployment, switches: Switches) -> dict[str, Linear]:
 
 
 def ops_of_prefill(d: Deployment, num_parts: Linear, *, hidden_waits_on_host: bool) -> dict[str, Linear]:
-    """The same for a layer of the prefill, which goes in `num_parts`."""
+    """Return by lane the number of ops that a layer of the prefill has, which goes in `num_parts`."""
     return {
         "gpu": (5 + _shares_layers(d)) * num_parts,
         "cpu": d.num_gpus * num_parts,
@@ -258,7 +279,7 @@ def _fixed(op_s: float, num_ops: Linear) -> list[Task]:
 
 
 def mean_seen_tokens(spec: ModelSpec, context: float) -> float:
-    """Tokens of a context that a query sees, over the layers: fewer where a window slides."""
+    """Return the tokens of a context that a query sees, as a mean over the layers: fewer where a window slides."""
     seen = [min(context, spec.seen_tokens(layer, spec.max_positions)) for layer in range(spec.num_layers)]
     return sum(seen) / len(seen)
 
@@ -268,15 +289,18 @@ def _task(name: str, **roofs: Linear) -> Task:
 
 
 def _roofs(name: str, level: Level, flops: Linear, nbytes: Linear) -> Task:
-    """A task on data of its own level (HRM Eq. 8, as time)."""
+    """Return a task on data of its own level (HRM Eq. 8, as time)."""
     return _task(name, compute=flops / level.flops_s, memory=nbytes / level.bytes_s)
 
 
 def _ffn(
     d: Deployment, tokens: Linear, part_tokens: float, num_parts: Linear, *, with_experts: bool
 ) -> tuple[Linear, Linear]:
-    """FLOPs and bytes of a layer's matrices over `num_parts` of `part_tokens`. Each part reads the weights that its
-    tokens reach once more; what the last one lacks in tokens it saves in FLOPs, not in weights."""
+    """Return FLOPs and bytes of a layer's matrices over `num_parts` parts of `part_tokens` tokens.
+
+    Each part reads once more the weights that its tokens reach. The last part may have fewer tokens, which saves FLOPs
+    but no weights.
+    """
     spec, sizes = d.spec, d.sizes
     flops, nbytes = _experts(d, tokens, part_tokens, num_parts) if with_experts else (Linear(), Linear())
     expert_flops = 2 * spec.experts_per_token * spec.expert_params

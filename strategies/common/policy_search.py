@@ -1,11 +1,11 @@
-"""MoE-Lightning's policy search (§4.2, §B.2): the policy with the most sequences per second of a layer that fits.
+"""MoE-Lightning's policy search (§4.2, §B.2) finds the policy that fits and has the most sequences per second of a
+layer.
 
-The paper minimises the per-layer latency T, which alone leads to a tiny batch; what is sought is the largest N / T.
-With mu, A_g and F_g fixed, T and all memory are linear in N, the number of micro-batches, r_w and r_c N
-(`linear_terms`). So each of these is a mixed-integer program, its quotient maximised by Dinkelbach's method: the
-largest N - rate T is 0 exactly where the rate is the best one. Micro-batch sizes are searched by branch and bound: a
-range of them is relaxed to its smallest size for memory and time and its largest for the number of micro-batches.
-Torch-free.
+The paper minimises the per-layer latency T. This alone leads to a tiny batch, so here the largest N / T is sought. With
+mu, A_g and F_g fixed, T and all memory are linear in N, the number of micro-batches, r_w and r_c N (`linear_terms`). So
+each choice of mu, A_g and F_g is a mixed-integer program. Dinkelbach's method maximises its quotient: the largest N -
+rate T is 0 exactly where the rate is the best one. Micro-batch sizes are searched by branch and bound: a range of them
+is relaxed to its smallest size for memory and time and its largest for the number of micro-batches. Torch-free.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _INFEASIBLE = 2  # a status of `milp`
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What is searched. `given` fixes parts of the policy; the pipeline limits the number of micro-batches."""
+    """The task of a search. `given` fixes parts of the policy; the pipeline limits the number of micro-batches."""
 
     cost: CostModel
     given: GivenPolicy = field(default_factory=GivenPolicy)
@@ -49,12 +49,12 @@ class Search:
 
     @cached_property
     def most_sequences(self) -> int:
-        """No batch is larger than the workload, unless it is given."""
+        """The most sequences of a batch: no batch is larger than the workload, unless it is given."""
         return self.given.batch_size or self.whole_workload
 
     @property
     def whole_workload(self) -> int:
-        """Sequences of a batch of all requests, or of as many full micro-batches as there must be."""
+        """The sequences of a batch with all requests, or with as many as the least number of micro-batches needs."""
         num_requests, size = self.deployment.shape.num_requests, self.given.micro_batch_size
         fewest = 1 if size is None else (min(self.min_micro_batches, max(num_requests, size)) - 1) * size + 1
         return max(num_requests, fewest, size or 1)
@@ -64,19 +64,20 @@ class Search:
         return min(self.min_micro_batches, self.most_sequences)
 
     def layer_time(self, switches: Switches) -> LayerTime:
-        """What is minimised: a layer of a decode step, or of the prefill where nothing else is generated."""
+        """Return the time that is minimised: a layer of a decode step, or of the prefill where nothing else is
+        generated."""
         return self.cost.decode(switches) if self.deployment.shape.new_tokens > 1 else self.cost.prefill(switches)
 
     def rate(self, policy: Policy) -> float:
-        """N / T, sequences per second of a layer."""
+        """Return N / T, the sequences per second of a layer."""
         return policy.batch_size / self.layer_time(Switches.of(policy)).seconds(policy)
 
     def switches(self) -> Iterator[tuple[bool, bool]]:
-        """(A_g, F_g) that are open."""
+        """Return the values of (A_g, F_g) that are open."""
         return product(_open(self.given.gpu_attention), _open(self.given.gpu_ffn))
 
     def allows(self, policy: Policy) -> bool:
-        """Whether the policy is what is given, fits the pipeline and the memory."""
+        """Tell whether the policy agrees with what is given, and fits the pipeline and the memory."""
         given = {name: value for name, value in vars(self.given).items() if value is not None}
         most = self.max_micro_batches or policy.num_micro_batches
         return (
@@ -92,10 +93,10 @@ def _open(given: bool | None) -> list[bool]:
 
 
 def search(task: Search) -> Policy:
-    """The best policy; of those within 0.1 % of it that differ in N and r_w only and take no more batches for the
-    workload, the one with the smallest batch.
+    """Return the best policy, or one within 0.1 % of it that has a smaller batch.
 
-    Raises ConfigError naming what is too small where no policy fits.
+    The latter differs in N, r_w and r_c only, takes no more batches for the workload, and has the smallest batch of all
+    such policies. Raises ConfigError naming what is too small where no policy fits.
     """
     best, rate = _best_range(task)
     if best is None:
@@ -110,8 +111,10 @@ def search(task: Search) -> Policy:
 
 
 def _best_range(task: Search) -> tuple[_Program | None, float]:
-    """Depth first over ranges of micro-batch sizes, larger sizes first; a range whose relaxation does not beat the best
-    rate so far, by more than is worth a thought, is dropped."""
+    """Search ranges of micro-batch sizes depth first, larger sizes first, and return the best program with its rate.
+
+    A range is dropped where its relaxation does not beat the best rate so far by more than is worth a thought.
+    """
     most, fewest = task.most_sequences, task.fewest_micro_batches
     largest = most if fewest == 1 else (most - 1) // (fewest - 1)
     given = task.given.micro_batch_size
@@ -135,8 +138,10 @@ def _best_range(task: Search) -> tuple[_Program | None, float]:
 
 @dataclass(frozen=True)
 class _Program:
-    """The mixed-integer program of one A_g, F_g and a range of mu; unknowns N, micro-batches, r_w, r_c N, T, and the
-    seconds of each task."""
+    """The mixed-integer program of one A_g, one F_g and a range of mu.
+
+    The unknowns are N, micro-batches, r_w, r_c N, T, and the seconds of each task.
+    """
 
     task: Search
     gpu_attention: bool
@@ -153,18 +158,21 @@ class _Program:
         return replace(self, largest=middle), replace(self, smallest=middle + 1)
 
     def beats(self, rate: float) -> bool:
-        """Whether the relaxed program reaches a higher rate."""
+        """Tell whether the relaxed program reaches a higher rate."""
         solution = self._solve(self._gain(rate), integer=False)
         return solution is not None and float(solution @ self._gain(rate)) < 0
 
     def policy_at(self, rate: float) -> Policy | None:
-        """Maximises N - rate T; None where nothing fits."""
+        """Return the policy that maximises N - rate T; None where nothing fits."""
         solution = self._solve(self._gain(rate), integer=True)
         return None if solution is None else self._policy(solution)
 
     def smallest_at(self, rate: float, *, fewest: int) -> Policy | None:
-        """The least number of sequences from `fewest` on that still reaches `rate`; as a tie, the most weights on the
-        device, and then the fewest sequences."""
+        """Return the policy with the fewest sequences, from `fewest` on, that still reaches `rate`.
+
+        A tie goes to the most weights on the device, and then to the fewest sequences with their KV cache there.
+        Returns None where nothing fits.
+        """
         enough = LinearConstraint(self._row(Linear(batch=1.0)), lb=fewest)
         few = 0.25 / self.task.most_sequences
         objective = self._row(Linear(batch=1.0, resident_weights=-0.5, device_sequences=few))
@@ -181,7 +189,8 @@ class _Program:
 
     @cached_property
     def _unit_s(self) -> float:
-        """Seconds are scaled to what one sequence in one micro-batch takes, near which the solver's tolerances hold."""
+        """The unit to which seconds are scaled: what one sequence in one micro-batch takes. Near it the solver's
+        tolerances hold."""
         one = Policy(
             batch_size=1,
             micro_batch_size=1,
@@ -193,7 +202,7 @@ class _Program:
         return self._layer.seconds(one)
 
     def _gain(self, rate: float) -> Any:
-        """rate T - N, to be minimised."""
+        """Return the row of rate T - N, which is to be minimised."""
         row = self._row(Linear(batch=-1.0))
         row[_NUM_UNKNOWNS] = rate * self._unit_s
         return row
@@ -210,8 +219,10 @@ class _Program:
 
     @property
     def _step(self) -> float:
-        """The unknown for r_w counts these: the pipeline's smallest share, or the whole where any share will do. Of
-        what is no expert, the pipeline keeps all or nothing."""
+        """The share that the unknown for r_w counts in: the pipeline's smallest, or the whole where any share will do.
+
+        The pipeline keeps all or nothing of what is no expert.
+        """
         step = self.task.deployment.storage.resident_step
         return step if step is not None and self._has_steps and self.gpu_ffn else 1.0
 
@@ -236,13 +247,13 @@ class _Program:
         )
 
     def _solve(self, objective: Any, *, integer: bool, more: Sequence[LinearConstraint] = ()) -> Any | None:
-        """The unknowns that minimise `objective`; None where nothing fits."""
+        """Return the unknowns that minimise `objective`; None where nothing fits."""
         whole = np.zeros(self._num_columns)
         if integer:
             whole[:2] = 1
             whole[2] = self._has_steps
         constraints = [*self._constraints, *more]
-        for presolve in (True, False):  # what presolve loses its way in (HiGHS's "solve error") goes well without
+        for presolve in (True, False):  # HiGHS solves a few programs without it only ("solve error")
             options = _SOLVER | {"presolve": presolve}
             result = milp(objective, constraints=constraints, bounds=self._bounds, integrality=whole, options=options)
             if result.success:
@@ -270,7 +281,7 @@ class _Program:
         return [LinearConstraint(np.array(matrix), np.array(low), np.array(high))]
 
     def _shape_rows(self) -> Iterator[tuple[Any, float, float]]:
-        """Micro-batches are full but for the last one; r_c N sequences at most all."""
+        """Yield rows that keep micro-batches full but for the last one, and r_c N at most at N."""
         yield self._row(Linear(batch=1.0, micro_batches=-self.largest)), -np.inf, 0.0
         yield self._row(Linear(batch=1.0, micro_batches=-self.smallest)), 1.0 - self.smallest, np.inf
         yield self._row(Linear(batch=-1.0, device_sequences=1.0)), -np.inf, 0.0
@@ -279,8 +290,11 @@ class _Program:
             yield self._row(Linear(batch=-share, device_sequences=1.0)), 0.0, 0.0
 
     def _memory_rows(self) -> Iterator[tuple[Any, float, float]]:
-        """Short of each limit by the solver's margin, but for a cache of which the device has no share: its whole
-        sequences can be counted, and one that fits just so is not lost."""
+        """Yield rows that keep the policy within each limit, short of it by the solver's margin.
+
+        A cache of which the device has no share needs no margin: its whole sequences can be counted, and one that fits
+        exactly is not lost.
+        """
         limits = self.task.deployment.limits_bytes
         for tier, pools in demands(self.task.deployment, self.switches).items():
             if tier not in limits:
@@ -307,7 +321,7 @@ class _Program:
 
 
 def _nothing_fits(task: Search) -> ConfigError:
-    """Names the tier that even the smallest policy passes."""
+    """Name in an error the tier that is too small even for the smallest policy."""
     given = task.given
     batch = given.batch_size or (given.micro_batch_size or 1) * (task.fewest_micro_batches - 1) + 1
     micro_batch = given.micro_batch_size or -(-batch // (task.max_micro_batches or batch))

@@ -1,7 +1,9 @@
-"""The rates of an HRM, measured on the machine that the policy is for, while FLOPs and bytes are calculated
-(MoE-Lightning §4.2). Every machine is probed alike: with ops of one layer, each lane alone, in buffers that are given
-back. The cost of an op is what the smallest of its kind takes beyond its rates while weights are on their way: on a
-machine of threads an op waits for others in company, and short ones most of all.
+"""Measure the rates of an HRM on the machine that the policy is for; FLOPs and bytes are calculated (MoE-Lightning
+§4.2).
+
+Every machine is probed alike: with ops of one layer, each lane alone, in buffers that are given back. The cost of an op
+is the time that the smallest op of its kind takes beyond its rates while weights are on their way: on a machine of
+threads an op waits for others that run at the same time, and short ops most of all.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from harness.memory.paged_weights import PagedWeights
 from strategies.common.hrm import Level
 from strategies.common.policy_cost import OpSeconds, Rates
 
-_MANY_TOKENS = 1024  # that saturate the GPU's arithmetic, where its memory holds them
-_FEW_TOKENS_AN_EXPERT = 2  # so few that reading the weights takes longer
-_SOME_TOKENS = 128  # the same for a CPU, which has less to saturate and takes longer
-_CONTEXT_TOKENS = 64  # of a sequence, for attention on the CPU
+_MANY_TOKENS = 1024  # these saturate the GPU's arithmetic, where its memory holds them
+_FEW_TOKENS_AN_EXPERT = 2  # with so few, reading the weights takes longer than arithmetic
+_SOME_TOKENS = 128  # these saturate a CPU, which needs fewer tokens and takes longer
+_CONTEXT_TOKENS = 64  # of each sequence, for attention on the CPU
 _REPEATS = 3  # disturbances only ever add time: the shortest counts
-_REPEATS_IN_COMPANY = 5  # in each round; disturbances belong to what is measured: the median counts
+_REPEATS_IN_COMPANY = 5  # in each round; here disturbances are part of the time: the median counts
 _ROUNDS_IN_COMPANY = 3
 _LAYERS_BUFFERED = 2
 _OPS_OF_MATRICES = 4  # those that `OpBench.layer` times without attention
@@ -36,10 +38,13 @@ _LEAST_S = 1e-9  # a clock may stand still
 
 
 class RateProbe:
-    """`measure` takes a few passes of one layer. Of several GPUs all links are probed together, as they will be used;
-    for the rest the first stands for all. Without `cpu_ffn`, where no experts will run on the CPU, their rate is not
-    measured; attention's stands in its place. `extended`: what the extensions of Eq. 12-14 need, too; the GPU's rates
-    are then those without the fixed cost of its ops."""
+    """Measures the rates in a few passes of one layer.
+
+    The links of several GPUs are all probed together, as they will be used; for the other rates the first GPU stands
+    for all. Without `cpu_ffn`, where no experts will run on the CPU, their rate is not measured, and attention's stands
+    in its place. With `extended` the probe also measures what the extensions of Eq. 12-14 need; the GPU's rates are
+    then those without the fixed cost of its ops.
+    """
 
     def __init__(
         self,
@@ -65,7 +70,7 @@ class RateProbe:
 
     @property
     def _staging_bytes(self) -> int:
-        """Of layers in pinned memory, on their way to each GPU."""
+        """The bytes of layers in pinned memory, on their way to each GPU."""
         store, num_gpus = self._engine.store, len(self._engine.ranks)
         return num_gpus * _LAYERS_BUFFERED * store.layer_bytes + SLACK_BYTES if store.is_pageable else 0
 
@@ -99,7 +104,8 @@ class RateProbe:
         return rates
 
     def _weights(self, weights: list[PagedWeights]) -> tuple[float, float]:
-        """Bytes/s of the staging copies and of each link, over a whole layer; the layer stays on the device."""
+        """Return the bytes/s of the staging copies and of each link, over a whole layer; the layer stays on the
+        device."""
         last = weights[0].num_pages_of(self._layer) - 1
         machine, nbytes = self._engine.machine, weights[0].slot_bytes
 
@@ -121,14 +127,17 @@ class RateProbe:
         return len(self._engine.ranks) * nbytes / min(staging_s), nbytes / min(link_s)
 
     def _gpu(self, bench: OpBench) -> Level:
-        """FLOP/s with many tokens, bytes/s with so few that reading the weights is what takes time."""
+        """Measure FLOP/s with many tokens, and bytes/s with so few that reading the weights is what takes time."""
         many, few = (bench.timed(self._matrices(bench, n), _REPEATS) for n in (self._max_tokens, self._few_tokens))
         bytes_s = few.work.device_bytes / few.shortest_s
         return Level(name="gpu", flops_s=many.work.flops / many.shortest_s, bytes_s=bytes_s)
 
     def _with_ops(self, rates: Rates, bench: OpBench, weights: list[PagedWeights]) -> Rates:
-        """With the fixed cost of ops, and host memory's own rate. On the GPU few tokens differ from a single one by the
-        bytes that they read more, which gives both cost and rate; beside many tokens it is small."""
+        """Return the rates with the fixed cost of ops, and with host memory's own rate.
+
+        On the GPU few tokens differ from a single one by the additional bytes that they read, which gives both cost and
+        rate; next to the time of many tokens the cost is small.
+        """
 
         @contextmanager
         def busy_link() -> Iterator[None]:
@@ -166,7 +175,7 @@ class RateProbe:
         return min(self._max_tokens, _FEW_TOKENS_AN_EXPERT * max(1, spec.num_experts // spec.experts_per_token))
 
     def _cpu_experts(self, bench: OpBench) -> Level:
-        """FLOP/s and bytes/s of a layer's experts on the CPU, with some tokens and with few."""
+        """Measure FLOP/s and bytes/s of a layer's experts on the CPU, with some tokens and with few."""
         some, few = (
             bench.timed(self._experts_on_host(bench, n), _REPEATS)
             for n in (min(_SOME_TOKENS, self._max_tokens), self._few_tokens)
@@ -180,12 +189,12 @@ class RateProbe:
         return lambda: bench.emit.experts_on_host(it, layer)
 
     def _matrices(self, bench: OpBench, num_tokens: int) -> Once:
-        """A layer's projections, router and experts."""
+        """Prepare a layer's projections, router and experts."""
         it = bench.behind_attention(Shape(prompts=(num_tokens,)), self._layer)
         return lambda: bench.layer(it, self._layer, attends=False)
 
     def _cpu(self, bench: OpBench) -> Level:
-        """Attention over as many sequences as the probe's buffers and the free blocks allow."""
+        """Measure attention over as many sequences as the probe's buffers and the free blocks allow."""
         blocks = self._engine.kv.allocator
         context = max(1, min(_CONTEXT_TOKENS, self._max_tokens, blocks.num_free * blocks.block_size))
         count = max(1, min(self._max_tokens // context, blocks.num_free // blocks.blocks_for(context)))
@@ -203,7 +212,7 @@ class RateProbe:
         return once
 
     def _offloads(self, bench: OpBench, num_tokens: int) -> Once:
-        """Keys and values on their way to the host."""
+        """Prepare the copy of keys and values to the host."""
         spec, batch, acts = self._engine.spec, bench.batch(Shape(prompts=(num_tokens,))), bench.acts[0]
         return lambda: [bench.emit.submit(D2H, OffloadQkv(spec, batch, acts, self._layer, queries=False))]
 
@@ -212,7 +221,7 @@ class RateProbe:
         return lambda: [bench.emit.submit(H2D, UploadTokens(spec, batch, acts))]
 
     def _sums(self, bench: OpBench, acts: list[Activations]) -> float:
-        """Bytes/s that each GPU sends while partial sums are added up over all of them."""
+        """Return the bytes/s that each GPU sends while partial sums are added up over all of them."""
         it = InFlight.shared(bench.batch(Shape(prompts=(self._max_tokens,))), acts)
         timed = bench.timed(lambda: [bench.emit.combine(it, self._layer)], _REPEATS)
         return timed.work.link_bytes / timed.shortest_s

@@ -16,7 +16,8 @@ from harness.memory.kv_cache import Blocks
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLimits:
-    """Tokens of the cache are counted at a request's end, as `cached_tokens` of `batch_requests` says."""
+    """The limits of a batch. Tokens of the cache are counted at a request's end, as `cached_tokens` of `batch_requests`
+    says."""
 
     num_micro_batches: int  # n_ub
     micro_batch_size: int  # ubs, in requests
@@ -24,7 +25,7 @@ class BatchLimits:
     batch_size: int | None = None  # requests of all micro-batches together; null: as many as fill them
     cache_tokens: int | None = None  # of all micro-batches together; null: no limit of its own
     micro_batch_prompt_tokens: int | None = None  # what the buffers of a prefill hold; null: anything
-    prompt_tokens: int | None = None  # the same of all micro-batches together
+    prompt_tokens: int | None = None  # what they hold for all micro-batches together; null: anything
 
     def __post_init__(self) -> None:
         assert self.num_micro_batches >= 1, "a batch has a micro-batch"
@@ -34,7 +35,7 @@ class BatchLimits:
 
 @dataclass(kw_only=True)
 class Batching:
-    """Each request of the queue is in exactly one of these."""
+    """The result of batching: each request of the queue is in exactly one of these lists."""
 
     micro_batches: list[list[Sequence]] = field(default_factory=list)  # none is empty; in order of completion
     aborted: list[Sequence] = field(default_factory=list)  # for the next batch
@@ -51,7 +52,7 @@ class _Partition:
 
 
 def prompt_and_generation(sequence: Sequence, padding: int) -> int:
-    """Algorithm 2's measure."""
+    """Return the tokens that Algorithm 2 counts: those of the padded prompt and those to generate."""
     return sequence.prompt_len + padding + sequence.request.max_new_tokens
 
 
@@ -63,11 +64,11 @@ def batch_requests(
     padded: bool = False,
     take: Callable[[Sequence, int], bool] = lambda sequence, padding: True,
 ) -> Batching:
-    """One batch of the longest requests. `padded`: each prompt counts as long as the longest of the batch, and what it
-    lacks of that, its padding, is the second argument of the functions.
+    """Make one batch of the longest requests.
 
-    `take` is asked for each request that is within all limits: it puts the request into the cache, or refuses it for
-    this batch where there is no room. It must not refuse the first one.
+    With `padded` each prompt counts as long as the longest of the batch. The tokens that it lacks of that, its padding,
+    are the second argument of the functions. `take` is asked for each request that is within all limits: it puts the
+    request into the cache, or refuses it for this batch where there is no room. It must not refuse the first one.
     """
     result = Batching()
     partitions = [_Partition() for _ in range(limits.num_micro_batches)]
@@ -111,7 +112,7 @@ def _fits(partition: _Partition, prompt: int, cached: int, limits: BatchLimits) 
 
 
 def _never_fits(prompt: int, cached: int, limits: BatchLimits) -> str | None:
-    """Not even a batch of its own."""
+    """Return why a request does not fit even a batch of its own; None where it does."""
     for limit in (limits.micro_batch_cache_tokens, limits.cache_tokens):
         if not _within(cached, limit):
             return f"needs the KV cache of {cached} tokens, there is one of {limit}"
@@ -181,7 +182,7 @@ class BatchScheduler:
         return [list(micro_batch) for micro_batch in self._running]
 
     def _reject_what_never_fits(self) -> None:
-        """Even alone: in the whole cache, or in the buffers of a prefill."""
+        """Reject what does not fit even alone: in the whole cache, or in the buffers of a prefill."""
         alone, kept = self._limits(), []
         for sequence in self._queue:
             needed, most = self._allocator.blocks_for(sequence.max_tokens), self._allocator.max_sequence_blocks
@@ -211,7 +212,10 @@ class BatchScheduler:
                 sequence.state = State.PREFILL
 
     def _take_blocks(self, sequence: Sequence, padding: int) -> bool:
-        """All that the request will ever need, on one side of the cache where it has two."""
+        """Take all blocks that the request will ever need, on one side of the cache where it has two.
+
+        Returns whether there was room for them.
+        """
         num_tokens = sequence.max_tokens + padding
         if self._allocator.missing_blocks(sequence, num_tokens) > self._allocator.free_for(sequence):
             return False
@@ -235,5 +239,5 @@ class BatchScheduler:
         )
 
     def _cached_tokens(self, sequence: Sequence, padding: int = 0) -> int:
-        """Whole blocks."""
+        """Return the tokens that a request's whole blocks hold."""
         return self._allocator.blocks_for(sequence.max_tokens + padding) * self._allocator.block_size

@@ -1,4 +1,4 @@
-"""Layer after layer with the whole pass as one micro-batch: the plainest pipeline."""
+"""Run layer after layer, with the whole pass as one micro-batch: the plainest pipeline."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from harness.memory.weights import WeightStream
 
 
 class SequentialPipeline:
-    """`prefetch=False`: each part is loaded when its turn comes, used, and dropped, and every op waits for the one
-    before it. `prefetch=True`: layers are double-buffered, so weight transfer overlaps with computation, while
+    """Takes each pass through the model layer by layer, with or without prefetch of weights.
+
+    With `prefetch=False` each part is loaded when its turn comes, used, and dropped, and every op waits for the one
+    before it. With `prefetch=True` layers are double-buffered, so weight transfer overlaps with computation, while
     attention on the CPU and work on the GPU still alternate.
 
-    Several GPUs share every layer if the engine has them. With `own_sequences` they share its transfer only: each has
+    Several GPUs share every layer if the engine has them. With `own_sequences` they share its transfer only: each runs
     the whole pass of the sequences whose KV cache it holds, of at most `max_tokens`.
     """
 
@@ -58,7 +60,7 @@ class SequentialPipeline:
         return PassResult(in_flight)
 
     def _in_flight(self, plan: PassPlan) -> list[InFlight]:
-        """One micro-batch, or one for each GPU that has sequences in this pass."""
+        """Return one micro-batch, or one for each GPU that has sequences in this pass."""
         blocks = self._engine.kv.allocator
         if not self._is_split:
             return [InFlight.shared(assemble(0, plan.prefill, plan.decode, blocks), self._acts)]

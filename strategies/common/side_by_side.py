@@ -1,5 +1,7 @@
-"""Schedulers that work side by side, one a GPU: each has requests and KV blocks of its own, and their passes go through
-the model together. Torch-free."""
+"""Let schedulers work side by side, one for each GPU.
+
+Each has requests and KV blocks of its own, and their passes go through the model together. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from harness.engine.strategy import Scheduler
 
 
 class SideBySide:
-    """A pass is what all of them want to do next; one that has ended leaves the others alone."""
+    """Joins what all schedulers want to do next into one pass; one that has ended leaves the others alone."""
 
     def __init__(self, schedulers: Seq[Scheduler]) -> None:
         self._schedulers = tuple(schedulers)

@@ -1,4 +1,4 @@
-"""Static batching with the phases apart: fill the KV cache, prefill all of it, decode all of it to the end, repeat.
+"""Static batching keeps the phases apart: fill the KV cache, prefill all of it, decode all of it to the end, repeat.
 
 Room for each sequence's full length is set aside at admission, so nothing is ever preempted. Schedulers of systems
 without prefill/decode overlap (PAPERS: MoE-Lightning, MoE-Gen, FlexGen) start from this.
@@ -15,8 +15,11 @@ from harness.memory.kv_cache import Blocks
 
 
 class StaticBatches:
-    """`max_pass_tokens` bounds one prefill pass; a batch larger than that is prefilled in several. A batch has as many
-    sequences as the cache holds, and at most `max_batch` where that is given."""
+    """Runs batches one after another; a batch has as many sequences as the cache holds.
+
+    `max_pass_tokens` bounds one prefill pass; a batch larger than that is prefilled in several. `max_batch`, where it
+    is given, bounds the sequences of a batch.
+    """
 
     def __init__(
         self, sequences: Iterable[Sequence], allocator: Blocks, *, max_pass_tokens: int, max_batch: int | None = None

@@ -1,4 +1,4 @@
-"""The steps of MoE-Lightning's Figure 6, by layer i and micro-batch j, both from 0: what schedules are written in."""
+"""The steps of MoE-Lightning's Figure 6, which schedules are written in, by layer i and micro-batch j, both from 0."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from harness.memory.tiers import Buffer
 
 
 class Steps:
-    """One pass. Each method submits the ops of one step, and none waits: a schedule is an order of calls.
+    """The steps of one pass, each with a method that submits its ops and does not wait: a schedule is an order of
+    calls.
 
     Micro-batches leave a layer in ascending order. `i` may be the number of layers where weights are meant: that is
-    layer 0 of the next pass, at whose start its pages have all been requested. Beside its buffers each micro-batch has
-    the place in pinned memory where its hidden states wait between layers, None where they stay on the device.
-    `first_index` is the pass's layer 0 in the stream of weights; `kv_staging` are two device buffers for cached keys
-    and values, none where the CPU attends. With `cpu_experts` the CPU has the experts, and a micro-batch takes their
-    sums when it enters the next layer, so that the GPU has other micro-batches in the meantime.
+    layer 0 of the next pass, and at that pass's start its pages have all been requested. In addition to its buffers
+    each micro-batch has the place in pinned memory where its hidden states wait between layers, None where they stay on
+    the device. `first_index` is the pass's layer 0 in the stream of weights; `kv_staging` are two device buffers for
+    cached keys and values, none where the CPU attends. With `cpu_experts` the CPU has the experts, and a micro-batch
+    takes their sums when it enters the next layer, so that the GPU has other micro-batches in the meantime.
 
     Where the GPUs are stages of a pipeline, this is a pass through one of them: `i` counts its `layers` from 0, and
-    `following` are the micro-batches' buffers in the next one, none behind the last. Hidden states that wait in pinned
+    `following` are the micro-batches' buffers in the next stage, none after the last. Hidden states that wait in pinned
     memory between layers are handed on there.
     """
 
@@ -49,13 +50,15 @@ class Steps:
         self._at_experts: dict[int, int] = {}  # micro-batches whose layer the CPU has not given back yet
 
     def ahead(self, i: int, j: int, by: int) -> tuple[int, int] | None:
-        """(i, j + by), running into the next layer; None past the last one. Never a whole layer and more: a micro-batch
-        cannot enter a layer before it has left the one below."""
+        """Return (i, j + by), running into the next layer; None past the last one.
+
+        The step ahead is at most one whole layer: a micro-batch cannot enter a layer before it has left the one below.
+        """
         at = i * self.num_micro_batches + j + min(by, self.num_micro_batches)
         return divmod(at, self.num_micro_batches) if at < self.num_layers * self.num_micro_batches else None
 
     def begin(self) -> None:
-        """Token ids and positions to the device, and before the first pass the weights of its first layer."""
+        """Bring token ids and positions to the device, and before the first pass the weights of its first layer."""
         for weights in self._weights:
             weights.load(self._first_index, weights.num_pages - 1)
         for it in self._its:
@@ -64,18 +67,24 @@ class Steps:
     # -- weights --------------------------------------------------------------------------------------------------
 
     def w_ctopin(self, i: int, j: int) -> None:
-        """Pageable to pinned memory: micro-batch j's share of layer i, one page where there are as many as these."""
+        """Copy micro-batch j's share of layer i from pageable to pinned memory.
+
+        This is one page where there are as many pages as micro-batches.
+        """
         for weights in self._weights:
             weights.stage(self._first_index + i, self._last_page(j))
 
     def w_pintog(self, i: int, j: int) -> None:
-        """Pinned memory to the device."""
+        """Copy micro-batch j's share of layer i from pinned memory to the device."""
         for weights in self._weights:
             weights.load(self._first_index + i, self._last_page(j))
 
     def _last_page(self, j: int) -> int:
-        """Of the first j + 1 shares; -1 where none is complete. A single page, all of a layer, comes with the last
-        micro-batch, or earlier where one is to enter the layer before that (`PagedWeights.part`)."""
+        """Return the last page of the first j + 1 shares; -1 where none is complete.
+
+        A single page, which is all of a layer, comes with the last micro-batch. It comes earlier where a micro-batch is
+        to enter the layer before that (`PagedWeights.part`).
+        """
         return (j + 1) * self._weights[0].num_pages // self.num_micro_batches - 1
 
     def _part(self, i: int, name: str) -> list[PlacedPart]:
@@ -84,7 +93,7 @@ class Steps:
     # -- computation ----------------------------------------------------------------------------------------------
 
     def pre_attn(self, i: int, j: int) -> None:
-        """Norm, QKV, and in front of layer 0 the embedding."""
+        """Compute norm and QKV, and in front of layer 0 the embedding."""
         it, kept, layer = self._its[j], self._kept[j], self._layers[i]
         self._take_sums(j)
         if layer == 0:
@@ -94,7 +103,7 @@ class Steps:
         self._emit.attention_in(it, layer, self._part(i, "attention_in"))
 
     def post_attn(self, i: int, j: int) -> None:
-        """Output projection, router and experts, and behind the last layer the head."""
+        """Compute output projection, router and experts, and behind the last layer the head."""
         it, kept, index, layer = self._its[j], self._kept[j], self._first_index + i, self._layers[i]
         self._emit.attention_out(it, layer, self._part(i, "attention_out"))
         if self._cpu_experts and self._emit.experts_on_host(it, layer):
@@ -108,7 +117,7 @@ class Steps:
                 weights.release(index)
 
     def end(self) -> None:
-        """Behind the schedule: what the CPU still has of the last layer."""
+        """Finish, behind the schedule, what the CPU still has of the last layer."""
         for j in sorted(self._at_experts):
             self._take_sums(j)
 
@@ -137,49 +146,52 @@ class Steps:
         self._emit.offload_qkv(self._its[j], self._layers[i])
 
     def cpu_attn(self, i: int, j: int) -> None:
-        """The new keys and values into the cache, and attention over it: by the CPU, and by the GPU of sequences whose
-        cache is in device memory."""
+        """Append the new keys and values to the cache, and attend over it.
+
+        The CPU attends, or the GPU to sequences whose cache is in device memory.
+        """
         self._emit.append_kv(self._its[j], self._layers[i])
         self._emit.attend_in_place(self._its[j], self._layers[i])
         self._emit.attend_on_host(self._its[j], self._layers[i])
 
     def load_h(self, i: int, j: int) -> None:
-        """Attention's results to the device."""
+        """Bring attention's results to the device."""
         self._emit.load_attention(self._its[j], self._layers[i])
 
     # -- attention on the GPU -------------------------------------------------------------------------------------
 
     def load_kv(self, i: int, j: int) -> None:
-        """The keys and values of a micro-batch that lie in host memory, into the buffer that the one before it does not
+        """Bring a micro-batch's keys and values from host memory into the buffer that the one before it does not
         use."""
         if rows := self._rows(j):
             self._emit.load_kv(self._its[j], self._layers[i], rows, self._staging(i, j))
 
     def gpu_attn(self, i: int, j: int) -> None:
-        """Over what was loaded, and over what is in device memory."""
+        """Attend over what was loaded, and over what is in device memory."""
         self._emit.attend_in_place(self._its[j], self._layers[i])
         if rows := self._rows(j):
             self._emit.attend_on_device(self._its[j], self._layers[i], rows, self._staging(i, j))
 
     def offload_kv(self, i: int, j: int) -> None:
-        """New keys and values into the cache."""
+        """Append new keys and values to the cache."""
         self._emit.offload_qkv(self._its[j], self._layers[i], queries=False)
         self._emit.append_kv(self._its[j], self._layers[i])
 
     def _rows(self, j: int) -> range:
-        """Of sequences with a cache in host memory."""
+        """Return the rows of sequences with a cache in host memory."""
         return range(self._its[j].batch.on_host.num_decode)
 
     def _staging(self, i: int, j: int) -> list[Buffer]:
         return self._kv_staging[(i * self.num_micro_batches + j) % len(self._kv_staging)]
 
 
-# Yields where other GPUs may go on, which have other passes: the host's lanes serve all in the order of submission.
+# Yields where other GPUs, which have other passes, may go on: the host's lanes serve all in order of submission.
 Schedule = Callable[[Steps], Iterator[None]]
 
 
 def zigzag(steps: Steps) -> Iterator[None]:
-    """Prefill on the gpu lane: all micro-batches through a layer before any enters the next (MoE-Lightning §4)."""
+    """Submit a prefill on the gpu lane, all micro-batches through a layer before any enters the next (MoE-Lightning
+    §4)."""
     for i in range(steps.num_layers):
         for j in range(steps.num_micro_batches):
             steps.pre_attn(i, j)
