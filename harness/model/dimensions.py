@@ -93,7 +93,7 @@ class Dimensions:
     latent: LatentAttention | None = None
     shared_expert_dim: int = 0  # width of the MLP that every token passes beside its experts, over all shared experts
     shared_expert_gate: bool = False  # its output is scaled by a sigmoid of one projection
-    num_dense_layers: int = 0  # leading layers with an ordinary MLP in place of router and experts
+    dense_layers: tuple[int, ...] = ()  # counted from 0: with an ordinary MLP in place of router and experts
     dense_dim: int = 0
     qk_norm: Literal["head", "full"] | None = None  # RMS norm of queries and keys over each head, or over all heads
     qkv_bias: bool = False
@@ -119,6 +119,7 @@ class SpecConfig(Dimensions):
         for name in at_least_one.split():
             require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
         require_countable("num_layers", self.num_layers, self.num_experts)
+        dense = self.dense_layers
         require(self.num_heads % self.num_kv_heads == 0, "num_kv_heads", f"must divide num_heads {self.num_heads}")
         require(
             1 <= self.experts_per_token <= self.num_experts,
@@ -126,14 +127,14 @@ class SpecConfig(Dimensions):
             f"must lie between 1 and num_experts {self.num_experts}, got {self.experts_per_token}",
         )
         require(
-            0 <= self.num_dense_layers < self.num_layers,
-            "num_dense_layers",
-            f"must lie between 0 and num_layers - 1 = {self.num_layers - 1}, got {self.num_dense_layers}",
+            set(dense) < set(range(self.num_layers)) and sorted(set(dense)) == list(dense),
+            "dense_layers",
+            f"must ascend, below num_layers {self.num_layers}, and leave a layer with experts, got {list(dense)}",
         )
         require(
-            (self.dense_dim >= 1) == (self.num_dense_layers >= 1),
+            (self.dense_dim >= 1) == bool(dense),
             "dense_dim",
-            f"must be at least 1 where num_dense_layers is, else 0; got {self.dense_dim}",
+            f"must be at least 1 where dense_layers has any, else 0; got {self.dense_dim}",
         )
         require(self.shared_expert_dim >= 0, "shared_expert_dim", f"must be >= 0, got {self.shared_expert_dim}")
         window, latent = self.sliding_window, self.latent

@@ -83,7 +83,7 @@ def parts(spec: ModelSpec) -> Mapping[str, Part]:
         (ROUTER, *_router(spec), moe_layers, moe_layers),
         (EXPERT, *_expert(spec), moe_layers * spec.num_experts, moe_layers * spec.experts_per_token),
         (SHARED_EXPERTS, spec.shared_expert_params, 0, shared_layers, shared_layers),
-        (DENSE_MLP, 3 * spec.hidden_dim * spec.dense_dim, 0, spec.num_dense_layers, spec.num_dense_layers),
+        (DENSE_MLP, 3 * spec.hidden_dim * spec.dense_dim, 0, len(spec.dense_layers), len(spec.dense_layers)),
         (FINAL_NORM, 0, spec.hidden_dim, 1, 1),
         (HEAD, embedding, 0, 0 if spec.tie_embeddings else 1, 1),
     )

@@ -70,13 +70,13 @@ class ModelSpec(Dimensions):
         return self.num_heads // self.num_kv_heads
 
     @property
-    def moe_layers(self) -> range:
-        """The layers that have a router and experts."""
-        return range(self.num_dense_layers, self.num_layers)
+    def moe_layers(self) -> tuple[int, ...]:
+        """The layers that have a router and experts, ascending."""
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.dense_layers)
 
     @property
     def num_moe_layers(self) -> int:
-        return len(self.moe_layers)
+        return self.num_layers - len(self.dense_layers)
 
     @property
     def kv_bytes_per_token_layer(self) -> int:
@@ -118,7 +118,7 @@ class ModelSpec(Dimensions):
 
     def is_dense(self, layer: int) -> bool:
         """Whether the layer has an ordinary MLP in place of router and experts."""
-        return layer < self.num_dense_layers
+        return layer in self.dense_layers
 
     def common_mlp_params(self, layer: int) -> int:
         """Matrices behind attention that every token passes: the router and shared experts, or the dense MLP."""

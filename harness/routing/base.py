@@ -15,8 +15,8 @@ class RoutedModel(Protocol):
     def num_layers(self) -> int: ...
 
     @property
-    def num_dense_layers(self) -> int:
-        """The number of leading layers, which have no router."""
+    def moe_layers(self) -> tuple[int, ...]:
+        """The layers that have a router, ascending."""
 
     @property
     def num_experts(self) -> int: ...
@@ -46,8 +46,8 @@ class Routing(Protocol):
         """Return the experts of each token [tokens, experts_per_token], distinct in a row, the router's favourite
         first.
 
-        `request_ids` and `positions` are each [tokens]. `layer` counts all layers of the model, from 0; leading dense
-        layers have no routing and must not be asked.
+        `request_ids` and `positions` are each [tokens]. `layer` counts all layers of the model, from 0; dense layers
+        have no routing and must not be asked.
         """
 
 
@@ -65,8 +65,3 @@ class Predictor(Protocol):
         """Return experts of `layer` [tokens, predicted], distinct in a row, and the probability that the router chooses
         each, same shape. These are the predictions that are known once layer `layer - distance` has been computed;
         [tokens, 0] where there are none."""
-
-
-def moe_layers(model: RoutedModel) -> range:
-    """Return the layers that have a router."""
-    return range(model.num_dense_layers, model.num_layers)

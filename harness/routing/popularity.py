@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.config import ConfigError, config, require
-from harness.routing.base import RoutedModel, moe_layers
+from harness.routing.base import RoutedModel
 from harness.routing.counters import Stream, derive, stream
 from harness.routing.inclusion import rates_for
 from harness.routing.predictors import RoutingConfig
@@ -47,7 +47,7 @@ def popularity(settings: PopularityConfig, model: RoutedModel) -> Popularity:
     used for this model."""
     if settings.distributions is not None:
         return _given(Path(settings.distributions), model)
-    layers, num_experts = moe_layers(model), model.num_experts
+    layers, num_experts = model.moe_layers, model.num_experts
     keys = stream(settings.model_seed, Stream.POPULARITY, np.asarray(layers))
     expert_at = np.argsort(derive(keys[:, None], np.arange(num_experts)), axis=1)
     if settings.zipf_exponent == 0:
@@ -81,12 +81,12 @@ def read_shares(path: Path, model: RoutedModel) -> tuple[str, NDArray[np.float64
         shares = np.asarray(content.get("shares"), dtype=np.float64)
     except (TypeError, ValueError):
         shares = np.empty(0)
-    expected = (len(moe_layers(model)), model.num_experts)
+    expected = (len(model.moe_layers), model.num_experts)
     _require(
         shares.shape == expected, path, f"'shares' must be numbers [layers, experts] = {list(expected)}", shares.shape
     )
     k = model.experts_per_token
-    for layer, row in zip(moe_layers(model), shares, strict=True):
+    for layer, row in zip(model.moe_layers, shares, strict=True):
         where = f"'shares' of layer {layer}"
         _require(bool(np.isfinite(row).all() and (row >= 0).all()), path, f"{where} must be finite and >= 0", None)
         _require((row > 0).sum() >= k, path, f"{where}: at least {k} must be > 0", int((row > 0).sum()))

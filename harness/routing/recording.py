@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.routing.base import moe_layers
 from harness.routing.trace_file import TraceHeader, TraceRow, TraceWriter
 
 if TYPE_CHECKING:
@@ -37,12 +36,12 @@ class RoutingRecorder:
     """Writes `routing.jsonl` into a run folder, sequence by sequence as they finish."""
 
     def __init__(self, folder: Path, spec: ModelSpec, source: str) -> None:
-        layers = moe_layers(spec)
+        layers = spec.moe_layers
         self._writer = TraceWriter(
             folder / FILE_NAME,
             TraceHeader(
                 model=spec.name,
-                first_layer=layers.start,
+                first_layer=layers[0],
                 layers=len(layers),
                 experts=spec.num_experts,
                 k=spec.experts_per_token,

@@ -26,7 +26,8 @@ from harness.model.spec import ModelSpec
 WINDOW = 5
 ROUTER = Router(scoring="sigmoid", renormalise=True, scale=1.5, num_groups=4, groups_per_token=2, group_score_experts=2)
 SHARED_DIM = 32
-INGREDIENTS = ("sinks", "window", "correction bias", "groups", "scale", "shared expert")
+DENSE_LAYER = 1  # of four
+INGREDIENTS = ("sinks", "window", "correction bias", "groups", "scale", "shared expert", "dense layer")
 
 
 class Toy(Mixtral):
@@ -36,6 +37,7 @@ class Toy(Mixtral):
     def spec_from_config(self, config, name: str, dtype: str) -> ModelSpec:  # type: ignore[no-untyped-def]
         spec = super().spec_from_config({**config, "model_type": "mixtral"}, name, dtype)
         extras = {"sliding_window": WINDOW, "sliding_layers": "even", "attention_sinks": True, "correction_bias": True}
+        extras |= {"dense_layers": (DENSE_LAYER,), "dense_dim": SHARED_DIM}
         return replace(spec, family="toy", router=ROUTER, shared_expert_dim=SHARED_DIM, **extras)
 
     def attention_part(self, spec: ModelSpec, layer: int) -> PartLayout:
@@ -57,6 +59,8 @@ class Toy(Mixtral):
         self, spec: ModelSpec, w: Mapping[str, Tensor], projected: Tensor, residual: Tensor, layer: int
     ) -> MoeInput:
         found = super().after_attention(spec, w, projected, residual, layer)
+        if spec.is_dense(layer):
+            return found
         return found._replace(common=swiglu(found.normed, w["shared_gate_up"], w["shared_down"]))
 
 
@@ -80,6 +84,10 @@ def make_toy(tiny: Checkpoint, folder: Path, patch: pytest.MonkeyPatch) -> Check
         tensors[prefix + "correction_bias"] = rand(spec.num_experts, std=0.3)
         tensors[prefix + "shared.gate_up"] = rand(spec.hidden_dim, 2 * SHARED_DIM, std=0.15)  # of either every second
         tensors[prefix + "shared.down"] = rand(3, spec.hidden_dim, SHARED_DIM, std=0.15)  # the second of three
+    module = f"model.layers.{DENSE_LAYER}.block_sparse_moe."
+    for name, shape in (("w1", (SHARED_DIM, spec.hidden_dim)), ("w3", (SHARED_DIM, spec.hidden_dim))):
+        tensors[f"{module}{name}.weight"] = rand(*shape, std=0.15)
+    tensors[module + "w2.weight"] = rand(spec.hidden_dim, SHARED_DIM, std=0.15)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return Checkpoint(folder)
 
@@ -111,6 +119,10 @@ class PlainToy:
         heads = [self._head(q, k, v, head, layer, without) for head in range(self.spec.num_heads)]
         hidden = hidden + torch.cat(heads, -1) @ self.w[prefix + "self_attn.o_proj.weight"].T
         x = self._norm(hidden, prefix + "post_attention_layernorm.weight")
+        if layer == DENSE_LAYER:
+            weights = [self.w[f"{prefix}block_sparse_moe.{name}.weight"] for name in ("w1", "w3", "w2")]
+            dense = torch.stack([self._mlp(token, *weights) for token in x])
+            return hidden if "dense layer" in without else hidden + dense
         return hidden + torch.stack([self._experts(token, prefix, without) for token in x])
 
     def _head(self, q: Tensor, k: Tensor, v: Tensor, head: int, layer: int, without: Container[str]) -> Tensor:

@@ -58,6 +58,10 @@ class DecoderLayout:
         name = f"{prefix}{self.mlp}.gate.weight"
         return (TensorSource("router", (spec.num_experts, spec.hidden_dim), (name,)),)
 
+    def dense_sources(self, spec: ModelSpec, prefix: str) -> tuple[TensorSource, ...]:
+        """The MLP of a layer without router and experts."""
+        return self.swiglu_sources(f"{prefix}{self.mlp}.", spec.dense_dim, spec.hidden_dim)
+
     def expert_sources(self, spec: ModelSpec, prefix: str, expert: int) -> tuple[TensorSource, ...]:
         return self.swiglu_sources(f"{prefix}{self.mlp}.experts.{expert}.", spec.expert_dim, spec.hidden_dim)
 
@@ -72,13 +76,14 @@ class DecoderLayout:
 @lru_cache(maxsize=1024)
 def _layer_parts(layout: DecoderLayout, spec: ModelSpec, layer: int) -> tuple[PartLayout, ...]:
     prefix = f"model.layers.{layer}."
-    behind = (*layout.attention_out_sources(spec, prefix), *layout.router_sources(spec, prefix))
+    is_dense, front = spec.is_dense(layer), layout.attention_out_sources(spec, prefix)
+    behind = (*front, *(layout.dense_sources if is_dense else layout.router_sources)(spec, prefix))
     return (
         lay_out("attention_in", spec.dtype, layout.attention_in_sources(spec, prefix)),
         lay_out("attention_out", spec.dtype, behind),
         *(
             lay_out(f"expert.{expert}", spec.dtype, layout.expert_sources(spec, prefix, expert), expert=expert)
-            for expert in range(spec.num_experts)
+            for expert in range(0 if is_dense else spec.num_experts)
         ),
     )
 

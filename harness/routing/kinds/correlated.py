@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.config import config, require
-from harness.routing.base import RoutedModel, Routing, moe_layers
+from harness.routing.base import RoutedModel, Routing
 from harness.routing.counters import Stream, derive, fractions, stream
 from harness.routing.kinds.skewed import experts_of
 from harness.routing.popularity import Popularity, PopularityConfig, popularity
@@ -51,7 +51,8 @@ class CorrelatedRouting:
             f"{settings.follow_layer:g} of layers follow the one before"
         )
         self._settings, self._popular, self._k, self._seed = settings, popular, model.experts_per_token, seed
-        self._first_layer = moe_layers(model).start
+        self._layers = model.moe_layers
+        self._index = {layer: index for index, layer in enumerate(self._layers)}
         # One in `lookback` tokens must not keep, the others make up for it, so that the mean is as asked.
         self._keep = settings.keep_token * settings.lookback / (settings.lookback - 1)
 
@@ -59,7 +60,7 @@ class CorrelatedRouting:
         anchors = self._anchor_positions(np.asarray(request_ids), np.asarray(positions))
         layers = self._anchor_layers(np.asarray(request_ids), anchors, layer)
         keys = stream(self._seed, Stream.EXPERTS, request_ids, anchors, layers)
-        return experts_of(self._popular, keys, layer - self._first_layer, self._k)
+        return experts_of(self._popular, keys, self._index[layer], self._k)
 
     def _anchor_positions(self, request_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return for each token [tokens] the last position up to it that did not keep its predecessor's experts. It may
@@ -86,12 +87,12 @@ class CorrelatedRouting:
         layers = np.full(len(anchors), layer, dtype=np.int64)
         keys = stream(self._seed, Stream.FOLLOW, request_ids, anchors)
         rows = np.arange(len(anchors))
-        for below in range(layer - 1, self._first_layer - 1, -1):
-            draws = fractions(derive(keys[rows], below + 1))
+        for index in range(self._index[layer], 0, -1):
+            draws = fractions(derive(keys[rows], self._layers[index]))
             rows = rows[draws < self._settings.follow_layer]
             if not len(rows):
                 break
-            layers[rows] = below
+            layers[rows] = self._layers[index - 1]
         return layers
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.config import config
-from harness.routing.base import RoutedModel, Routing, moe_layers
+from harness.routing.base import RoutedModel, Routing
 from harness.routing.counters import Stream, stream
 from harness.routing.popularity import Popularity, PopularityConfig, popularity
 from harness.routing.sampling import race
@@ -30,11 +30,11 @@ class SkewedRouting:
     def __init__(self, popular: Popularity, model: RoutedModel, seed: int) -> None:
         self.source = f"synthetic: {popular.source}, tokens and layers independent"
         self._popular, self._k, self._seed = popular, model.experts_per_token, seed
-        self._first_layer = moe_layers(model).start
+        self._index = {layer: index for index, layer in enumerate(model.moe_layers)}
 
     def experts(self, request_ids: NDArray[np.int64], positions: NDArray[np.int64], layer: int) -> NDArray[np.int64]:
         keys = stream(self._seed, Stream.EXPERTS, request_ids, positions, layer)
-        return experts_of(self._popular, keys, layer - self._first_layer, self._k)
+        return experts_of(self._popular, keys, self._index[layer], self._k)
 
 
 def experts_of(popular: Popularity, keys: NDArray[np.uint64], row: int, k: int) -> NDArray[np.int64]:

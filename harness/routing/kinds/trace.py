@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.config import ConfigError, config, require
-from harness.routing.base import RoutedModel, Routing, moe_layers
+from harness.routing.base import RoutedModel, Routing
 from harness.routing.predictors import RoutingConfig, no_experts
 from harness.routing.trace_file import TraceFileError, TraceHeader, TraceRow, read_header, read_rows
 
@@ -53,9 +53,9 @@ class TracePredictor:
     """A trace's own predictions. A prediction that was made earlier than asked for is still known; the first layers
     have none."""
 
-    def __init__(self, recorded: Recorded) -> None:
+    def __init__(self, recorded: Recorded, column: dict[int, int]) -> None:
         assert recorded.header.predictions is not None
-        self._recorded = recorded
+        self._recorded, self._column = recorded, column  # by layer
         self._distance = recorded.header.predictions.distance
         self.source = f"recorded: {recorded.header.predictions.source}"
 
@@ -64,7 +64,7 @@ class TracePredictor:
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         recorded = self._recorded
         assert recorded.predicted is not None and recorded.confidence is not None
-        column = layer - recorded.header.first_layer - self._distance
+        column = self._column[layer] - self._distance
         if column < 0 or distance > self._distance:
             return no_experts(len(request_ids))
         rows, _ = recorded.find(request_ids, positions)
@@ -76,19 +76,20 @@ class TraceRouting:
 
     is_even = False
 
-    def __init__(self, recorded: Recorded, name: str) -> None:
+    def __init__(self, recorded: Recorded, name: str, layers: tuple[int, ...]) -> None:
         count, header = len(recorded.request_ids), recorded.header
         self.source = (
             f"recorded: {name} ({header.source}; model {header.model}), {count} requests; "
             "requests and positions beyond them repeat it"
         )
-        self.predictions = TracePredictor(recorded) if header.predictions is not None else None
+        self._column = {layer: column for column, layer in enumerate(layers)}
+        self.predictions = TracePredictor(recorded, self._column) if header.predictions is not None else None
         self._recorded = recorded
 
     def experts(self, request_ids: NDArray[np.int64], positions: NDArray[np.int64], layer: int) -> NDArray[np.int64]:
-        assert layer >= self._recorded.header.first_layer, "a dense layer has no routing"
+        assert layer in self._column, "a dense layer has no routing"
         rows, _ = self._recorded.find(request_ids, positions)
-        return self._recorded.experts[rows, layer - self._recorded.header.first_layer].astype(np.int64)
+        return self._recorded.experts[rows, self._column[layer]].astype(np.int64)
 
     def repeats(self, request_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Tell for each token [tokens] whether the trace repeats itself for it, so that results can say how many
@@ -141,13 +142,13 @@ def build(settings: Config, model: RoutedModel, seed: int) -> Routing:
         recorded = read_trace(path)
     except TraceFileError as error:
         raise ConfigError("path", str(error)) from None
-    header, layers = recorded.header, moe_layers(model)
+    header, layers = recorded.header, model.moe_layers
     for name, found, needed in (
-        ("first_layer", header.first_layer, layers.start),
+        ("first_layer", header.first_layer, layers[0]),
         ("layers", header.layers, len(layers)),
         ("experts", header.experts, model.num_experts),
         ("k", header.k, model.experts_per_token),
     ):
         told = f"{path}, line 1: '{name}' must be {needed} for this model, got {found} (recorded from {header.model})"
         require(found == needed, "path", told)
-    return TraceRouting(recorded, path.name)
+    return TraceRouting(recorded, path.name, layers)

@@ -34,7 +34,7 @@ def test_the_parts_are_the_model(name):
     assert [part.name for part in moe[:2]] == ["attention_in", "attention_out"]
     assert len(moe) == 2 + spec.num_experts
     assert sum(part.nbytes for part in moe) == pytest.approx(spec.layer_bytes, abs=2)
-    for layer in range(spec.num_dense_layers):
+    for layer in spec.dense_layers:
         assert len(model.family.layer_parts(spec, layer)) == 2
     flops = 2 * (spec.attention_in_params + spec.attention_out_params + spec.common_mlp_params(spec.num_layers - 1))
     assert flops + 2 * spec.experts_per_token * spec.expert_params == spec.flops_per_token_layer

@@ -85,7 +85,7 @@ def spec_of(family: str) -> ModelSpec:
             kv_rank=24, nope_dim=16, rope_dim=8, value_dim=20, q_rank=32 if family == "deepseek_v3" else None
         )
         values |= {"latent": latent, "head_dim": 24, "num_kv_heads": 4, "shared_expert_dim": 80}
-        values |= {"num_dense_layers": 1, "dense_dim": 96}
+        values |= {"dense_layers": (0,), "dense_dim": 96}
     return ModelSpec(**values)
 
 
@@ -108,7 +108,7 @@ def test_a_layers_flops_are_the_parts_of_a_moe_layer():
     for family in CONFIGS:
         spec = spec_of(family)
         of_layers = spec.flops_per_token - spec.parts["head"].flops_per_token - spec.parts["dense_mlp"].flops_per_token
-        attention_of_dense = spec.num_dense_layers * 2 * spec.attention_params
+        attention_of_dense = len(spec.dense_layers) * 2 * spec.attention_params
         assert spec.num_moe_layers * spec.flops_per_token_layer == of_layers - attention_of_dense
 
 

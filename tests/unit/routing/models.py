@@ -21,8 +21,8 @@ class Model:
     num_dense_layers: int = 0
 
     @property
-    def layers(self) -> range:
-        return range(self.num_dense_layers, self.num_layers)
+    def moe_layers(self) -> tuple[int, ...]:
+        return tuple(range(self.num_dense_layers, self.num_layers))
 
 
 MODEL = Model(num_layers=6, num_dense_layers=1)
@@ -38,7 +38,7 @@ SYNTHETIC = {
 def header(model: Model, *, predictions: PredictionHeader | None = None) -> TraceHeader:
     return TraceHeader(
         model="tested",
-        layers=len(model.layers),
+        layers=len(model.moe_layers),
         first_layer=model.num_dense_layers,
         experts=model.num_experts,
         k=model.experts_per_token,
@@ -49,7 +49,7 @@ def header(model: Model, *, predictions: PredictionHeader | None = None) -> Trac
 
 def random_experts(rng: np.random.Generator, model: Model, num_positions: int) -> np.ndarray:
     """Draw [positions, layers, k], distinct in a row."""
-    noise = rng.random((num_positions, len(model.layers), model.num_experts))
+    noise = rng.random((num_positions, len(model.moe_layers), model.num_experts))
     return noise.argsort(axis=-1)[..., : model.experts_per_token].astype(np.int16)
 
 

@@ -39,7 +39,7 @@ def columns(tokens: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @steady
-@given(tokens=TOKENS, layer=st.sampled_from(list(MODEL.layers)))
+@given(tokens=TOKENS, layer=st.sampled_from(list(MODEL.moe_layers)))
 def test_rows_are_distinct_experts(routings, kind, tokens, layer):
     chosen = routings[kind].experts(*columns(tokens), layer)
     assert chosen.dtype == np.int64
@@ -50,7 +50,7 @@ def test_rows_are_distinct_experts(routings, kind, tokens, layer):
 
 @pytest.mark.parametrize("kind", KINDS)
 @steady
-@given(tokens=TOKENS, layer=st.sampled_from(list(MODEL.layers)), data=st.data())
+@given(tokens=TOKENS, layer=st.sampled_from(list(MODEL.moe_layers)), data=st.data())
 def test_any_split_in_any_order_gives_the_same_rows(routings, kind, tokens, layer, data):
     routing = routings[kind]
     together = dict(zip(tokens, routing.experts(*columns(tokens), layer).tolist(), strict=True))
@@ -58,7 +58,7 @@ def test_any_split_in_any_order_gives_the_same_rows(routings, kind, tokens, laye
     cuts = sorted(data.draw(st.sets(st.integers(1, len(order)), max_size=6)) | {0, len(order)})
     for start, end in pairwise(cuts):
         part = order[start:end]
-        routing.experts(*columns(part), data.draw(st.sampled_from(list(MODEL.layers))))  # questions leave no trace
+        routing.experts(*columns(part), data.draw(st.sampled_from(list(MODEL.moe_layers))))  # questions leave no trace
         assert routing.experts(*columns(part), layer).tolist() == [together[token] for token in part]
 
 

@@ -21,7 +21,7 @@ TOKENS = all_tokens(REQUESTS, POSITIONS)
 def routed(**values) -> np.ndarray:
     """[requests, positions, layers, k]"""
     routing = build_routing({"name": "correlated", **values}, MODEL, seed=3)
-    layers = [routing.experts(*TOKENS, layer) for layer in MODEL.layers]
+    layers = [routing.experts(*TOKENS, layer) for layer in MODEL.moe_layers]
     return np.stack(layers, axis=1).reshape(REQUESTS, POSITIONS, len(layers), -1)
 
 
@@ -33,7 +33,7 @@ def kept(experts: np.ndarray) -> np.ndarray:
 def mapping(values) -> np.ndarray:
     """[layers - 1, experts]: what each expert is mapped to, read off a routing that always follows."""
     always = routed(**{**values, "keep_token": 0.0, "follow_layer": 1.0})
-    images = np.full((len(MODEL.layers) - 1, MODEL.num_experts), -1)
+    images = np.full((len(MODEL.moe_layers) - 1, MODEL.num_experts), -1)
     for layer in range(len(images)):
         images[layer, always[:, :, layer].ravel()] = always[:, :, layer + 1].ravel()
     return images
@@ -70,7 +70,7 @@ def test_loads_are_those_without_correlation(zipf):
     values = {"keep_token": 0.5, "follow_layer": 0.5, "zipf_exponent": zipf}
     routing = build_routing({"name": "correlated", **values}, MODEL, seed=8)
     many = all_tokens(2000, 20)
-    load = load_statistics(routing, MODEL.layers, many, num_experts=64)
+    load = load_statistics(routing, MODEL.moe_layers, many, num_experts=64)
     ranked = inclusion(np.arange(1.0, 65.0) ** -zipf, 6)
     expected = np.empty((6, 64))
     np.put_along_axis(expected, popularity(parse(Config, values), MODEL).expert_at, ranked[None], axis=1)
@@ -83,7 +83,7 @@ def test_given_shares_hold_in_every_layer_though_layers_follow(tmp_path):
     shares = np.random.default_rng(0).dirichlet(np.full(64, 3.0), size=6)
     write_shares(tmp_path / "s.json", shares, "a test")
     values = {"name": "correlated", "keep_token": 0.0, "follow_layer": 0.8, "distributions": str(tmp_path / "s.json")}
-    load = load_statistics(build_routing(values, MODEL, 1), MODEL.layers, TOKENS, num_experts=64)
+    load = load_statistics(build_routing(values, MODEL, 1), MODEL.moe_layers, TOKENS, num_experts=64)
     spread = np.sqrt(6 * shares / len(TOKENS[0]))
     assert np.abs((load.shares * 6 - shares * 6) / spread).max() < 4.5
 

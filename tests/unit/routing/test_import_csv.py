@@ -27,7 +27,7 @@ def test_any_csv_comes_back_as_routing(tmp_path_factory, columns, data):
     recorded = {r: random_experts(rng, MODEL, data.draw(st.integers(1, 4))) for r in range(num_requests)}
     tokens = [  # a token's lines in a layer stay in order; without positions so do the tokens of a layer
         {"request": r, "position": first + p, "layer": layer}
-        for r, whole in recorded.items() for p in range(len(whole)) for layer in MODEL.layers
+        for r, whole in recorded.items() for p in range(len(whole)) for layer in MODEL.moe_layers
     ]  # fmt: skip
     if "position" in columns:
         tokens = data.draw(st.permutations(tokens))
@@ -42,7 +42,7 @@ def test_any_csv_comes_back_as_routing(tmp_path_factory, columns, data):
     assert "CSV in.csv; model tested" in routing.source
     for request, whole in recorded.items():
         positions = first + np.arange(len(whole))
-        found = [routing.experts(np.full(len(whole), request), positions, layer) for layer in MODEL.layers]
+        found = [routing.experts(np.full(len(whole), request), positions, layer) for layer in MODEL.moe_layers]
         assert np.stack(found, axis=1).tolist() == whole.tolist()
     assert read_trace(folder / "out.jsonl").first_positions.tolist() == [first] * num_requests
 

@@ -91,14 +91,14 @@ def test_the_same_seed_predicts_the_same_and_another_does_not():
 
 
 def test_a_trace_answers_with_its_own_predictions_unless_others_are_stated(tmp_path):
-    rng, num_layers = np.random.default_rng(0), len(MODEL.layers)
+    rng, num_layers = np.random.default_rng(0), len(MODEL.moe_layers)
     predicted = random_experts(rng, Model(num_layers - 1, MODEL.num_experts, 3), 5)
     confidence = rng.random(predicted.shape).astype(np.float32)
     head = header(MODEL, predictions=PredictionHeader(distance=1, experts=3, source="a guess"))
     row = TraceRow(0, 0, random_experts(rng, MODEL, 5), predicted, confidence)
     values = {"name": "trace", "path": str(write(tmp_path / "t.jsonl", head, row))}
     batch = Tokens(np.zeros(5, dtype=np.int64), np.arange(5))
-    for column, layer in enumerate(MODEL.layers[1:]):
+    for column, layer in enumerate(MODEL.moe_layers[1:]):
         ids, likely = world_of(values).predicted(batch, layer)
         assert ids.tolist() == predicted[:, column].tolist()
         assert likely.astype(np.float32).tolist() == confidence[:, column].tolist()

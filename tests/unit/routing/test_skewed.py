@@ -20,7 +20,7 @@ TOKENS = all_tokens(40, 500)
 
 def counts(values, model=MODEL, seed=0):
     routing = build_routing(values, model, seed)
-    return load_statistics(routing, model.layers, TOKENS, num_experts=model.num_experts)
+    return load_statistics(routing, model.moe_layers, TOKENS, num_experts=model.num_experts)
 
 
 def assert_probable(found: np.ndarray, expected: np.ndarray, draws: int) -> None:

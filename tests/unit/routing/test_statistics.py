@@ -50,7 +50,7 @@ def test_the_ends():
 
 def test_a_hot_table_from_other_tokens_hits_what_skew_promises():
     routing = build_routing({"name": "skewed", "zipf_exponent": 1.5}, MODEL, seed=4)
-    offline = load_statistics(routing, MODEL.layers, all_tokens(50, 40), num_experts=16)
-    online = load_statistics(routing, MODEL.layers, (np.arange(2000) + 1000, np.arange(2000)), num_experts=16)
+    offline = load_statistics(routing, MODEL.moe_layers, all_tokens(50, 40), num_experts=16)
+    online = load_statistics(routing, MODEL.moe_layers, (np.arange(2000) + 1000, np.arange(2000)), num_experts=16)
     assert online.hit_rate(offline.hottest(4)).min() > 0.6
     assert online.hit_rate(offline.hottest(4)) == pytest.approx(offline.hit_rate(offline.hottest(4)), abs=0.03)

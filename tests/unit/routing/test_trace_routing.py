@@ -16,7 +16,7 @@ from harness.routing.trace_file import PredictionHeader, TraceFileError, TraceRo
 from tests.unit.routing.models import Model, header, random_experts, steady, write
 
 MODEL = Model(num_layers=4, num_experts=8, experts_per_token=2, num_dense_layers=1)
-LAYERS = list(MODEL.layers)
+LAYERS = list(MODEL.moe_layers)
 
 
 @steady
@@ -135,4 +135,4 @@ def test_the_format_is_the_documented_one(tmp_path):
     for row in rows:
         for offset, layers in enumerate(row["experts"]):
             at = np.array([row["request"]]), np.array([row["position"] + offset])
-            assert [routing.experts(*at, layer)[0].tolist() for layer in model.layers] == layers
+            assert [routing.experts(*at, layer)[0].tolist() for layer in model.moe_layers] == layers
