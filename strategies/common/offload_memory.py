@@ -146,7 +146,7 @@ class Storage:
 
     weights_tier: str = PAGEABLE  # staged through pinned memory (§A.1), or pinned: read by the link directly
     prefill_hidden_tier: str = "device"  # where hidden states of all micro-batches wait between two layers, or pinned
-    prefill_buffers: int = 2  # micro-batches that are around attention at the same time in prefill
+    prefill_buffers: int = 2  # micro-batches that have buffers for attention at the same time in prefill
     kv_cache_bytes: int | None = None  # size of the host cache, where it is given; null: as large as the policy needs
     resident_step: float | None = None  # r_w comes in multiples of this share (of an expert); null: any
     prefill_limit_tokens: int | None = None  # of a micro-batch; where its prompts are more, it is prefilled in parts

@@ -144,7 +144,10 @@ def build_offloading(
 
 
 def _place_kv(engine: Engine, planned: OffloadPlan) -> None:
-    """Place the share r_c of the batch's KV cache on the device, in addition to the host's cache."""
+    """Place the share r_c of the batch's KV cache on the device, in addition to the host's cache.
+
+    Less than one block is not placed.
+    """
     blocks = engine.kv.allocator
     block_bytes = blocks.block_size * engine.spec.kv_bytes_per_token
     if planned.device_kv_bytes >= block_bytes:

@@ -93,7 +93,7 @@ class Steps:
     # -- computation ----------------------------------------------------------------------------------------------
 
     def pre_attn(self, i: int, j: int) -> None:
-        """Compute norm and QKV, and in front of layer 0 the embedding."""
+        """Compute norm and QKV, and before layer 0 the embedding."""
         it, kept, layer = self._its[j], self._kept[j], self._layers[i]
         self._take_sums(j)
         if layer == 0:
@@ -103,7 +103,7 @@ class Steps:
         self._emit.attention_in(it, layer, self._part(i, "attention_in"))
 
     def post_attn(self, i: int, j: int) -> None:
-        """Compute output projection, router and experts, and behind the last layer the head."""
+        """Compute output projection, router and experts, and after the last layer the head."""
         it, kept, index, layer = self._its[j], self._kept[j], self._first_index + i, self._layers[i]
         self._emit.attention_out(it, layer, self._part(i, "attention_out"))
         if self._cpu_experts and self._emit.experts_on_host(it, layer):
@@ -117,7 +117,7 @@ class Steps:
                 weights.release(index)
 
     def end(self) -> None:
-        """Finish, behind the schedule, what the CPU still has of the last layer."""
+        """Finish, after the schedule, what the CPU still has of the last layer."""
         for j in sorted(self._at_experts):
             self._take_sums(j)
 
@@ -148,7 +148,7 @@ class Steps:
     def cpu_attn(self, i: int, j: int) -> None:
         """Append the new keys and values to the cache, and attend over it.
 
-        The CPU attends, or the GPU to sequences whose cache is in device memory.
+        The CPU attends for sequences whose cache is in host memory, the GPU for those whose cache is in device memory.
         """
         self._emit.append_kv(self._its[j], self._layers[i])
         self._emit.attend_in_place(self._its[j], self._layers[i])
