@@ -1,7 +1,7 @@
-"""A batch whose tokens accumulate in host memory, so that an expert sees those of many micro-batches at once.
+"""A batch whose tokens accumulate in host memory, so that an expert sees the tokens of many micro-batches at once.
 
-This is what MoE-Gen calls module-based batching: attention runs in small micro-batches, and an expert, which is
-fetched once, over all of its tokens in slices of its own size.
+MoE-Gen calls this module-based batching: attention runs in small micro-batches, and an expert, which is fetched once,
+runs over all of its tokens in slices of its own size.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from harness.memory.tiers import DEVICE, PINNED, Buffer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Staging:
-    """Room for one slice of an expert's tokens on its way to the device and back: rows [slice, hidden] in the model's
-    dtype and results in float32, pinned and on the device."""
+    """A slice of an expert's tokens is staged here on its way to the device and back. Rows [slice, hidden] in the
+    model's dtype and results in float32 are pinned and on the device."""
 
     pinned_rows: Buffer
     rows: Buffer
@@ -69,7 +69,7 @@ class AccumulatedBatch:
         ]
 
     def begin(self, layer: int, num_tokens: int) -> None:
-        """Expect so many tokens in all: their sums begin at 0."""
+        """Expect `num_tokens` tokens in all, and set their sums to 0."""
         assert num_tokens <= self.max_tokens, f"{num_tokens} tokens do not fit {self.max_tokens}"
         self._layer, self.num_tokens = layer, 0
         if self._poisons:
@@ -87,14 +87,15 @@ class AccumulatedBatch:
 
     def expert(self, part: PlacedPart, tokens: np.ndarray, weights: np.ndarray) -> list[Ticket]:
         """Run an expert that lies on the device over rows `tokens` (int64), slice by slice; `weights` (float32) are the
-        router's. Returns the tickets of the runs, after which the expert may go."""
+        router's. Returns the tickets of the runs; once they are done, the expert's memory may be reused."""
         return [
             self._slice(part, tokens[at : at + self.slice_tokens], weights[at : at + self.slice_tokens])
             for at in range(0, len(tokens), self.slice_tokens)
         ]
 
     def _slice(self, part: PlacedPart, tokens: np.ndarray, weights: np.ndarray) -> Ticket:
-        """Submit what a slice takes; gathering is urgent, since sums of the slice before wait for the device."""
+        """Submit the ops of one slice. Gathering is urgent, because the sums of the slice before it wait for the
+        device."""
         spec, emit, layer, n = self._spec, self._emit, self._layer, len(tokens)
         staging = self._stagings[self._turn % len(self._stagings)]
         self._turn += 1

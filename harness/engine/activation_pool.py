@@ -23,11 +23,10 @@ from harness.model.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSizes:
-    """In tokens. `in_pass`: all micro-batches together; `largest`: of one micro-batch; `in_attention`: those between
-    QKV and output projection; `hidden`: whose hidden states the device holds; `kept`: those that pinned memory holds;
-    `host_experts`: of a pass whose experts run on the host. Passes that are in flight at the same time share what is
-    around attention and behind it.
-    """
+    """The sizes of a pool, in tokens. `in_pass`: all micro-batches together; `largest`: the largest micro-batch;
+    `in_attention`: the micro-batches between QKV and output projection; `hidden`: those whose hidden states the device
+    holds; `kept`: those whose hidden states pinned memory holds; `host_experts`: those of a pass whose experts run on
+    the host. Passes that are in flight at the same time share the buffers around attention and behind it."""
 
     in_pass: int
     largest: int
@@ -50,8 +49,11 @@ class PoolSizes:
 
 
 class PooledActivations(Activations):
-    """One micro-batch's share of a pool. `kept_hidden`: where its hidden states wait in pinned memory between layers;
-    None where they stay on the device. `block_tables`: None where none of its contexts lies on the device."""
+    """One micro-batch's share of a pool.
+
+    `kept_hidden`: where its hidden states wait in pinned memory between layers; None where they stay on the device.
+    `block_tables`: None where none of its contexts lies on the device.
+    """
 
     def __init__(
         self,
@@ -68,17 +70,19 @@ class PooledActivations(Activations):
 
 
 class ActivationPool:
-    """Reserved once, cut anew for each pass. What lives from layer to layer is a micro-batch's own; buffers around
-    attention are taken in turns, as small as the pass needs them, and those behind it are one for all, since the gpu
-    lane runs one op at a time.
+    """A pool of memory for activations is reserved once and divided again for each pass.
 
-    Where experts run on the host, they are still at it while others compute, so their rows are each micro-batch's own.
-    Ops of earlier passes may still run when a pass is laid out, on other GPUs or because passes overlap; whatever its
-    buffers share with theirs is ordered byte by byte (`Hazards`). Passes with different numbers (modulo
-    `PoolSizes.passes`) share nothing that lives from layer to layer. The device is that of GPU `rank`, and `spec` what
-    it computes of the model. GPUs that share a layer have the same hidden states, which wait in pinned memory once:
-    only one of their pools `keeps` them. A pass's block tables have an entry for each of the `device_blocks` of the KV
-    cache there.
+    Buffers that live from layer to layer belong to one micro-batch. Buffers around attention are taken in turns, as
+    small as the pass needs them. Buffers behind attention exist once for all micro-batches, since the gpu lane runs one
+    op at a time.
+
+    Experts on the host still run while others compute, so there each micro-batch has rows of its own. Ops of earlier
+    passes may still run when a pass is laid out, on other GPUs or because passes overlap; wherever its buffers share
+    bytes with theirs, the ops are ordered byte by byte (`Hazards`). Passes with different numbers (modulo
+    `PoolSizes.passes`) share nothing that lives from layer to layer. The device is that of GPU `rank`, and `spec` is
+    the part of the model that it computes. GPUs that share a layer have the same hidden states, which wait in pinned
+    memory once: only one of their pools `keeps` them. A pass's block tables have an entry for each of the
+    `device_blocks` of the KV cache there.
     """
 
     def __init__(
@@ -122,8 +126,8 @@ class ActivationPool:
         self._host_expert_names = tuple(host_expert_bytes(spec))
 
     def layout(self, sizes: Seq[int], number: int = 0, *, blocks: Seq[int] | None = None) -> list[PooledActivations]:
-        """Buffers for the micro-batches of the pass with this number: of so many tokens each, and with so many blocks
-        of the KV cache on the device; null: none."""
+        """Return buffers for the micro-batches of the pass with this number. `sizes` has the tokens of each
+        micro-batch, and `blocks` its blocks of the KV cache on the device; None: no blocks."""
         limits, largest, in_pass = self._sizes, max(sizes), sum(sizes)
         entries = blocks or [0] * len(sizes)
         assert sum(entries) <= self._device_blocks, f"{sum(entries)} blocks on a device of {self._device_blocks}"
@@ -150,14 +154,16 @@ class ActivationPool:
         return laid_out
 
     def _shared_buffers(self, size: int, capacity: int) -> Callable[[int], dict[str, Buffer]]:
-        """What is around attention, in turns, and behind it."""
+        """Return a function that gives a micro-batch, by its number, the buffers around attention, in turns, and behind
+        it."""
         turns, behind = self._in_turns(self._turn_names, size, capacity), self._in_turns(self._shared_names, size, size)
         return lambda index: turns(index) | behind(index)
 
     def _in_turns(
         self, names: Seq[str], size: int, capacity: int, first: int = 0
     ) -> Callable[[int], dict[str, Buffer]]:
-        """As many sets of buffers as fit, by the number of the micro-batch that takes one."""
+        """Cut as many sets of buffers as fit; return a function from the number of a micro-batch to the set that it
+        takes."""
         places = [first + turn * size for turn in range(capacity // size)]
         sets = [{name: self._range(name, place, size) for name in names} for place in places]
         return lambda index: dict(sets[index % len(sets)])

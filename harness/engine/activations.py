@@ -1,4 +1,4 @@
-"""Fixed device and pinned buffers for the tokens of one micro-batch at a time."""
+"""Reserve fixed device and pinned buffers for the tokens of one micro-batch at a time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ ATTENDED_BY = ("prefill", "decode", "decode on device")
 
 
 class Activations:
-    """Room for `max_tokens` tokens of one micro-batch, reserved once; reused pass after pass.
+    """The buffers for `max_tokens` tokens of one micro-batch are reserved once and reused pass after pass.
 
-    Device: `MicroBatch.rows`, hidden, q, k, v, attention output, normed hidden, routing. Pinned: the host
-    copies of q, k, v and of the attention output of decode tokens, unless `host` is false: nothing then attends there.
-    `workspace` accounts for temporaries inside ops; `block_tables` has room for all blocks of a KV cache on the device
-    where that has `device_blocks`. `spec` is that of the part of the model that GPU `rank` computes.
+    Device: `MicroBatch.rows`, hidden, q, k, v, attention output, normed hidden, routing. Pinned: the host copies of q,
+    k, v and of the attention output of decode tokens; these are left out where `host` is false, since nothing then
+    attends on the host. `workspace` accounts for temporaries inside ops. `block_tables` has room for all
+    `device_blocks` of a KV cache on the device, if there are any. `spec` is the part of the model that GPU `rank`
+    computes.
     """
 
     tokens: Buffer
@@ -71,13 +72,13 @@ class Activations:
 
     @property
     def attention_keys(self) -> tuple[tuple[Buffer, str], ...]:
-        """Rows of `attention` by who writes them: attention of prefilling sequences, and that of decoding ones over
-        the cache in host memory and over the one in device memory."""
+        """The rows of `attention` by their writers. One attends for prefilling sequences, one for decoding sequences
+        over the cache in host memory, and one for decoding sequences over the cache in device memory."""
         prefill, decode, on_device = ATTENDED_BY
         return ((self.attention, prefill), (self.attention, decode), (self.attention, on_device))
 
     def close(self) -> None:
-        """Give all memory back; no op may use it any more."""
+        """Give all memory back; from then on no op may use it."""
         for buffer in self.all_buffers():
             self._machine.tiers[buffer.tier].release(buffer)
 
@@ -92,18 +93,18 @@ UNBACKED = ("workspace",)  # torch allocates temporaries while an op runs; they 
 
 
 def state_bytes(spec: ModelSpec) -> Mapping[str, int]:
-    """What a micro-batch keeps from layer to layer."""
+    """Return the bytes per token that a micro-batch keeps from layer to layer, by buffer."""
     return {"tokens": 8 * NUM_ROW_FIELDS, "hidden": spec.hidden_dim * spec.dtype_bytes, "sampled": 8}
 
 
 def attention_bytes(spec: ModelSpec) -> Mapping[str, int]:
-    """From the QKV projection to the output projection."""
+    """Return the bytes per token that live from the QKV projection to the output projection, by buffer."""
     row = spec.dtype_bytes
     return {"q": spec.q_dim * row, "k": spec.kv_dim * row, "v": spec.kv_dim * row, "attention": spec.o_dim * row}
 
 
 def host_attention_bytes(spec: ModelSpec) -> Mapping[str, int]:
-    """The same in pinned memory, as attention over the cache takes it."""
+    """Return the bytes per token in pinned memory for attention over the cache on the host, by buffer."""
     row = spec.dtype_bytes
     return {
         "host_q": spec.cached_q_dim * row,
@@ -114,7 +115,7 @@ def host_attention_bytes(spec: ModelSpec) -> Mapping[str, int]:
 
 
 def expert_bytes(spec: ModelSpec) -> Mapping[str, int]:
-    """Behind attention, within one op's reach."""
+    """Return the bytes per token that ops behind attention use, by buffer; they live within one op's reach."""
     return {
         "normed": spec.hidden_dim * spec.dtype_bytes,
         "expert_ids": spec.experts_per_token * 8,
@@ -125,7 +126,7 @@ def expert_bytes(spec: ModelSpec) -> Mapping[str, int]:
 
 
 def host_expert_bytes(spec: ModelSpec) -> Mapping[str, int]:
-    """What experts on the host read and write, in pinned memory."""
+    """Return the bytes per token in pinned memory that experts on the host read and write, by buffer."""
     return {
         "host_normed": spec.hidden_dim * spec.dtype_bytes,
         "host_expert_ids": spec.experts_per_token * 8,
@@ -135,10 +136,12 @@ def host_expert_bytes(spec: ModelSpec) -> Mapping[str, int]:
 
 
 def workspace_bytes_per_token(spec: ModelSpec) -> int:
-    """Temporaries of the widest op. `tests/contract/test_gpu_lane.py` holds that no op takes more.
+    """Return the bytes per token of the widest op's temporaries. `tests/contract/test_gpu_lane.py` checks that no op
+    takes more.
 
-    Experts: one's gate and up projections with its input and output, in float32. A norm: two rows in float32 and four
-    in the model's dtype. Rotary embedding: the projections, what comes of them, and the queries' halves on the way.
+    An expert takes its gate and up projections with its input and output, in float32. A norm takes two rows in float32
+    and four in the model's dtype. Rotary embedding takes the projections, its results, and the queries' halves on the
+    way.
     """
     number_bytes, projections = spec.dtype_bytes, spec.q_dim + 2 * spec.kv_dim
     experts = 4 * (3 * spec.expert_dim + 2 * spec.hidden_dim)
@@ -148,17 +151,17 @@ def workspace_bytes_per_token(spec: ModelSpec) -> int:
 
 
 def head_workspace_bytes(spec: ModelSpec) -> int:
-    """Temporaries of the head for one sequence: its logits in the model's dtype and in float32, or what its norm takes,
-    beside the rows that go in and out of that."""
+    """Return the bytes of the head's temporaries for one sequence. They are its logits in the model's dtype and in
+    float32, or the temporaries of its norm, and also the rows that go in and out of that."""
     widest = max((spec.dtype_bytes + 4) * spec.vocab_size, 2 * 4 * spec.hidden_dim)
     return widest + 4 * spec.dtype_bytes * spec.hidden_dim
 
 
 def device_bytes_per_token(spec: ModelSpec) -> int:
-    """Device memory of `Activations` per token of capacity."""
+    """Return the device memory of `Activations` in bytes per token of capacity."""
     return sum(sum(group(spec).values()) for group in (state_bytes, attention_bytes, expert_bytes))
 
 
 def host_bytes_per_token(spec: ModelSpec) -> int:
-    """Pinned memory of `Activations` per token of capacity."""
+    """Return the pinned memory of `Activations` in bytes per token of capacity."""
     return sum(host_attention_bytes(spec).values())

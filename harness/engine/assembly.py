@@ -1,4 +1,5 @@
-"""An engine from a model's source and a machine: weights and KV cache in memory, on one GPU or shared by several."""
+"""Assemble an engine from a model's source and a machine: weights and KV cache in memory, on one GPU or shared by
+several."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from harness.memory.weights import Resident, WeightStore, stored_bytes
 
 
 def rank_sources(source: ShardedSource, num_gpus: int, parallelism: Parallelism = "tensor") -> list[PartSource]:
-    """What each GPU computes with. Raises ConfigError("hardware.num_gpus", ...) where the model cannot be divided."""
+    """Return the source of each GPU's part of the model. Raises ConfigError("hardware.num_gpus", ...) where the model
+    cannot be divided."""
     num_layers = source.spec.num_layers
     if parallelism == "pipeline":
         valid, message = num_layers % num_gpus == 0, f"must divide the model's {num_layers} layers, got {num_gpus}"
@@ -26,7 +28,7 @@ def rank_sources(source: ShardedSource, num_gpus: int, parallelism: Parallelism 
 
 
 def host_weight_bytes(source: ShardedSource, num_gpus: int, parallelism: Parallelism = "tensor") -> int:
-    """What the host stores of the model: one whole, or the shares of all GPUs with the ends once."""
+    """Return the bytes that the host stores of the model: one whole, or the shares of all GPUs with the ends once."""
     first, *others = rank_sources(source, num_gpus, parallelism)
     divided = others if parallelism == "tensor" else []
     return stored_bytes(first) + sum(stored_bytes(other, ends=False) for other in divided)
@@ -44,7 +46,7 @@ def assemble_engine(
     weights_tier: str = PINNED,
     parallelism: Parallelism = "tensor",
 ) -> Engine:
-    """Load the weights into a tier of host memory and take memory for a KV cache of `kv_bytes` there.
+    """Load the weights into a tier of host memory and reserve memory for a KV cache of `kv_bytes` there.
 
     Raises ConfigError as above and MemoryCapacityError where a tier has too little.
     """
@@ -57,7 +59,7 @@ def assemble_engine(
     else:
         stores = [first] * num_gpus
         caches = make_kv(machine, specs[:1], block_size=block_size, host_bytes=kv_bytes) * num_gpus
-    # Rank by rank: every GPU needs its own, or one at either end does.
+    # By rank, whether the GPU needs the embedding and whether it needs the head.
     ends = {
         "tensor": [(True, rank == 0) for rank in range(num_gpus)],
         "data": [(True, True)] * num_gpus,

@@ -1,4 +1,4 @@
-"""The tokens that go through the model together, as plain arrays. Torch-free."""
+"""The tokens that go through the model together lie in plain arrays. Torch-free. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _PADDING_ID = 0  # any token will do: nothing attends to it
 
 @dataclass(eq=False, slots=True)
 class PassPlan:
-    """What the scheduler decided for one pass. KV blocks for every token of it have been taken.
+    """The scheduler decides this for one pass. The KV blocks for every token of the pass have been taken.
 
-    `micro_batches` cuts the pass's sequences into those that go through a layer together, in the order in which they
-    run; None where the scheduler leaves that to the pipeline.
+    `micro_batches` divides the pass's sequences into groups that go through a layer together, in the order in which
+    they run; None where the scheduler leaves that to the pipeline.
     """
 
     prefill: list[Sequence]
@@ -41,12 +41,15 @@ NUM_ROW_FIELDS = 4  # of `MicroBatch.rows`
 
 @dataclass(eq=False, frozen=True)
 class MicroBatch:
-    """Tokens in rows: those of prefilling sequences first, one after another, then one row a decoding sequence. Among
-    either, sequences whose KV cache lies in host memory come before those that have it on the device. Padding of a
-    prompt follows the prompt, where causal attention hides it; in the cache it lies behind all that the sequence will
-    ever have, where a decoding sequence's context does not reach.
+    """A micro-batch holds its tokens in rows: first the rows of prefilling sequences, one after another, then one row
+    for each decoding sequence.
 
-    Nothing of it changes, and its arrays are read-only: ops that run later, and those of other GPUs, refer to them.
+    In both groups, sequences whose KV cache lies in host memory come before those that have it on the device. Padding
+    of a prompt follows the prompt, where causal attention hides it; in the cache it lies behind all tokens that the
+    sequence will ever have, where a decoding sequence's context does not reach.
+
+    A micro-batch never changes, and its arrays are read-only: ops that run later, and those of other GPUs, refer to
+    them.
     """
 
     index: int
@@ -79,7 +82,7 @@ class MicroBatch:
 
     @cached_property
     def num_padding_tokens(self) -> int:
-        """Rows that no sequence has a token for."""
+        """The number of rows that hold padding and no token of a sequence."""
         return sum(s.padding for s in self.prefill)
 
     @cached_property
@@ -96,8 +99,8 @@ class MicroBatch:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """int64 [4, tokens], what ops on the device know of the rows: token ids, positions, KV slots, and `last_rows`
-        with zeros behind them."""
+        """The facts that ops on the device need of the rows, int64 [4, tokens]: token ids, positions, KV slots, and
+        `last_rows` with zeros behind them."""
         found = np.zeros((NUM_ROW_FIELDS, self.num_tokens), dtype=np.int64)
         found[0], found[1], found[2] = self.token_ids, self.positions, self.slots
         found[3, : len(self.last_rows)] = self.last_rows
@@ -105,17 +108,18 @@ class MicroBatch:
 
     @cached_property
     def request_ids(self) -> np.ndarray:
-        """int64 [tokens], each row's request."""
+        """The request of each row, int64 [tokens]."""
         lens = (*self.prefill_lens, *[1] * len(self.decode))
         return _read_only(np.repeat([s.request.request_id for s in self.sequences], lens).astype(np.int64))
 
     @cached_property
     def records_routing(self) -> bool:
-        """Asked once a layer, hence cached: the sequences are many."""
+        """True if a sequence of the micro-batch records its routing. Cached, since each layer asks and the sequences
+        are many."""
         return any(s.records_routing for s in self.sequences)
 
     def rows_of(self) -> Iterable[tuple[Sequence, slice]]:
-        """Each sequence with the rows of its own tokens."""
+        """Yield each sequence with the rows of its own tokens."""
         paddings = (*(s.padding for s in self.prefill), *[0] * len(self.decode))
         lens, start = (*self.prefill_lens, *[1] * len(self.decode)), 0
         for sequence, length, padding in zip(self.sequences, lens, paddings, strict=True):
@@ -125,9 +129,10 @@ class MicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class KvReads:
-    """What decode attention reads: the query of row `queries[i]` over the first `lens[i]` tokens in blocks `tables[i]`.
+    """Decode attention reads these: entry i is the query of row `queries[i]` over the first `lens[i]` tokens in blocks
+    `tables[i]`.
 
-    The first `num_rows` entries are the decoding rows' contexts, in the order of the rows. Those behind them are
+    The first `num_rows` entries are the decoding rows' contexts, in the order of the rows. The entries behind them are
     shadows: the padding of a prompt, which a padded system reads behind a mask. The result of a shadow is dropped.
     """
 
@@ -146,11 +151,11 @@ class KvReads:
 
     @property
     def contexts(self) -> KvReads:
-        """These without the shadows."""
+        """The reads of contexts, without the shadows."""
         return self if not self.num_shadows else self._take(slice(0, self.num_rows), 0, self.num_rows)
 
     def among(self, start: int, stop: int) -> KvReads:
-        """The entries of the rows from `start` to `stop`, which are then counted from 0."""
+        """Return the reads of the rows from `start` to `stop`; their rows are then counted from 0."""
         kept: Any = slice(start, stop)
         if self.num_shadows:
             kept = (self.queries >= start) & (self.queries < stop)
@@ -161,19 +166,19 @@ class KvReads:
 
     @property
     def positions(self) -> np.ndarray:
-        """int64 [entries], the last token that each entry reads, counted within it."""
+        """The position of the last token that each entry reads, int64 [entries], counted within the entry."""
         return self.lens.astype(np.int64) - 1
 
     @cached_property
     def lens_by_row(self) -> np.ndarray:
-        """int64 [num_rows], tokens that each row's entries read together."""
+        """The number of tokens that each row's entries read together, int64 [num_rows]."""
         found = self.lens[: self.num_rows].astype(np.int64)
         np.add.at(found, self.queries[self.num_rows :], self.lens[self.num_rows :])
         return _read_only(found)
 
     @cached_property
     def flat_blocks(self) -> np.ndarray:
-        """int32, the blocks that the first entry reads, then those of the second, and so on."""
+        """The blocks that the first entry reads, then those that the second one reads, and so on: int32."""
         used = -(-self.lens // self.block_size)
         return _read_only(self.tables[np.arange(self.tables.shape[1]) < used[:, None]])
 
@@ -190,7 +195,7 @@ class CachedRows:
 
     @property
     def ranges(self) -> list[slice]:
-        """All of them as few slices of all rows, none of them empty."""
+        """All the rows as few slices of the micro-batch's rows; no slice is empty."""
         if self.prefill.stop == self.decode.start:
             found = [slice(self.prefill.start, self.decode.stop)]
         else:
@@ -199,21 +204,21 @@ class CachedRows:
 
     @property
     def read_lens(self) -> np.ndarray:
-        """int64 [decode], KV-cache tokens that decode attention reads: the context, and padding."""
+        """The KV-cache tokens that decode attention reads for each row, int64 [decode]: the context, and padding."""
         return self.reads.lens_by_row
 
     @cached_property
     def num_context_tokens(self) -> int:
-        """KV-cache tokens that decode attention reads."""
+        """The number of KV-cache tokens that decode attention reads."""
         return int(self.read_lens.sum())
 
     @cached_property
     def flat_blocks(self) -> np.ndarray:
-        """int32, the blocks of the first decoding sequence's context, then those of the second, and so on."""
+        """The blocks of the first decoding sequence's context, then those of the second one, and so on: int32."""
         return self.reads.contexts.flat_blocks
 
     def num_seen_tokens(self, spec: ModelSpec, layer: int) -> int:
-        """Those that lie within the layer's window."""
+        """Return how many of the tokens that decode attention reads lie within the layer's window."""
         window = spec.seen_tokens(layer, spec.max_positions)
         if window >= spec.max_positions:
             return self.num_context_tokens
@@ -236,7 +241,7 @@ def _host_first(sequences: Seq[Sequence]) -> list[Sequence]:
 
 
 def assemble(index: int, prefill: Seq[Sequence], decode: Seq[Sequence], allocator: Blocks) -> MicroBatch:
-    """Lay out the pending tokens of the given sequences, whose blocks have been taken."""
+    """Lay out the pending tokens of the given sequences, whose blocks have been taken, as a micro-batch."""
     prefill, decode = _host_first(prefill), _host_first(decode)
     ids: list[int] = []
     positions, slots, lens = [], [], []
@@ -271,7 +276,8 @@ def assemble(index: int, prefill: Seq[Sequence], decode: Seq[Sequence], allocato
 
 
 def _kv_reads(decode: Seq[Sequence], block_size: int) -> KvReads:
-    """The contexts of decoding sequences, and the padding of those that have any, from the block where it begins."""
+    """Return the reads of decoding sequences: their contexts, and the padding of those that have any, from the block in
+    which the padding begins."""
     padded = [row for row, sequence in enumerate(decode) if sequence.padding]
     runs = [(s.blocks, s.num_cached + 1) for s in decode]
     runs += [(decode[row].blocks[decode[row].max_tokens // block_size :], decode[row].padding) for row in padded]

@@ -1,4 +1,5 @@
-"""The vocabulary in which pipelines are written: one method a step of the papers' figures, each submitting its ops."""
+"""Pipelines are written in this vocabulary: one method for each step of the papers' figures, which submits the step's
+ops."""
 
 from __future__ import annotations
 
@@ -27,18 +28,19 @@ class Emitter(FanOut):
     """Submits the ops of one step for one micro-batch; nothing here waits.
 
     A step returns the ticket of its op, or None where the micro-batch gives it nothing to do; a step of several ops
-    returns the list of their tickets. What the loop waits for before the pass ends is noted in `InFlight.tickets`.
+    returns the list of their tickets. The tickets that the loop waits for before the pass ends are noted in
+    `InFlight.tickets`.
 
-    A step is written for one GPU and its share of the model, and made one for all GPUs of the engine that have the
-    micro-batch by `on_each_gpu`; then it returns the first one's tickets. Of what GPUs have each their own, parts and
-    buffers, it takes one, or a list with one for each GPU. Those that share a micro-batch add up partial results.
+    A step is written for one GPU and its share of the model. `on_each_gpu` makes it a step of all GPUs of the engine
+    that have the micro-batch; it then returns the first GPU's tickets. Where each GPU has its own part or buffer, a
+    step takes a single one, or a list with one for each GPU. GPUs that share a micro-batch add up partial results.
 
-    `serial=True` makes every op follow the one before it, on whatever lane: execution without any overlap.
-    `fifo=True` lets nothing overtake: no op is urgent.
+    `serial=True` makes every op follow the one before it, on whatever lane: execution without any overlap. `fifo=True`
+    lets nothing overtake: no op is urgent.
     """
 
     def load(self, stream: WeightStream | list[WeightStream], index: int, part_name: str) -> Ticket:
-        """Request a part of a stream, or of one for each GPU, in this emitter's order."""
+        """Request a part of a stream, or of one stream for each GPU, in this emitter's order."""
 
         def request(emit: Emitter) -> Ticket:
             ticket = emit._mine(stream).request(index, part_name, after=emit._after)
@@ -48,8 +50,8 @@ class Emitter(FanOut):
         return self._each(range(len(stream)) if isinstance(stream, list) else [0], request)[0]
 
     def gather(self, parts: list[PlacedPart], layer: int) -> list[Ticket]:
-        """Make a part whole on all GPUs, of which each has brought its share (`WeightStream.num_shares`). The gpu lanes
-        do that, so it waits for the slowest link and lets nothing be computed meanwhile."""
+        """Make a part whole on all GPUs, each of which has brought its share (`WeightStream.num_shares`). The gpu lanes
+        do this, so it waits for the slowest link and nothing is computed meanwhile."""
         buffers, nbytes = [part.buffer for part in parts], parts[0].layout.nbytes
 
         def member(emit: Emitter) -> Ticket:
@@ -59,7 +61,7 @@ class Emitter(FanOut):
 
     @on_each_gpu
     def embed(self, it: InFlight) -> list[Ticket]:
-        """Token ids to the device, then their embeddings."""
+        """Upload token ids to the device, then look up their embeddings."""
         self.poison(it)
         return [self.upload_tokens(it), self.look_up(it)]
 
@@ -69,19 +71,19 @@ class Emitter(FanOut):
 
     @on_each_gpu
     def look_up(self, it: InFlight) -> Ticket:
-        """The embeddings of uploaded tokens."""
+        """Look up the embeddings of uploaded tokens."""
         part = self._engine.resident.embedding
         return self.submit(GPU, compute.Embed(self._family, self._spec, it.batch, it.acts, part))
 
     @on_each_gpu
     def attention_in(self, it: InFlight, layer: int, part: PlacedPart | list[PlacedPart]) -> Ticket:
-        """Norm, QKV, rotary embedding."""
+        """Compute norm, QKV projection and rotary embedding."""
         op = compute.AttentionIn(self._family, self._spec, it.batch, it.acts, self._mine(part), layer)
         return self.submit(GPU, op)
 
     @on_each_gpu
     def prefill_attention(self, it: InFlight, layer: int) -> Ticket | None:
-        """Attention of the prompts among themselves."""
+        """Compute the attention of the prompts' tokens among themselves."""
         if not it.batch.prefill:
             return None
         part = self._engine.resident.attention[layer]
@@ -89,19 +91,19 @@ class Emitter(FanOut):
 
     @on_each_gpu
     def offload_qkv(self, it: InFlight, layer: int, *, queries: bool = True) -> Ticket | None:
-        """What the host needs of tokens whose KV cache lies there."""
+        """Copy to the host what it needs of tokens whose KV cache lies there."""
         if not it.batch.on_host.num_tokens:
             return None
         return self.submit(D2H, data.OffloadQkv(self._spec, it.batch, it.acts, layer, queries=queries))
 
     @on_one_gpu
     def offload_hidden(self, it: InFlight, layer: int, to: Buffer) -> Ticket:
-        """Hidden states to where they wait in pinned memory."""
+        """Copy hidden states to pinned memory, where they wait."""
         return self.submit(D2H, data.OffloadHidden(self._spec, it.batch, it.acts, layer, to))
 
     @on_each_gpu
     def send_hidden(self, it: InFlight, layer: int, to: Activations) -> Ticket:
-        """To the GPU that goes on with the next layer."""
+        """Send hidden states to the GPU that computes the next layer."""
         return self.submit(GPU, collective.SendHidden(self._spec, it.batch, it.acts, layer, to))
 
     @on_each_gpu
@@ -110,7 +112,7 @@ class Emitter(FanOut):
 
     @on_each_gpu
     def append_kv(self, it: InFlight, layer: int) -> list[Ticket]:
-        """New keys and values into the cache, on the side where each sequence has it."""
+        """Append new keys and values to the cache, on the side where each sequence has it."""
         tickets = []
         if it.batch.on_device.num_tokens:
             on_device = paged.AppendKvOnDevice(self._spec, it.batch, it.acts, layer, self._device_cache)
@@ -122,13 +124,14 @@ class Emitter(FanOut):
 
     @on_each_gpu
     def decode_attention(self, it: InFlight, layer: int) -> list[Ticket]:
-        """Attention over the cache, on the side where each sequence has it; results of the host back to the device."""
+        """Attend over the cache, on the side where each sequence has it, and bring the host's results back to the
+        device."""
         steps = (self.attend_in_place, self.attend_on_host, self.load_attention)
         return [ticket for step in steps if (ticket := step(it, layer)) is not None]
 
     @on_each_gpu
     def attend_in_place(self, it: InFlight, layer: int) -> Ticket | None:
-        """Attention of sequences whose cache lies in device memory."""
+        """Attend, in device memory, over the cache of sequences that have it there."""
         if not it.batch.on_device.num_decode:
             return None
         cache, part = self._device_cache, self._engine.resident.attention[layer]
@@ -137,7 +140,7 @@ class Emitter(FanOut):
 
     @on_each_gpu
     def attend_on_host(self, it: InFlight, layer: int) -> Ticket | None:
-        """Attention of sequences whose cache lies in host memory, by the CPU."""
+        """Attend, by the CPU, over the cache of sequences that have it in host memory."""
         if not it.batch.on_host.num_decode:
             return None
         cache, part = self._host_cache, self._engine.store.attention[layer]
@@ -146,7 +149,7 @@ class Emitter(FanOut):
 
     @on_each_gpu
     def load_attention(self, it: InFlight, layer: int) -> Ticket | None:
-        """What `attend_on_host` found, to the device."""
+        """Load the results of `attend_on_host` to the device."""
         if not it.batch.on_host.num_decode:
             return None
         return self.submit(H2D, data.LoadAttention(self._spec, it.batch, it.acts, layer), urgent=True)
@@ -171,8 +174,7 @@ class Emitter(FanOut):
 
     @on_each_gpu
     def decode_attention_on_device(self, it: InFlight, layer: int, staging: Seq[Buffer]) -> list[Ticket]:
-        """Decode attention on the gpu lane over the host cache: KV comes over the link into alternating staging
-        buffers."""
+        """Attend on the gpu lane over the host cache: KV comes over the link into alternating staging buffers."""
         tickets = []
         for turn, rows in enumerate(self._rows_that_fit(it.batch.on_host.read_lens, min(b.nbytes for b in staging))):
             buffer = staging[turn % len(staging)]
@@ -181,20 +183,21 @@ class Emitter(FanOut):
 
     @on_each_gpu
     def load_kv(self, it: InFlight, layer: int, rows: range, to: Buffer | list[Buffer]) -> Ticket:
-        """What the host cache holds of some decoding sequences (rows of `on_host`), over the link into a device
+        """Load the cached keys and values of some decoding sequences (rows of `on_host`) over the link into a device
         buffer."""
         load = data.LoadKv(self._spec, it.batch, it.acts, layer, self._host_cache, rows, self._mine(to))
         return self._on_kv(it, H2D, load, urgent=True)
 
     @on_each_gpu
     def attend_on_device(self, it: InFlight, layer: int, rows: range, staged: Buffer | list[Buffer]) -> Ticket:
-        """Decode attention over what `load_kv` staged and the newest tokens."""
+        """Attend on the device over the tokens that `load_kv` staged and the newest tokens."""
         buffer, part = self._mine(staged), self._engine.resident.attention[layer]
         op = compute.DecodeAttentionDevice(self._family, self._spec, it.batch, it.acts, layer, rows, buffer, part)
         return self.submit(GPU, op)
 
     def attention_out(self, it: InFlight, layer: int, part: PlacedPart | list[PlacedPart]) -> Ticket:
-        """O projection, norm and router, and the router's choices to the host where they are recorded."""
+        """Compute output projection, norm and router, and bring the router's choices to the host where they are
+        recorded."""
         if not it.is_shared:
             return self._attention_out(it, layer, part)
         self._output_projection(it, layer, part)
@@ -221,7 +224,7 @@ class Emitter(FanOut):
         return self.submit(GPU, op)
 
     def _all_reduce(self, it: InFlight, layer: int, to: Literal["normed", "hidden"]) -> Ticket:
-        """All members in one call, so that they are in the same order on all lanes."""
+        """Submit all members of a collective in one call, so that they are in the same order on all lanes."""
         partials = [each.acts for each in it.gpus]
 
         def member(emit: Emitter) -> Ticket:
@@ -253,7 +256,7 @@ class Emitter(FanOut):
         *,
         routed: np.ndarray | None = None,
     ) -> Ticket | None:
-        """Run the given experts (by number) over the tokens routed to them; nothing in a layer without experts.
+        """Run the given experts (by number) over the tokens routed to them; submits nothing in a layer without experts.
 
         `routed` (int64 [num_experts]) is how many tokens choose each expert, from a strategy that has seen the routing:
         the simulated machine then charges for exactly these tokens and these experts' bytes.
@@ -290,13 +293,15 @@ class Emitter(FanOut):
 
     @on_each_gpu
     def load_expert_sums(self, it: InFlight, layer: int, to: Buffer | list[Buffer | None] | None = None) -> Ticket:
-        """Bring what experts on the host found to the device: into `to`, which `combine` then takes as `extra`, or over
-        what `moe_out` holds, which is right where no expert of the layer runs on the device."""
+        """Bring the results of experts on the host to the device. They go into `to`, which `combine` then takes as
+        `extra`. Without `to` they overwrite what `moe_out` holds, which is right where no expert of the layer runs on
+        the device."""
         n, source, target = it.batch.num_tokens, it.acts.host_moe_out, self._mine(to) or it.acts.moe_out
         return self.submit(H2D, expert_rows.LoadExpertSums(self._spec, source, target, n, layer, it.batch.index))
 
     def combine(self, it: InFlight, layer: int, extra: tuple[Buffer, ...] = ()) -> Ticket:
-        """Experts' sums into the residual stream; without any `extra` where several GPUs share the micro-batch."""
+        """Add the experts' sums to the residual stream; there is no `extra` where several GPUs share the micro-
+        batch."""
         if it.is_shared:
             assert not extra, "only the GPUs' own sums are added"
             return self._all_reduce(it, layer, "hidden")
@@ -309,14 +314,14 @@ class Emitter(FanOut):
 
     @on_one_gpu
     def head(self, it: InFlight) -> Ticket:
-        """Final norm, head, greedy choice; the ticket's value is the sampled ids, one a sequence."""
+        """Compute final norm, head and greedy choice; the ticket's value is the sampled ids, one for each sequence."""
         part = self._engine.resident.head
         self.submit(GPU, compute.Head(self._family, self._spec, it.batch, it.acts, part))
         it.tickets.sampled = self.submit(D2H, data.FetchSampled(self._spec, it.batch, it.acts), urgent=True)
         return it.tickets.sampled
 
     def _rows_that_fit(self, read_lens: np.ndarray, nbytes: int) -> list[range]:
-        """Cut the decode rows with their KV on the host into runs whose KV of one layer fits a staging buffer."""
+        """Cut the decode rows with their KV on the host into runs; each run's KV of one layer fits a staging buffer."""
         limit = nbytes // self._spec.kv_bytes_per_token_layer
         runs, start, total = [], 0, 0
         for row, length in enumerate(read_lens.tolist()):
@@ -329,8 +334,9 @@ class Emitter(FanOut):
 
     @on_each_gpu
     def poison(self, it: InFlight) -> list[Ticket]:
-        """Tests: nothing of what its activation buffers held before may be read. None elsewhere."""
+        """Mark the micro-batch's activation buffers as poisoned in tests: no op may read what they held before. On
+        other machines nothing is submitted."""
         poisoned = [buffer for buffer in it.acts.all_buffers() if buffer.backed] if self._engine.machine.poisons else []
-        # who: of attention results
+        # `who` writes a share of the rows of attention results, which has a key of its own
         ops = [Poison(buffer, (buffer, *((buffer, who) for who in ATTENDED_BY))) for buffer in poisoned]
         return [self.submit(GPU, op) for op in ops]

@@ -1,4 +1,4 @@
-"""What strategies are given: a machine, a model in its memory, a KV cache, and the sequences of the workload."""
+"""Strategies are given this: a machine, a model in its memory, a KV cache, and the sequences of the workload."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from harness.model.spec import ModelSpec
 
 @dataclass(eq=False, kw_only=True)
 class Engine:
-    """One loaded model on one machine, and the requests it is to serve, in the order of their arrival.
+    """One loaded model on one machine, and the requests to serve, in the order of their arrival.
 
-    Where several GPUs share the model, this is GPU 0 and `peers` are the others, each an engine of its own. Under
-    tensor parallelism `spec`, store and cache are the part of every layer that the GPU stores and computes; otherwise
-    all have the whole model's, and who computes what is the pipeline's matter.
+    Where several GPUs share the model, this is GPU 0 and `peers` are the other GPUs, each an engine of its own. Under
+    tensor parallelism `spec`, store and cache are the part of every layer that the GPU stores and computes. Otherwise
+    each engine has those of the whole model, and the pipeline decides which GPU computes what.
     """
 
     machine: Machine
@@ -35,10 +35,10 @@ class Engine:
 
     @property
     def ranks(self) -> tuple[Engine, ...]:
-        """All GPUs, this one first."""
+        """The engines of all GPUs, this one first."""
         return (self, *self.peers)
 
     @property
     def stages(self) -> tuple[Engine, ...]:
-        """Each GPU as if it were the only one."""
+        """The engines of all GPUs, each as if it were the only one."""
         return tuple(replace(each, peers=()) for each in self.ranks)

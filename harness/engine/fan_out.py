@@ -1,4 +1,4 @@
-"""Run a step of the emitter on all GPUs that have a micro-batch: behind one emitter there is one for each other GPU."""
+"""Run a step of the emitter on all GPUs that have a micro-batch: one emitter keeps another one for each other GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ F = TypeVar("F", bound="FanOut")
 
 
 class FanOut:
-    """Submits ops to the lanes of an engine's GPUs. `serial` and `fifo` are explained at `Emitter`."""
+    """Submits ops to the lanes of an engine's GPUs. `Emitter` explains `serial` and `fifo`."""
 
     def __init__(self, engine: Engine, *, serial: bool = False, fifo: bool = False) -> None:
         self._engine = engine
@@ -27,18 +27,18 @@ class FanOut:
             lane: lane if lane.kind in HOST_KINDS else Lane(lane.kind, engine.rank) for lane in LANES if engine.rank
         }
         self.tail: tuple[Ticket, ...] = ()  # what was submitted last
-        self._gpu = 0  # among those of the whole
+        self._gpu = 0  # number among all GPUs of the engine
 
     @cached_property
     def _gpus(self) -> list[Self]:
-        """Return this emitter, and one for each other GPU."""
+        """The emitters of all GPUs: this one, and one for each other GPU."""
         others = [type(self)(peer, serial=self._serial, fifo=self._fifo) for peer in self._engine.peers]
         for number, emit in enumerate(others, start=1):
             emit._gpu = number
         return [self, *others]
 
     def submit(self, lane: Lane, op: Op, *, urgent: bool = False) -> Ticket:
-        """Submit an op of one GPU: `lane` is one of rank 0, and the op goes to the like lane of this GPU."""
+        """Submit an op of one GPU: `lane` is one of rank 0, and the op goes to this GPU's lane of the same kind."""
         lane = self._lanes[lane] if self._lanes else lane
         ticket = self._engine.machine.submit(lane, op, after=self._after, urgent=urgent and not self._fifo)
         self.tail = (ticket,)
@@ -49,7 +49,7 @@ class FanOut:
         return self.tail if self._serial else ()
 
     def _mine(self, value: T | list[T]) -> T:
-        """Return what this GPU has of an argument that is one for all, or a list with one for each GPU."""
+        """Return this GPU's value of an argument that is either the same for all, or a list with one for each GPU."""
         return value[self._gpu] if isinstance(value, list) else value
 
     def _each(self, gpus: Iterable[int], run: Callable[[Self], R]) -> list[R]:
@@ -70,7 +70,8 @@ Step = Callable[Concatenate[F, InFlight, P], R]
 
 
 def on_each_gpu(step: Step[F, P, R]) -> Step[F, P, R]:
-    """Make a step that is written for one GPU one for all that have the micro-batch; it returns what the first does."""
+    """Make a step that is written for one GPU a step of all GPUs that have the micro-batch; it returns the first GPU's
+    result."""
 
     @wraps(step)
     def fanned(emit: F, it: InFlight, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -83,8 +84,8 @@ def on_each_gpu(step: Step[F, P, R]) -> Step[F, P, R]:
 
 
 def on_one_gpu(step: Step[F, P, R]) -> Step[F, P, R]:
-    """Make a step as `on_each_gpu` does, but one for the first GPU alone where all have the same to offer: the hidden
-    states and the router's choices of a micro-batch that they share."""
+    """Make a step as `on_each_gpu` does, but run it on the first GPU alone where the GPUs share the micro-batch. All of
+    them then have the same hidden states and the same choices of the router."""
     fanned = on_each_gpu(step)
 
     @wraps(step)

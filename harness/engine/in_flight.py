@@ -1,4 +1,5 @@
-"""Hold a micro-batch on its way through the layers with the tickets that the loop waits for. Torch-free."""
+"""Hold a micro-batch on its way through the layers, with the tickets that the loop waits for. Torch-free. Torch-
+free."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from harness.machine.base import Ticket
 
 @dataclass(eq=False, slots=True)
 class PassTickets:
-    """What the emitter has submitted for a micro-batch in one pass, as far as the loop must know it."""
+    """The emitter notes here the tickets of a micro-batch in one pass that the loop must know."""
 
     kv: list[Ticket] = field(default_factory=list)  # ops that touch the KV blocks of its sequences, on whichever GPU
     routing: dict[int, Ticket] = field(default_factory=dict)  # by layer, where routing is recorded
@@ -35,17 +36,18 @@ class InFlight:
 
     @classmethod
     def shared(cls, batch: MicroBatch, acts: Seq[Activations], tickets: PassTickets | None = None) -> InFlight:
-        """Return a micro-batch that all GPUs have, each its share of every layer, with the buffers of each."""
+        """Return a micro-batch that all GPUs share, each with its part of every layer and with its own buffers."""
         tickets = tickets or PassTickets()
         return cls.together([cls(batch, each, tickets, gpu) for gpu, each in enumerate(acts)])
 
     @classmethod
     def together(cls, gpus: Seq[InFlight]) -> InFlight:
-        """Return what stands for several GPUs, of which each has all of a layer, and a micro-batch of its own."""
+        """Return an object that stands for several GPUs, each of which has whole layers and a micro-batch of its
+        own."""
         first = gpus[0]
         return first if len(gpus) == 1 else cls(first.batch, first.acts, first.tickets, first.gpu, tuple(gpus))
 
     @property
     def is_shared(self) -> bool:
-        """Return whether several GPUs have the same micro-batch, so that their partial results have to be added up."""
+        """True if several GPUs have the same micro-batch, so that their partial results have to be added up."""
         return bool(self.gpus) and self.gpus[1].batch is self.batch

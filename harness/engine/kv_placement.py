@@ -1,4 +1,4 @@
-"""Where the KV cache lies: in host memory, in device memory, or a share of it in either. Torch-free."""
+"""Place the KV cache: in host memory, in device memory, or a share of it in either. Torch-free. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _PINNED = "pinned"
 
 
 def place_kv(engine: Engine, *, host_bytes: int = 0, device_bytes: int = 0) -> None:
-    """Put a KV cache of these sizes in the place of the engine's, of which no block may be held.
+    """Replace the engine's KV cache, of which no block may be held, by one of these sizes.
 
-    `device_bytes` is of each GPU, `host_bytes` of all together: where several GPUs share the model, each keeps its own
-    heads of every token. Raises MemoryCapacityError where a tier has too little left.
+    `device_bytes` is for each GPU, `host_bytes` for all together: where several GPUs share the model, each keeps its
+    own heads of every token. Raises MemoryCapacityError where a tier has too little left.
     """
     block_size = engine.kv.allocator.block_size
     engine.kv.close()
@@ -34,7 +34,9 @@ def place_kv(engine: Engine, *, host_bytes: int = 0, device_bytes: int = 0) -> N
 
 
 def place_kv_by_gpu(engine: Engine, *, device_bytes: int) -> list[KVCache]:
-    """The same, but each GPU has a cache of its own in its memory, for sequences of its own: these caches."""
+    """Replace the engine's KV cache by one in each GPU's memory, each for sequences of its own, and return these
+    caches. `device_bytes` is for each GPU. No block may be held. Raises MemoryCapacityError where a tier has too little
+    left."""
     block_size = engine.kv.allocator.block_size
     engine.kv.close()
     caches = [
@@ -53,7 +55,9 @@ def place_kv_by_gpu(engine: Engine, *, device_bytes: int) -> list[KVCache]:
 def make_kv(
     machine: Machine, specs: Sequence[ModelSpec], *, block_size: int, host_bytes: int = 0, device_bytes: int = 0
 ) -> list[KVCache | SplitKVCache]:
-    """The same, a cache for each rank, whose shares of the model are `specs`. They share the blocks of the first."""
+    """Return a cache for each rank, whose shares of the model are `specs`; all share the blocks of the first.
+    `device_bytes` is for each GPU, `host_bytes` for all together. Raises MemoryCapacityError where a tier has too
+    little left."""
     assert host_bytes or device_bytes, "a cache needs memory on some side"
     made: list[KVCache | SplitKVCache] = []
 

@@ -1,4 +1,4 @@
-"""What fits: the arithmetic planners share, written once."""
+"""Planners share this arithmetic of what fits into memory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SLACK_BYTES = 1 << 16  # alignment of many small buffers
 
 
 def longest_sequence(engine: Engine) -> int:
-    """Most tokens that one prefill can have: a preempted sequence is prefilled with what it generated."""
+    """Return the most tokens that one prefill can have: a preempted sequence is prefilled with what it generated."""
     return max((s.max_tokens for s in engine.sequences), default=1)
 
 
 def two_layers(whole: bool) -> str:
-    """Return what messages call the weights that the device must hold at the least."""
+    """Return what messages call the least weights that the device must hold."""
     return "two layers of weights" if whole else "two layers of weights without experts, and two experts"
 
 
@@ -37,9 +37,11 @@ def least_bytes(
     weights_tier: str = PINNED,
     whole_layers: bool = True,
 ) -> dict[str, dict[str, int]]:
-    """Return, by tier and name, what a strategy needs at the least: the model in `weights_tier` and the KV cache in
-    pinned memory; on the device the ends of the model, two layers (see `least_weight_bytes`), and one micro-batch that
-    holds the longest sequence."""
+    """Return the bytes, by tier and name, that a strategy needs at the least.
+
+    The model lies in `weights_tier` and the KV cache in pinned memory. The device holds the ends of the model, two
+    layers (see `least_weight_bytes`), and one micro-batch that holds the longest sequence.
+    """
     spec, family = source.spec, source.family
     tokens = f"one micro-batch of {longest_tokens} tokens"
     needed: dict[str, dict[str, int]] = {
@@ -66,9 +68,10 @@ def tokens_that_fit(
     pinned_reserved_bytes: int = 0,
     host_experts: bool = False,
 ) -> int:
-    """Tokens of activations per micro-batch that fit device memory beside the weight buffer and `reserved_bytes`, and
-    pinned memory beside `pinned_reserved_bytes`, with rows for experts on the host where there are to be some; of
-    several GPUs the first has the least room.
+    """Return how many tokens of activations per micro-batch fit both device and pinned memory.
+
+    Device memory also holds the weight buffer and `reserved_bytes`; pinned memory also holds `pinned_reserved_bytes`,
+    and rows for experts on the host where `host_experts` is set. Of several GPUs the first has the least room.
 
     Raises ConfigError naming the memory where fewer than `at_least` fit.
     """
@@ -97,7 +100,8 @@ def tokens_that_fit(
 def _too_small(
     tier: Tier, beside: Mapping[str, int], token_bytes: int, *, fitting: int, at_least: int, needed: int
 ) -> ConfigError:
-    """Names all that hold the memory, or are going to, and what would be enough for the longest sequence."""
+    """Return an error that names everything that holds the memory or will hold it, and how much would be enough for the
+    longest sequence."""
     limit = tier.limit
     held = {**limit.holders(), **beside}
     enough_gb = (sum(held.values()) + needed * token_bytes) / 1e9

@@ -1,4 +1,4 @@
-"""The engine's loop: schedule a pass, emit it, retire it, until every request has ended."""
+"""The engine's loop schedules a pass, emits it and retires it, until every request has ended."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from harness.record.passes import PassRecord
 def run(engine: Engine, strategy: Strategy, on_pass: Callable[[PassRecord], None], *, check: bool = False) -> None:
     """Run the workload to its end. `check` verifies the integrity of memory and blocks after every pass (tests).
 
-    Passes end in the order in which they began. A scheduler is asked for the next one while fewer are under way than
-    the strategy allows; what it wants only after one of them has ended, it is asked for again then.
+    Passes end in the order in which they began. A scheduler is asked for the next pass while fewer are under way than
+    the strategy allows. If it first needs one of them to end, it is asked again after that.
     """
     index, under_way = 0, deque[_UnderWay]()
     while True:
@@ -43,7 +43,7 @@ def run(engine: Engine, strategy: Strategy, on_pass: Callable[[PassRecord], None
 
 @dataclass(frozen=True, kw_only=True)
 class _UnderWay:
-    """A pass that has begun, with the blocks that were in use then."""
+    """A pass that has begun, with the number of blocks that were in use then."""
 
     index: int
     start_s: float
@@ -73,7 +73,7 @@ def _finish(engine: Engine, strategy: Strategy, it: _UnderWay) -> PassRecord:
 
 
 def _retire(engine: Engine, result: PassResult, index: int) -> list[Sequence]:
-    """Hand sampled tokens to their sequences; free the blocks of those that ended, after their last op."""
+    """Hand sampled tokens to their sequences; free the blocks of ended sequences, after their last op."""
     ended = []
     for it in result.in_flight:
         assert it.tickets.sampled is not None, f"no head was submitted for micro-batch {it.batch.index}"
@@ -123,7 +123,7 @@ def _record(engine: Engine, strategy: Strategy, it: _UnderWay, *, num_finished: 
 
 
 def _check_conservation(engine: Engine) -> None:
-    """A scheduler that loses a request would otherwise report a shorter run as a faster one."""
+    """Assert that every request has ended: a scheduler that loses one would report a shorter run as a faster one."""
     open_ = [s.request.request_id for s in engine.sequences if s.state not in (State.FINISHED, State.REJECTED)]
     assert not open_, f"the scheduler stopped with {len(open_)} requests unfinished, the first is {open_[0]}"
 

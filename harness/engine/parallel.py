@@ -1,4 +1,4 @@
-"""Make what a pipeline has on each GPU of an engine: lists by rank, from which an emitter's step picks."""
+"""Make a pipeline's memory on each GPU of an engine: lists by rank, from which an emitter's step picks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def paged_weights(
     layers: range | None = None,
     experts: bool = True,
 ) -> list[PagedWeights]:
-    """Return each GPU's pages, which come over its own link; they take turns at the host's staging copies."""
+    """Return each GPU's pages, which come over its own link; GPUs take turns at the host's staging copies."""
     return [
         PagedWeights(
             each.machine,
@@ -34,7 +34,8 @@ def paged_weights(
 
 
 def activations(engine: Engine, *, max_tokens: int, name: str, host_experts: bool = False) -> list[Activations]:
-    """Return each GPU's buffers, without those of the host where no part of the KV cache lies in host memory."""
+    """Return each GPU's activation buffers, without the host's buffers where no part of the KV cache lies in host
+    memory."""
     return [
         Activations(
             each.machine,

@@ -1,4 +1,5 @@
-"""A request on its way through the engine. Torch-free bookkeeping in program order."""
+"""A request on its way through the engine, as torch-free bookkeeping in program order. Torch-free bookkeeping in
+program order."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class State(StrEnum):
 
 @dataclass(eq=False, slots=True)
 class Life:
-    """One life of a sequence's KV cache: from a prefill to preemption or the end. Routing is recorded by life."""
+    """One life of a sequence's KV cache: from a prefill to preemption or the end. Routing is recorded for each life.
+    Routing is recorded by life."""
 
     first_generated: int  # index of the first token generated in this life
     routing: list[np.ndarray] = field(default_factory=list)  # per pass: [tokens, layers, experts_per_token]
@@ -32,7 +34,8 @@ class Life:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """State of one request. `num_cached` tokens have their keys and values in `blocks`."""
+    """The state of one request. `num_cached` tokens have their keys and values in `blocks`. `num_cached` tokens have
+    their keys and values in `blocks`."""
 
     request: Request
     state: State = State.QUEUED
@@ -56,7 +59,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and generated tokens: what a prefill from scratch would process."""
+        """The number of prompt and generated tokens: a prefill from scratch would process so many."""
         return self.prompt_len + len(self.generated)
 
     @property
@@ -65,13 +68,14 @@ class Sequence:
         return self.prompt_len + self.request.max_new_tokens - 1
 
     def pending_ids(self) -> Seq[int]:
-        """Tokens not in the KV cache yet: the whole text before a prefill, the newest token in decode."""
+        """Return the tokens that are not in the KV cache yet: the whole text before a prefill, the newest token in
+        decode."""
         if self.num_cached >= self.prompt_len:
             return self.generated[self.num_cached - self.prompt_len :]
         return (*self.request.prompt_ids[self.num_cached :], *self.generated)
 
     def accept(self, token: int, eos_token_id: int | None) -> bool:
-        """Append a sampled token; True when the sequence has ended."""
+        """Append a sampled token; return True when the sequence has ended."""
         assert self.state in (State.PREFILL, State.DECODING), f"request {self.request.request_id} was not running"
         self.num_cached = self.num_tokens
         self.generated.append(token)

@@ -1,4 +1,4 @@
-"""What a strategy is to the engine: a scheduler, a pipeline, and what its planner and its model say."""
+"""A strategy gives the engine a scheduler, a pipeline, and its planner's and its model's results."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from harness.memory.tiers import PINNED
 
 
 def weights_tier(config: Any) -> str:
-    """The tier of host memory in which a strategy wants the model: what its Config has as `weights_tier`, or pinned."""
+    """Return the tier of host memory in which a strategy wants the model: its Config's `weights_tier`, or pinned."""
     tier: str = getattr(config, "weights_tier", PINNED)
     return tier
 
 
 def whole_layers(config: Any) -> bool:
-    """Return whether a strategy needs room for two whole layers on the device, which is what its Config has as
-    `whole_layers`, or True; one that moves single experts needs less."""
+    """Return whether a strategy needs room for two whole layers on the device: its Config's `whole_layers`, or True. A
+    strategy that moves single experts needs less."""
     whole: bool = getattr(config, "whole_layers", True)
     return whole
 
@@ -32,7 +32,8 @@ Parallelism = Literal["tensor", "data", "pipeline"]
 
 
 def parallelism(config: Any) -> Parallelism:
-    """What a strategy's Config has as `parallelism`. One without it runs on one GPU, which is all the same."""
+    """Return how GPUs share the model: a Config's `parallelism`, or "tensor". A strategy without it runs on one GPU,
+    where all kinds are the same."""
     chosen: Parallelism = getattr(config, "parallelism", "tensor")
     return chosen
 
@@ -41,10 +42,10 @@ class Scheduler(Protocol):
     """Decides which sequences are in the next pass; pure bookkeeping, no torch."""
 
     def next_pass(self) -> PassPlan | None:
-        """The next pass with KV blocks taken for each of its tokens, or None when nothing is left to do."""
+        """Return the next pass, with KV blocks taken for each of its tokens, or None when nothing is left to do."""
 
     def retire(self, plan: PassPlan, ended: list[Sequence]) -> None:
-        """The pass is over: `ended` have finished (blocks freed), all others decode on."""
+        """Note that the pass is over: `ended` have finished (blocks freed), all other sequences decode on."""
 
     @property
     def num_waiting(self) -> int: ...
@@ -63,7 +64,7 @@ class PassResult:
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
-        """Return the micro-batches alone, in the same order."""
+        """The micro-batches alone, in the same order."""
         return [it.batch for it in self.in_flight]
 
 
@@ -74,12 +75,12 @@ class Pipeline(Protocol):
         """Submit one pass, or as much of it as its order among other passes in flight allows."""
 
     def finish(self) -> None:
-        """The last pass is over; withdraw what was prefetched in vain."""
+        """Withdraw what was prefetched in vain, after the last pass is over."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What the strategy's own equations say, before the run."""
+    """The strategy's own equations say this before the run."""
 
     throughput_tok_s: float
     model: str  # the paper's name for the model and the case that applied

@@ -1,1 +1,2 @@
-"""The MoE ops: what every pipeline is made of. `compute` runs on the gpu lane, `host` on the cpu lane, `data` moves."""
+"""The MoE ops are what every pipeline is made of. Those of `compute` run on the gpu lane, those of `host` on the cpu
+lane, and those of `data` move bytes."""

@@ -1,5 +1,8 @@
-"""What several GPUs say to each other. Those that share a layer have partial results and their sums in the place of
-AttentionOut and Combine; those that share the layers hand hidden states on."""
+"""Exchange results between several GPUs.
+
+GPUs that share a layer compute partial results and their sums instead of AttentionOut and Combine; GPUs that share out
+the layers hand hidden states on.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from harness.model.spec import ModelSpec
 
 
 class OutputProjection(ComputeOp):
-    """O projection of this GPU's heads: a partial sum, to `moe_out` (float32), which is free before the experts."""
+    """Computes this GPU's heads' part of the output projection: a partial sum. It goes to `moe_out` (float32), which is
+    free before the experts."""
 
     kind: ClassVar[str] = "output projection"
 
@@ -45,8 +49,8 @@ class OutputProjection(ComputeOp):
 
 
 class AfterAttention(ComputeOp):
-    """Residual, norm and router behind the summed O projection, which is in `normed`: the same on every GPU. Shared
-    experts, or the MLP of a dense layer, are part of it, each GPU computing its share."""
+    """Computes residual, norm and router after the summed output projection, which is in `normed`: the same on every
+    GPU. Shared experts, or the MLP of a dense layer, are part of it; each GPU computes its share of them."""
 
     kind: ClassVar[str] = "after attention"
 
@@ -75,14 +79,15 @@ class AfterAttention(ComputeOp):
 
 
 def _share_bytes(op: OutputProjection | AfterAttention, *, of_projection: bool) -> float:
-    """Weights that an op reads of the part that both use, by the matrices it multiplies with."""
+    """Return the bytes of weights that an op reads of the part that both ops use, in proportion to the matrices it
+    multiplies with."""
     assert op.layer is not None
     projection, others = op.spec.attention_out_params, op.spec.common_mlp_params(op.layer)
     return op.weight_bytes() * (projection if of_projection else others) / (projection + others)
 
 
 class SendHidden(MicroBatchOp):
-    """Hidden states to the GPU that has the next layers (pipeline parallelism)."""
+    """Sends hidden states to the GPU that has the next layers (pipeline parallelism)."""
 
     kind: ClassVar[str] = "send hidden"
 
@@ -105,8 +110,8 @@ class SendHidden(MicroBatchOp):
 
 
 class AllReduce(MicroBatchOp):
-    """One GPU's member of a collective: the sum of all GPUs' partial results in `moe_out`, to this GPU's `normed`, or
-    added to its `hidden`.
+    """One GPU's member of a collective. It writes the sum of all GPUs' partial results in `moe_out` to this GPU's
+    `normed`, or adds it to its `hidden`.
 
     Partial results cross the link in the model's dtype; they are added in float32 in the order of ranks, so that all
     GPUs get the same bits. Members are tied by their keys: each reads what every GPU wrote.

@@ -1,4 +1,4 @@
-"""Ops of the gpu lane: layer math of the model's family over activation buffers."""
+"""Run layer math of the model's family on the gpu lane, over activation buffers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ComputeOp(MicroBatchOp):
 
 
 class Embed(ComputeOp):
-    """Token ids -> hidden."""
+    """Looks up the embeddings of token ids, and writes them to `hidden`."""
 
     kind: ClassVar[str] = "embed"
 
@@ -60,7 +60,7 @@ class Embed(ComputeOp):
 
 
 class AttentionIn(ComputeOp):
-    """Input norm, QKV projection, rotary embedding (the dense half of MoE-Lens's GA, CGOPipe's PreAttn)."""
+    """Computes input norm, QKV projection and rotary embedding (the dense half of MoE-Lens's GA, CGOPipe's PreAttn)."""
 
     kind: ClassVar[str] = "attention in"
 
@@ -91,7 +91,7 @@ class AttentionIn(ComputeOp):
 
 
 class PrefillAttention(ComputeOp):
-    """Causal attention among the tokens of each prefilling sequence. `part`: see `AttentionOverCache`."""
+    """Computes causal attention among the tokens of each prefilling sequence. `AttentionOverCache` explains `part`."""
 
     kind: ClassVar[str] = "prefill attention"
 
@@ -135,7 +135,8 @@ class PrefillAttention(ComputeOp):
 
 
 class DecodeAttentionDevice(ComputeOp):
-    """Decode attention on the device over keys and values that LoadKv staged there and those of the newest tokens."""
+    """Computes decode attention on the device, over keys and values that LoadKv staged there and those of the newest
+    tokens."""
 
     kind: ClassVar[str] = "decode attention (device)"
 
@@ -194,7 +195,7 @@ class DecodeAttentionDevice(ComputeOp):
         attend_each(reads, q[mine], out, attend)
 
     def _staged(self, staging: Any, lens: list[int]) -> list[tuple[Any, Any]]:
-        """Keys and values of contexts that lie one after another, each [kv_heads, context, head_dim]."""
+        """Return keys and values of contexts that lie one after another, each [kv_heads, context, head_dim]."""
         spec, at, found = self.spec, 0, []
         for length in lens:
             shape, size = (spec.num_kv_heads, length, spec.head_dim), length * spec.kv_dim
@@ -204,8 +205,8 @@ class DecodeAttentionDevice(ComputeOp):
 
 
 def _add_newest(staging: Any, positions: Any, k: Any, v: Any) -> None:
-    """The newest tokens' keys and values into their places in what `LoadKv` staged, however many sequences there are by
-    the same few launches; positions [seqs], k and v [seqs, kv_heads, head_dim]."""
+    """Write the newest tokens' keys and values into their places in what `LoadKv` staged. The few launches are the same
+    however many sequences there are. positions [seqs], k and v [seqs, kv_heads, head_dim]."""
     num_heads, head_dim = k.shape[1:]
     lens = (positions + 1)[:, None]
     begins = 2 * num_heads * (lens.cumsum(0) - lens)  # of each sequence, in rows of head_dim
@@ -216,8 +217,8 @@ def _add_newest(staging: Any, positions: Any, k: Any, v: Any) -> None:
 
 
 class AttentionOut(ComputeOp):
-    """O projection, residual, post-attention norm and router: what comes before the experts. Shared experts, or the
-    MLP of a dense layer, are part of it."""
+    """Computes what comes before the experts: output projection, residual, post-attention norm and router. Shared
+    experts, or the MLP of a dense layer, are part of it."""
 
     kind: ClassVar[str] = "attention out"
 
@@ -248,7 +249,7 @@ class AttentionOut(ComputeOp):
 
 
 class Combine(ComputeOp):
-    """Adds the experts' sum to the residual stream."""
+    """Adds the sums of the experts to the residual stream."""
 
     kind: ClassVar[str] = "combine"
 
@@ -273,8 +274,8 @@ class Combine(ComputeOp):
 
 
 class Head(ComputeOp):
-    """Final norm and language-model head on each sequence's last row; greedy sampling. In several runs where the logits
-    of all sequences do not fit the workspace."""
+    """Computes final norm and language-model head on each sequence's last row, and samples greedily. It takes several
+    runs where the logits of all sequences do not fit the workspace."""
 
     kind: ClassVar[str] = "head"
 

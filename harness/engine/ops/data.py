@@ -1,4 +1,4 @@
-"""Ops that move data between tiers, fetch host values, or (in tests) poison memory."""
+"""Move data between tiers, and fetch values to the host."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class MicroBatchOp(Op):
 
 
 def device_rows(ctx: Context, batch: MicroBatch, acts: Activations) -> Any:
-    """`MicroBatch.rows` as `UploadTokens` has brought them to the device."""
+    """Return `MicroBatch.rows` as `UploadTokens` has brought them to the device."""
     return ctx.tensor(acts.tokens, batch.rows.shape, "int64")
 
 
 class UploadTokens(MicroBatchOp):
-    """`MicroBatch.rows` to the device, and the block tables of those whose KV cache lies there."""
+    """Copy `MicroBatch.rows` to the device, and the block tables of the sequences whose KV cache lies there."""
 
     kind: ClassVar[str] = "upload tokens"
 
@@ -56,8 +56,9 @@ class UploadTokens(MicroBatchOp):
 
 
 class OffloadQkv(MicroBatchOp):
-    """Keys and values of all tokens, queries of decode tokens, device -> host (MoE-Lens §6.4, CGOPipe OffloadQKV); only
-    of those whose KV cache lies there. Without `queries` where the device attends."""
+    """Copy keys and values of all tokens and queries of decode tokens, device -> host (MoE-Lens §6.4, CGOPipe
+    OffloadQKV). Only those of sequences whose KV cache lies on the host are copied. `queries` is false where the device
+    attends."""
 
     kind: ClassVar[str] = "offload qkv"
 
@@ -91,7 +92,7 @@ class OffloadQkv(MicroBatchOp):
 
 
 class LoadAttention(MicroBatchOp):
-    """Attention results of decode tokens that were computed on the host, host -> device (CGOPipe LoadH)."""
+    """Copy attention results of decode tokens that were computed on the host, host -> device (CGOPipe LoadH)."""
 
     kind: ClassVar[str] = "load attention"
 
@@ -114,11 +115,11 @@ class LoadAttention(MicroBatchOp):
 
 
 class LoadKv(MicroBatchOp):
-    """The cached keys and values of decoding sequences, host blocks -> contiguous device staging, one by one.
+    """Copy the cached keys and values of decoding sequences, host blocks -> contiguous device staging, one by one.
 
     Staging layout: for each entry of `KvReads` keys [kv_heads, tokens, head_dim], then its values. The newest token's
-    place comes with whatever the cache holds there, so that a sequence is one contiguous copy: its keys and values are
-    on the device already, and so the rest can be fetched before they are computed.
+    place is filled with whatever the cache holds there, so that a sequence is one contiguous copy. The newest keys and
+    values are on the device already, and so the rest can be fetched before they are computed.
     """
 
     kind: ClassVar[str] = "load kv"
@@ -158,7 +159,7 @@ class LoadKv(MicroBatchOp):
 
 
 class OffloadHidden(MicroBatchOp):
-    """Hidden states, device -> pinned memory, where they wait for the micro-batch's turn in the next layer."""
+    """Copy hidden states, device -> pinned memory, where they wait for the micro-batch's turn in the next layer."""
 
     kind: ClassVar[str] = "offload hidden"
 
@@ -181,7 +182,7 @@ class OffloadHidden(MicroBatchOp):
 
 
 class LoadHidden(OffloadHidden):
-    """And back."""
+    """Copy hidden states back, pinned memory -> device."""
 
     kind: ClassVar[str] = "load hidden"
 
@@ -192,7 +193,7 @@ class LoadHidden(OffloadHidden):
 
 
 class FetchSampled(MicroBatchOp):
-    """Sampled token ids to the host; value: int64 [sequences]."""
+    """Fetch sampled token ids to the host; value: int64 [sequences]."""
 
     kind: ClassVar[str] = "fetch tokens"
 
@@ -214,7 +215,7 @@ class FetchSampled(MicroBatchOp):
 
 
 class FetchRouting(MicroBatchOp):
-    """The router's choices to the host; value: int64 [tokens, experts_per_token]."""
+    """Fetch the router's choices to the host; value: int64 [tokens, experts_per_token]."""
 
     kind: ClassVar[str] = "fetch routing"
 
@@ -237,7 +238,8 @@ class FetchRouting(MicroBatchOp):
 
 
 class FetchRoute(FetchRouting):
-    """The router's choices and their weights to the host; value: int64 and float32 [tokens, experts_per_token]."""
+    """Fetch the router's choices and their weights to the host; value: int64 and float32 [tokens,
+    experts_per_token]."""
 
     kind: ClassVar[str] = "fetch route"
 
@@ -250,7 +252,8 @@ class FetchRoute(FetchRouting):
 
     @property
     def cost_key(self) -> str:
-        """Calibrations know it by what it is but for 4 bytes a choice, whose time over the link is counted by rate."""
+        """The kind under which calibrations measure it: `FetchRouting`, which lacks the 4 bytes of each choice's
+        weight. Their time over the link is counted by rate."""
         return FetchRouting.kind
 
     def run(self, ctx: Context, packet: int) -> Any:

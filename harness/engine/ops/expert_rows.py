@@ -1,4 +1,4 @@
-"""Ops that bring rows to experts and their results back: over the links, and within host memory."""
+"""Bring rows to experts and their results back: over the links, and within host memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from harness.model.spec import ModelSpec
 
 
 class OffloadExpertInput(MicroBatchOp):
-    """Normed hidden states and routes, device -> host."""
+    """Copy normed hidden states and the router's choices with their weights, device -> host."""
 
     kind: ClassVar[str] = "offload expert input"
 
@@ -76,50 +76,51 @@ class MoveRows(Op):
 
 
 class OffloadRows(MoveRows):
-    """Copy rows that experts take, device -> host."""
+    """Copy rows for experts, device -> host."""
 
     kind: ClassVar[str] = "offload rows"
     in_float32: ClassVar[bool] = False
 
     @property
     def cost_key(self) -> str:
-        """Calibrations know it as hidden states, which are the same bytes."""
+        """The kind under which calibrations measure it: hidden states, which are the same bytes."""
         return OffloadHidden.kind
 
 
 class LoadRows(MoveRows):
-    """Copy rows that experts take, host -> device."""
+    """Copy rows for experts, host -> device."""
 
     kind: ClassVar[str] = "load rows"
     in_float32: ClassVar[bool] = False
 
     @property
     def cost_key(self) -> str:
-        """Calibrations know it as hidden states, which are the same bytes."""
+        """The kind under which calibrations measure it: hidden states, which are the same bytes."""
         return LoadHidden.kind
 
 
 class OffloadResults(MoveRows):
-    """Copy what an expert found, device -> host, in float32."""
+    """Copy an expert's results, device -> host, in float32."""
 
     kind: ClassVar[str] = "offload results"
     in_float32: ClassVar[bool] = True
 
     @property
     def cost_key(self) -> str:
-        """Calibrations know it as hidden states; bytes over the link are counted by rate beside that."""
+        """The kind under which calibrations measure it: hidden states. The larger number of bytes over the link is
+        counted by rate."""
         return OffloadHidden.kind
 
 
 class LoadExpertSums(MoveRows):
-    """Copy what experts on the host add to the residual stream, host -> device, in float32."""
+    """Copy the sums of experts on the host, which go to the residual stream, host -> device, in float32."""
 
     kind: ClassVar[str] = "load expert sums"
     in_float32: ClassVar[bool] = True
 
 
 class Gather(Op):
-    """Bring rows in host memory together (cpu lane): rows `tokens` (int64 [n]) of `source` to the first n of `target`,
+    """Gather rows in host memory (cpu lane). Rows `tokens` (int64 [n]) of `source` go to the first n rows of `target`,
     both [rows, hidden] in the model's dtype."""
 
     kind: ClassVar[str] = "gather rows"
@@ -140,8 +141,8 @@ class Gather(Op):
 
 
 class AddWeighted(Op):
-    """Add the first rows of `results`, each times its weight (float32 [n]), to rows `tokens` (int64 [n], none of them
-    twice) of `sums`; both float32 [rows, hidden] in host memory (cpu lane)."""
+    """Add the first rows of `results`, each times its weight (float32 [n]), to rows `tokens` of `sums`. `tokens` (int64
+    [n]) has no row twice; `results` and `sums` are float32 [rows, hidden] in host memory (cpu lane)."""
 
     kind: ClassVar[str] = "add weighted rows"
 
@@ -153,7 +154,7 @@ class AddWeighted(Op):
         self.reads, self.writes = (results,), (sums,)
 
     def work(self) -> Work:
-        """A result is read, a sum read and written."""
+        """Count the bytes in host memory: a result is read, a sum read and written."""
         return Work(host_bytes=3 * 4 * len(self.tokens) * self.spec.hidden_dim)
 
     def cost_features(self) -> tuple[float, ...]:

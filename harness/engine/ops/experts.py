@@ -1,8 +1,8 @@
-"""Routed experts as ops, on the gpu lane or the cpu lane, wherever their weights lie.
+"""Run routed experts as ops, on the gpu lane or the cpu lane, wherever their weights lie.
 
-`Experts` finds its rows by the router's choices when it runs; `Expert` runs over rows that its submitter chose, which
-has seen the routing. Results are float32 and, weighted, added to sums that may hold others' results. Rows that wait in
-another memory than the expert computes in are brought there by ops of `expert_rows`.
+`Experts` finds its rows by the router's choices when it runs; `Expert` runs over rows chosen by its submitter, which
+has seen the routing. Results are float32 and, weighted, added to sums that may hold other experts' results. Where rows
+wait in another memory than the one the expert computes in, ops of `expert_rows` bring them there.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class Experts(ComputeOp):
 
     `experts` names the experts behind `parts`, ascending. With `on_host` rows and sums are those in host memory, and
     the cpu lane runs the op. `clears` sets the sums to 0 before. `routed` is how many tokens choose each expert of the
-    layer, where a strategy has seen the routing; without it a machine without tensors is asked (`foresee`). Where
-    nobody knows, work counts tokens, and the experts that get any, as expected under even routing.
+    layer, where a strategy has seen the routing; without it a machine without tensors is asked (`foresee`). Where the
+    counts are not known, work assumes even routing: the expected tokens, and the expected number of experts that get
+    any.
     """
 
     kind: ClassVar[str] = "experts"
@@ -66,13 +67,13 @@ class Experts(ComputeOp):
 
     @property
     def _share(self) -> float:
-        """Of the tokens that an expert gets, evenly routed."""
+        """The share of the tokens that an expert gets under even routing."""
         return self.spec.experts_per_token / self.spec.num_experts
 
     def work(self) -> Work:
         if self.routed is None:
             tokens = self.batch.num_tokens * self._share * len(self.experts)
-            read_bytes = self.weight_bytes() * (1 - (1 - self._share) ** self.batch.num_tokens)  # of those that get any
+            read_bytes = self.weight_bytes() * (1 - (1 - self._share) ** self.batch.num_tokens)  # if any token comes
         else:
             counts = [int(self.routed[expert]) for expert in self.experts]
             tokens = sum(counts)
@@ -81,11 +82,12 @@ class Experts(ComputeOp):
 
     @property
     def cost_key(self) -> str:
-        """One expert and all of them differ: a token reaches few."""
+        """The kind with the number of experts: one expert and all of them differ, since a token reaches few."""
         return f"{self.kind} x{len(self.experts)}"
 
     def cost_features(self) -> tuple[float, ...]:
-        """Tokens of a micro-batch that, evenly routed, brings these experts as many as they get."""
+        """Return the tokens of a micro-batch that, under even routing, would bring these experts as many tokens as they
+        get."""
         if self.routed is None:
             return (float(self.batch.num_tokens),)
         return (float(self.routed[list(self.experts)].sum()) / (self._share * len(self.experts)),)
@@ -119,7 +121,8 @@ class Experts(ComputeOp):
         out.index_add_(0, tokens, y)
 
     def _by_expert(self, ids: Any) -> tuple[Any, list[int]]:
-        """(token, choice) pairs of this op's experts, grouped in their order, and how many each has."""
+        """Return the (token, choice) pairs of this op's experts, grouped in their order, and how many each expert
+        has."""
         if len(self.experts) == 1:
             chosen = (ids == self.experts[0]).nonzero().reshape(-1)
             return chosen, [len(chosen)]
@@ -135,10 +138,10 @@ class Experts(ComputeOp):
 class Expert(Op):
     """Run one expert over rows that its submitter chose.
 
-    Without `tokens` over the first `num_rows` of `source`: the results, not weighted, are the first rows of `target`.
-    With `tokens` (int64 [num_rows], none of them twice) and their `weights` (float32) over those rows of `source`: the
-    weighted results are added to the same rows of `target`. Both buffers lie where the lane computes: in host memory
-    with `on_host`. `source` is [rows, hidden] in the model's dtype, `target` [rows, hidden] in float32.
+    Without `tokens` it runs over the first `num_rows` rows of `source`; the results, not weighted, are the first rows
+    of `target`. With `tokens` (int64 [num_rows], no row twice) and their `weights` (float32) it runs over those rows of
+    `source`; the weighted results are added to the same rows of `target`. Both buffers lie where the lane computes: in
+    host memory with `on_host`. `source` is [rows, hidden] in the model's dtype, `target` [rows, hidden] in float32.
     """
 
     kind: ClassVar[str] = Experts.kind
@@ -171,7 +174,8 @@ class Expert(Op):
         return f"{self.kind} x1"
 
     def cost_features(self) -> tuple[float, ...]:
-        """Tokens of a micro-batch that, evenly routed, brings one expert so many rows, as `Experts` has it."""
+        """Return the tokens of a micro-batch that, under even routing, would bring one expert so many rows, as
+        `Experts` does."""
         return (self.num_rows * self.spec.num_experts / self.spec.experts_per_token,)
 
     def run(self, ctx: Context, packet: int) -> None:
@@ -187,7 +191,7 @@ class Expert(Op):
 
 
 def _expert_work(spec: ModelSpec, tokens: float, read_bytes: float, *, on_host: bool) -> Work:
-    """Weights and rows in one memory: the host's or the device's."""
+    """Return an expert's work with weights and rows in one memory: the host's or the device's."""
     moved = tokens * (2 * spec.hidden_dim + 3 * spec.expert_dim) * spec.dtype_bytes
     flops, nbytes = 2 * tokens * spec.expert_params, read_bytes + moved
     return Work(flops=flops, host_bytes=nbytes) if on_host else Work(flops=flops, device_bytes=nbytes)
@@ -196,8 +200,8 @@ def _expert_work(spec: ModelSpec, tokens: float, read_bytes: float, *, on_host: 
 def _run_expert(
     ctx: Context, family: Any, spec: ModelSpec, part: PlacedPart, x: Any, out: Any, probs: Any, *, on_host: bool
 ) -> None:
-    """Write an expert's results for rows `x` [n, hidden] to `out` (float32), times `probs` [n] where there are any: by
-    the kernel that CPUs have for bfloat16 on the cpu lane, by the family's own math otherwise."""
+    """Write an expert's results for rows `x` [n, hidden] to `out` (float32), times `probs` [n] where there are any. On
+    the cpu lane the CPU's kernel for bfloat16 computes them, otherwise the family's own math."""
     w = weights(ctx, part)
     if on_host and spec.dtype == "bfloat16":
         m = family.expert_matrices(spec, w)

@@ -1,4 +1,4 @@
-"""Ops of the cpu lane: the paged KV cache and attention over it, with the C++ kernels."""
+"""Run the ops of the cpu lane: the paged KV cache and attention over it, with the C++ kernels."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class KvOp(MicroBatchOp):
         self.kv_keys = tuple(cache.region(layer, p) for p in batch.partitions)
 
     def cached(self, ctx: Context) -> tuple[Any, Any]:
-        """Keys and values, each [blocks, kv_heads, block_size, head_dim]."""
+        """Return the layer's keys and values, each [blocks, kv_heads, block_size, head_dim]."""
         assert self.layer is not None
         keys = ctx.tensor(self.cache.keys[self.layer], self.cache.shape, self.cache.dtype)
         return keys, ctx.tensor(self.cache.values[self.layer], self.cache.shape, self.cache.dtype)
 
 
 class AppendKv(KvOp):
-    """New keys and values into their blocks, of all tokens whose cache lies in host memory."""
+    """Writes new keys and values into their blocks, for all tokens whose cache lies in host memory."""
 
     kind: ClassVar[str] = "append kv"
 
@@ -60,8 +60,8 @@ class AppendKv(KvOp):
 
 
 class AttentionOverCache(KvOp):
-    """Attention of each decoding sequence's newest token over its whole context; `part` has the layer's
-    `attention_part` on the side where the op runs, None where the family has none."""
+    """Computes attention of each decoding sequence's newest token over its whole context. `part` has the layer's
+    `attention_part` on the side where the op runs; None where the family has none."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class AttentionOverCache(KvOp):
 
 
 class DecodeAttention(AttentionOverCache):
-    """Attention on the cpu lane over what is in the host cache."""
+    """Computes attention on the cpu lane over the host cache."""
 
     kind: ClassVar[str] = "decode attention"
 
@@ -120,7 +120,7 @@ class DecodeAttention(AttentionOverCache):
 def paged_attention(
     options: AttentionOptions, q: Any, keys: Any, values: Any, reads: KvReads, out: Any, *, num_threads: int = 1
 ) -> None:
-    """The paged kernel: q and out [decode, heads, head_dim]."""
+    """Run the paged kernel: q and out [decode, heads, head_dim]."""
 
     def attend(q: Any, out: Any) -> None:
         kernels.decode_attention(

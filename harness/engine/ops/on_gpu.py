@@ -1,4 +1,5 @@
-"""How ops run where a tensor's device has the GPU kernels: on the same buffers, without waiting for the device."""
+"""Run ops with the GPU kernels, where a tensor's device has them: on the same buffers, without waiting for the
+device."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from kernels import triton as gpu
 
 
 def attends(spec: ModelSpec, q: Any) -> bool:
-    """Whether the kernels do this model's attention: queries over keys and values of heads."""
+    """Return whether the kernels do this model's attention: queries over keys and values of heads."""
     return gpu.serves(q) and spec.latent is None
 
 
 def prefill_attention(options: AttentionOptions, q: Any, k: Any, v: Any, positions: Any, out: Any) -> None:
-    """All prefilling sequences at once; positions [tokens], out [tokens, heads * head_dim]."""
+    """Attend within all prefilling sequences at once; positions [tokens], out [tokens, heads * head_dim]."""
     if len(q):
         gpu.causal_attention(q, k, v, positions, out.view(q.shape), **options._asdict())
 
@@ -25,7 +26,8 @@ def prefill_attention(options: AttentionOptions, q: Any, k: Any, v: Any, positio
 def decode_attention(
     options: AttentionOptions, q: Any, staging: Any, positions: Any, out: Any, *, num_kv_heads: int
 ) -> None:
-    """All sequences that `LoadKv` staged; positions [seqs] of their new tokens, out [seqs, heads * head_dim]."""
+    """Attend for all sequences that `LoadKv` staged; positions [seqs] of their new tokens, out [seqs, heads *
+    head_dim]."""
     out = out.view(q.shape)
     gpu.staged_decode_attention(q, staging, positions, out, num_kv_heads=num_kv_heads, **options._asdict())
 
@@ -33,13 +35,15 @@ def decode_attention(
 def paged_attention(
     options: AttentionOptions, q: Any, keys: Any, values: Any, blocks: Any, positions: Any, out: Any
 ) -> None:
-    """All sequences whose cache lies on the device; blocks as `CachedRows.flat_blocks`, the others as above."""
+    """Attend for all sequences whose cache lies on the device. `blocks` is as `CachedRows.flat_blocks`; positions
+    [seqs] of their new tokens, out [seqs, heads * head_dim]."""
     gpu.paged_decode_attention(q, keys, values, blocks, positions, out.view(q.shape), **options._asdict())
 
 
 def numbers(values: Any, device: Any) -> Any:
-    """A numpy array for kernels, where an op needs what only the host knows. By way of pinned memory, which torch keeps
-    until it has been read: a copy from pageable memory waits until the stream has done all before it."""
+    """Copy a numpy array to the device for kernels, where an op needs what only the host knows. The copy goes by way of
+    pinned memory, which torch keeps until it has been read: a copy from pageable memory waits until the stream has done
+    all work before it."""
     host = tensor_of(values)
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
@@ -57,9 +61,9 @@ def experts(
     placed: Mapping[int, tuple[Any, tuple[int, ...]]],
     scratch: Any,
 ) -> None:
-    """Adds the weighted outputs of experts, each given by the shape and the addresses of its matrices, to `out`.
+    """Add the weighted outputs of experts, each given by the shape and the addresses of its matrices, to `out`.
 
-    An op's temporaries need no key of their own in `writes`: all who use the workspace run on one lane.
+    An op's temporaries need no key of their own in `writes`: all ops that use the workspace run on one lane.
     """
     addresses = {expert: found for expert, (_, found) in placed.items()}
     shape = next(iter(placed.values()))[0]

@@ -1,4 +1,4 @@
-"""Ops of the gpu lane over a KV cache in device memory: no key and no value crosses the link."""
+"""Run ops of the gpu lane over a KV cache in device memory: no key and no value crosses the link."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class AppendKvOnDevice(KvOp):
-    """New keys and values into their blocks, of all tokens whose cache lies in device memory."""
+    """Writes new keys and values into their blocks, for all tokens whose cache lies in device memory."""
 
     kind: ClassVar[str] = "append kv (device)"
 
@@ -48,7 +48,7 @@ class AppendKvOnDevice(KvOp):
 
 
 class DecodeAttentionPaged(AttentionOverCache):
-    """Attention on the gpu lane over what is in the device's cache."""
+    """Computes attention on the gpu lane over the device's cache."""
 
     kind: ClassVar[str] = "decode attention (paged)"
 
@@ -89,7 +89,8 @@ class DecodeAttentionPaged(AttentionOverCache):
             (self.by_kernel if q.device.type == "cpu" else self.by_family)(ctx, q, keys, values, out)
 
     def _by_gpu_kernel(self, ctx: Context, q: Any, keys: Any, values: Any, out: Any) -> None:
-        """All sequences in one launch. Blocks and positions of shadows are known to the host alone."""
+        """Attend for all sequences in one launch. Only the host knows blocks and positions of shadows. Blocks and
+        positions of shadows are known to the host alone."""
         here = self.batch.on_device
         positions = device_rows(ctx, self.batch, self.acts)[1, here.decode]
         blocks = ctx.tensor(self.tables, here.flat_blocks.shape, "int32")
@@ -103,11 +104,11 @@ class DecodeAttentionPaged(AttentionOverCache):
         attend_each(here.reads, q, out, attend)
 
     def by_kernel(self, ctx: Context, q: Any, keys: Any, values: Any, out: Any) -> None:
-        """The paged kernel, on one thread, where device memory is played by the host's."""
+        """Run the paged kernel, on one thread, where host memory plays device memory."""
         paged_attention(self.options(ctx), q, keys, values, self.batch.on_device.reads, out)
 
     def by_family(self, ctx: Context, q: Any, keys: Any, values: Any, out: Any) -> None:
-        """The family's own math, sequence by sequence, where the GPU kernels do not know this model's attention."""
+        """Run the family's own math, sequence by sequence, where the GPU kernels do not know this model's attention."""
         reads, w = self.batch.on_device.reads, attention_weights(ctx, self.part)
 
         def attend(q: Any, out: Any) -> None:

@@ -1,4 +1,4 @@
-"""Torch views that ops take of planned buffers."""
+"""Ops take these torch views of planned buffers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.model.spec import ModelSpec
 
 
 def weights(ctx: Context, part: PlacedPart) -> dict[str, Any]:
-    """The part's tensors by local name; made once for each place that a part can lie in."""
+    """Return the part's tensors by local name; views are made once for each place that a part can lie in."""
     memo, key = ctx.memo(part.buffer), (part.buffer, id(part.layout))
     if key not in memo:
         memo[key] = (part.layout, _weight_views(ctx, part))  # the layout is kept so that its id stays its own
@@ -24,12 +24,13 @@ def weights(ctx: Context, part: PlacedPart) -> dict[str, Any]:
 
 
 def attention_weights(ctx: Context, part: PlacedPart | None) -> dict[str, Any]:
-    """What a layer's attention itself uses, by local name; most families: nothing."""
+    """Return the weights that a layer's attention itself uses, by local name; most families have none."""
     return weights(ctx, part) if part else {}
 
 
 def matrices(ctx: Context, family: Any, spec: ModelSpec, part: PlacedPart) -> tuple[Any, tuple[int, ...]]:
-    """An expert's `ExpertShape` and the addresses of its matrices; made once for each place that a part can lie in."""
+    """Return an expert's `ExpertShape` and the addresses of its matrices; both are made once for each place that a part
+    can lie in."""
     memo, key = ctx.memo(part.buffer), ("matrices", part.buffer, id(part.layout))
     if key not in memo:
         expert = family.expert_matrices(spec, weights(ctx, part))
@@ -48,14 +49,14 @@ def _weight_views(ctx: Context, part: PlacedPart) -> dict[str, Any]:
 
 
 def rows(ctx: Context, buffer: Buffer, num_rows: int, width: int, dtype: str) -> Any:
-    """A [num_rows, width] view."""
+    """Return a [num_rows, width] view."""
     return ctx.tensor(buffer, (num_rows, width), dtype)
 
 
 def attend_each(reads: KvReads, q: Any, out: Any, attend: Callable[[Any, Any], None]) -> None:
     """Call `attend` with a query and a place for its result for each entry of `reads`; results of shadows are dropped.
 
-    q [rows, heads, head_dim]; out [rows, ...].
+    q is [rows, heads, head_dim]; out is [rows, ...].
     """
     if not reads.num_shadows:
         return attend(q, out)
@@ -65,8 +66,8 @@ def attend_each(reads: KvReads, q: Any, out: Any, attend: Callable[[Any, Any], N
 
 
 def keep(ctx: Context, op: Any, found: MoeInput) -> None:
-    """Put what lies between attention and experts into the buffers of `op`, which has `spec`, `acts` and `batch`.
-    `moe_out` begins with what all tokens get."""
+    """Copy what lies between attention and experts into the buffers of `op`, which has `spec`, `acts` and `batch`.
+    `moe_out` begins with the outputs that all tokens get."""
     spec, acts, n = op.spec, op.acts, op.batch.num_tokens
     rows(ctx, acts.hidden, n, spec.hidden_dim, spec.dtype).copy_(found.residual)
     rows(ctx, acts.normed, n, spec.hidden_dim, spec.dtype).copy_(found.normed)

@@ -1,4 +1,4 @@
-"""What a GPU does at its first use of a kernel, done before the first pass: compiling, loading, making handles."""
+"""Do what a GPU does at its first use of a kernel, before the first pass: compiling, loading, making handles."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from harness.model.spec import ModelSpec
 
 
 class WarmUp(Op):
-    """On the gpu lane: every GPU kernel in every form that a pass may ask for, and one token through the family's own
-    math, so that the libraries behind it have their handles and workspaces and the tables of rotary angles are there.
+    """Runs, on the gpu lane, every GPU kernel in every form that a pass may ask for, and one token through the family's
+    own math.
 
+    After that the libraries behind it have their handles and workspaces, and the tables of rotary angles are there.
     `kv_block_size` is that of a paged KV cache, should there be one on the device. A layer's weights are zeros.
     """
 
@@ -28,7 +29,7 @@ class WarmUp(Op):
         self.reads = (*self.embedding.keys, *self.head.keys)
 
     def work(self) -> Work:
-        """Set-up, which no cost model times."""
+        """Return no work: this is set-up, which no cost model times."""
         return Work()
 
     def run(self, ctx: Context, packet: int) -> None:
