@@ -25,25 +25,25 @@ BANNED = """
 # Verbs that may open the docstring of a function, as "Return" or "Returns". A new verb is added here.
 VERBS = """
     accept accumulate act add adjust admit adopt advance allocate allow answer append apply arrange ask assemble
-    assert assign assume attach attend await begin behave bind block bring build call cancel carry cast catch change
-    charge check choose claim classify clean clear close collect combine compare compile complete compose compress
-    compute continue contribute convert copy count create cut decide declare decode decompress define deliver depend
-    derive describe discard display divide do double download draw drive drop emit emulate enable encode end enforce
-    enqueue ensure enter enumerate estimate evaluate evict exchange execute exercise exit expand expect explain
-    expose express extend fail fall feed fetch fill find finish fit flatten fold follow forget format free gather
-    generate get give go group grow halve hand handle hash help hide hold identify ignore imagine implement import
-    index insert inspect install interrupt issue iterate join judge keep know last launch lay lead leave let lie
-    limit link list load lock log look loop lose make map mark mask match maximise measure meet merge minimise model
-    move multiply name need normalise note notice observe offer open order overlap override own pace pack pad pair
-    parse pass pause permute pick pin place plan play poison post predict prefer prefetch prepare print probe
-    produce project protect prove provide pull push put quantise queue raise reach read rebuild receive recompute
-    record recover reduce refer refuse register reject release remember remove rename render repeat replace replay
-    report represent request require reserve reset resolve restore restrict resume retry return rotate round route
-    run sample save say scale scan scatter schedule search see select send separate serve set settle shift shorten
-    show shuffle simulate sketch skip sleep solve sort spend split spread stage stand start state stay stop store
-    stream stub submit sum summarise supply swap switch take tell test tie time trace track translate treat try turn
-    unpack update upload use validate verify view wait wake walk warm watch weigh widen withdraw work wrap write
-    yield
+    assert assign assume attach attend await begin behave bind block bring build calibrate call cancel carry cast
+    catch change charge check choose claim classify clean clear close collect combine compare compile complete
+    compose compress compute continue contribute convert copy count create cut decide declare decode decompress
+    define deliver depend derive describe discard display divide do double download draw drive drop emit emulate
+    enable encode end enforce enqueue ensure enter enumerate estimate evaluate evict exchange execute exercise exit
+    expand expect explain expose express extend fail fall feed fetch fill find finish fit flatten fold follow forget
+    format free gather generate get give go group grow halve hand handle hash help hide hold identify ignore imagine
+    implement import index insert inspect install interrupt issue iterate join judge keep know last launch lay lead
+    leave let lie limit link list load lock log look loop lose make map mark mask match maximise measure meet merge
+    minimise model move multiply name need normalise note notice observe offer open order overlap override own pace
+    pack pad pair parse pass pause permute pick pin place plan play poison post predict prefer prefetch prepare
+    print probe produce project protect prove provide pull push put quantise queue raise reach read rebuild receive
+    recompute record recover reduce refer refuse register reject release remember remove rename render repeat
+    replace replay report represent request require reserve reset resolve restore restrict resume retry return
+    rotate round route run sample save say scale scan scatter schedule search see select send separate serve set
+    settle shift shorten show shuffle simulate sketch skip sleep solve sort spend split spread stage stand start
+    state stay stop store stream stub submit sum summarise supply swap switch take tell test tie time trace track
+    translate treat try turn unpack update upload use validate verify view wait wake walk warm watch weigh widen
+    withdraw work wrap write yield
 """.split()
 AUXILIARIES = "is are was were has have does do can cannot could may might must will would should".split()
 

@@ -45,18 +45,18 @@ class Timed:
 
     @property
     def shortest_s(self) -> float:
-        """Disturbances only ever add time: for ops that run alone."""
+        """The shortest of the times, for ops that run alone: disturbances only ever add time."""
         return max(min(self.times_s), _LEAST_S)
 
     @property
     def median_s(self) -> float:
-        """Disturbances belong to what is measured: for ops in company."""
+        """The median of the times, for ops in company: disturbances belong to what is measured."""
         return max(median(self.times_s), _LEAST_S)
 
 
 class OpBench:
-    """Micro-batches in activation buffers `acts`, and ops with a layer's `weights` over them; all of it belongs to
-    whoever gives it. `fifo` as for an emitter."""
+    """Holds micro-batches in activation buffers `acts`, and submits ops with a layer's `weights` over them. All of
+    these belong to the caller. `fifo` is as for an emitter."""
 
     def __init__(
         self, engine: Engine, weights: LayerWeights, acts: Iterable[Activations] = (), *, fifo: bool = False

@@ -1,4 +1,5 @@
-"""Estimates for kinds of op that were not measured: by their work, at the rates of their lane's measured kinds."""
+"""Estimate the seconds of kinds of op that were not measured: by their work, at the rates of their lane's measured
+kinds."""
 
 from __future__ import annotations
 

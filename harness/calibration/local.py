@@ -1,4 +1,4 @@
-"""The calibration of this computer: made on first use, kept in the cache folder by hardware, model and versions."""
+"""Calibrate this computer on first use, and keep the table in the cache folder by hardware, model and versions."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _measured(settings: Settings, log: Log) -> CalibrationTable:
 
 
 def _with_measured_sizes(settings: Settings, model: LoadedModel) -> Settings:
-    """Return the settings with the link beside which ops are measured, and with the KV cache that is measured."""
+    """Return the settings with the link that is busy while ops are measured, and with the KV cache that is measured."""
     rate = Constant(LINK_GB_S)
     left_gb = settings.hardware.pinned_memory_gb - stored_bytes(model.source) / 1e9
     wanted_gb = KV_TOKENS * model.spec.kv_bytes_per_token / 1e9

@@ -1,8 +1,9 @@
-"""Seconds of every kind of op over tokens and contexts: alone, and in the company that it has while lanes overlap.
+"""Measure the seconds of every kind of op over tokens and contexts: alone, and in the company that it has while lanes
+overlap.
 
-An op that is short against the machine's own fixed costs takes several times longer beside others: threads hand the
-interpreter to each other, and caches are swept. So each op is measured in each company of its lane that matters:
-gpu ops alone and beside a busy link; ops of all other lanes also beside a busy gpu, and beside both.
+An op that is short against the machine's own fixed costs takes several times longer while other lanes work: threads
+hand the interpreter to each other, and caches are swept. So each op is measured in each company of its lane that
+matters: gpu ops alone and with a busy link; ops of all other lanes also with a busy gpu, and with both.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class OpCosts:
         if self._max_context > 32 * 120 and self._max_tokens >= 232:
             yield Shape(prompts=(100, 100), contexts=(100,) * 32)
 
-    # -- alone, and beside a busy link ----------------------------------------------------------------------------
+    # -- alone, and with a busy link ------------------------------------------------------------------------------
 
     def _serial(self, shape: Shape) -> list[Ticket]:
         """Run one layer's ops one after the other, whatever their lanes, with the experts in one op and apart."""

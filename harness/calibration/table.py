@@ -1,4 +1,5 @@
-"""The table that a calibration writes: costs by kind of op, lanes together, and the strategy's own time. Torch-free."""
+"""Hold the table that a calibration writes: costs by kind of op, lanes together, and the strategy's own time.
+Torch-free."""
 
 from __future__ import annotations
 

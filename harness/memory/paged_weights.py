@@ -19,7 +19,7 @@ from harness.memory.weights import Resident, WeightStore
 from harness.model.layout import ALIGNMENT_BYTES
 
 _Page = tuple[int, int]  # (index in the stream, number within the layer)
-_SLOTS = 2  # of a layer each, on the device and in pinned memory: one is read while the other is written
+_SLOTS = 2  # each for a layer, on the device and in pinned memory: one is read while the other is written
 
 
 class PagedWeights:
@@ -71,7 +71,8 @@ class PagedWeights:
         self._resident = Resident(machine, store, rank=rank, embedding=False, head=False, packet_bytes=packet_bytes)
         kept = [(layer, n) for layer, names in self._names.items() for n in names if n not in self._streamed[layer]]
         self._resident.keep("resident layer weights", kept)
-        self._num_staged, self._num_loaded = Counter[int](), Counter[int]()  # pages, by index until its release
+        # Pages of each layer in the stream, by its index, until its release.
+        self._num_staged, self._num_loaded = Counter[int](), Counter[int]()
 
     @property
     def resident_bytes(self) -> int:
