@@ -77,7 +77,7 @@ def config_json(**entries: Any) -> str:
 
 def planned_entries() -> dict[str, Any]:
     from harness.model import families
-    from harness.model.config import RandomRecipe
+    from harness.model.recipe import RandomRecipe
 
     return families.layout("mixtral").config_from_recipe(RandomRecipe(**TINY))
 

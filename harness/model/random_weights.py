@@ -17,9 +17,10 @@ import torch
 
 from harness.model import families
 from harness.model.checkpoint import part_views
-from harness.model.config import NORM_STD, ModelConfig
+from harness.model.config import ModelConfig
 from harness.model.layout import PartLayout
 from harness.model.planned import planned_model
+from harness.model.recipe import NORM_STD
 from harness.model.sharding import shard_spec
 
 _BLOCK_NUMBERS = 33_554_393  # a prime: rows of matrices do not repeat

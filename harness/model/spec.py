@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from harness.model import parts as model_parts
@@ -129,7 +130,7 @@ class ModelSpec(Dimensions):
     @property
     def parts(self) -> Mapping[str, model_parts.Part]:
         """Parameters, bytes and FLOPs by the names of `harness.model.parts`."""
-        return model_parts.parts(self)
+        return _parts(self)
 
     @property
     def layer_params(self) -> int:
@@ -194,3 +195,47 @@ class ModelSpec(Dimensions):
     def seen_tokens(self, layer: int, context_len: int) -> int:
         """Tokens of the context that a query sees in `layer`, its own included."""
         return min(context_len, self.window(layer) or context_len)
+
+
+@lru_cache(maxsize=256)
+def _parts(spec: ModelSpec) -> Mapping[str, model_parts.Part]:
+    """Return every part of `PART_NAMES`, in that order; what the model lacks has count 0.
+
+    The embedding is a lookup: no token passes it. A tied head is passed by every token and stored with the embedding.
+    Raises ConfigError where `spec.weights` names an unknown part.
+    """
+    layers, moe_layers, dense_layers = spec.num_layers, spec.num_moe_layers, len(spec.dense_layers)
+    embedding, hidden = spec.vocab_size * spec.hidden_dim, spec.hidden_dim
+    shared_layers = moe_layers if spec.shared_expert_dim else 0
+    router = hidden * spec.num_experts, spec.num_experts * (spec.router_bias + spec.correction_bias)
+    expert_bias = (2 * spec.expert_dim + hidden) if spec.expert_bias else 0
+    counted = model_parts.Counted
+    kinds = (
+        counted(model_parts.EMBEDDING, embedding, 0, 1, 0),
+        counted(model_parts.ATTENTION, spec.attention_params, _attention_vectors(spec), layers, layers),
+        counted(model_parts.NORMS, 0, 2 * hidden, layers, layers),
+        counted(model_parts.ROUTER, *router, moe_layers, moe_layers),
+        counted(
+            model_parts.EXPERT, spec.expert_params, expert_bias,
+            moe_layers * spec.num_experts, moe_layers * spec.experts_per_token,
+        ),
+        counted(model_parts.SHARED_EXPERTS, spec.shared_expert_params, 0, shared_layers, shared_layers),
+        counted(model_parts.DENSE_MLP, 3 * hidden * spec.dense_dim, 0, dense_layers, dense_layers),
+        counted(model_parts.FINAL_NORM, 0, hidden, 1, 1),
+        counted(model_parts.HEAD, embedding, 0, 0 if spec.tie_embeddings else 1, 1),
+    )  # fmt: skip
+    return model_parts.sized(kinds, spec.weights, spec.dtype_bytes)
+
+
+def _attention_vectors(spec: ModelSpec) -> int:
+    """Count biases, norms of queries and keys, norms of the latents, and sinks of one layer."""
+    total = 0
+    if spec.qkv_bias:
+        total += spec.q_dim + 2 * spec.kv_dim
+    if spec.o_bias:
+        total += spec.hidden_dim
+    if spec.qk_norm:
+        total += 2 * spec.head_dim if spec.qk_norm == "head" else spec.q_dim + spec.kv_dim
+    if spec.latent:
+        total += spec.latent.kv_rank + (spec.latent.q_rank or 0)
+    return total + (spec.num_heads if spec.attention_sinks else 0)

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from harness.config import ConfigError, file_name
 from harness.model import families
 from harness.model.cache import cache_folder, make_once
-from harness.model.config import ModelConfig, RandomRecipe
+from harness.model.config import ModelConfig
 from harness.model.hub import resolve_model
 from harness.model.quiet import quiet_transformers
+from harness.model.recipe import RandomRecipe
 from harness.model.shards import read_json
 
 if TYPE_CHECKING:

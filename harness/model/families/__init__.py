@@ -23,8 +23,8 @@ from harness.model.spec import ModelSpec
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from harness.model.config import RandomRecipe
     from harness.model.functional import AttentionOptions
+    from harness.model.recipe import RandomRecipe
     from kernels.triton import ExpertMatrices
 
 LAYOUT_SUFFIX = "_layout"

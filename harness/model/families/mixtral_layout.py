@@ -10,7 +10,7 @@ from harness.model.families.reading import ConfigReader
 from harness.model.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from harness.model.config import RandomRecipe
+    from harness.model.recipe import RandomRecipe
 
 
 class MixtralLayout(DecoderLayout):

@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from harness.config import ConfigError, parse
-from harness.model.config import ModelConfig, RandomRecipe
+from harness.model.config import ModelConfig
+from harness.model.recipe import RandomRecipe
 
 TORCH_FREE = (
     "harness.model.config, harness.model.spec, harness.model.layout, harness.model.families, harness.model.zoo, "
