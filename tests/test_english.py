@@ -13,8 +13,6 @@ from tests.conftest import ROOT
 
 MAX_WORDS = 25
 FOLDERS = ("harness", "strategies", "kernels", "benchmarks", "paper_figures", "tests")
-# Folders and files whose docstrings are not rewritten yet. The list only ever gets shorter.
-PENDING: tuple[str, ...] = ("harness/model",)
 
 # Words that open a sentence which needs the one before it, or no sentence at all.
 BANNED = """
@@ -112,8 +110,7 @@ def checked() -> Iterator[Path]:
         name = path.relative_to(ROOT).as_posix()
         if name.startswith("tests/") and path.name.startswith("test_"):
             continue
-        if not any(name == part or name.startswith(f"{part}/") for part in PENDING):
-            yield path
+        yield path
 
 
 def test_every_docstring_begins_with_one_plain_sentence():
@@ -163,10 +160,3 @@ def test_the_rule_refuses_what_reads_badly(kind: str, docstring: str):
 )
 def test_the_rule_accepts_plain_sentences(kind: str, docstring: str):
     assert not faults(kind, docstring)
-
-
-def test_what_is_pending_exists_and_needs_to_be():
-    """Refuse a line of `PENDING` once its files follow the rule, or are gone."""
-    for part in PENDING:
-        paths = [ROOT / part] if part.endswith(".py") else sorted((ROOT / part).rglob("*.py"))
-        assert any(faults(kind, text) for path in paths for kind, _, text in docstrings(path)), part

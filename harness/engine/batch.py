@@ -1,4 +1,4 @@
-"""The tokens that go through the model together lie in plain arrays. Torch-free. Torch-free."""
+"""The tokens that go through the model together lie in plain arrays. Torch-free."""
 
 from __future__ import annotations
 

@@ -300,8 +300,8 @@ class Emitter(FanOut):
         return self.submit(H2D, expert_rows.LoadExpertSums(self._spec, source, target, n, layer, it.batch.index))
 
     def combine(self, it: InFlight, layer: int, extra: tuple[Buffer, ...] = ()) -> Ticket:
-        """Add the experts' sums to the residual stream; there is no `extra` where several GPUs share the micro-
-        batch."""
+        """Add the experts' sums to the residual stream; there is no `extra` where several GPUs share the
+        micro-batch."""
         if it.is_shared:
             assert not extra, "only the GPUs' own sums are added"
             return self._all_reduce(it, layer, "hidden")

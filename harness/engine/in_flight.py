@@ -1,5 +1,4 @@
-"""Hold a micro-batch on its way through the layers, with the tickets that the loop waits for. Torch-free. Torch-
-free."""
+"""Hold a micro-batch on its way through the layers, with the tickets that the loop waits for. Torch-free."""
 
 from __future__ import annotations
 

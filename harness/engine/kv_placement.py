@@ -1,4 +1,4 @@
-"""Place the KV cache: in host memory, in device memory, or a share of it in either. Torch-free. Torch-free."""
+"""Place the KV cache: in host memory, in device memory, or a share of it in either. Torch-free."""
 
 from __future__ import annotations
 

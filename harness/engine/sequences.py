@@ -34,8 +34,7 @@ class Life:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """The state of one request. `num_cached` tokens have their keys and values in `blocks`. `num_cached` tokens have
-    their keys and values in `blocks`."""
+    """The state of one request. `num_cached` tokens have their keys and values in `blocks`."""
 
     request: Request
     state: State = State.QUEUED

@@ -1,4 +1,4 @@
-"""The cache folder: random checkpoints and reference generations, all of which can be made again."""
+"""The cache folder holds random checkpoints and reference generations, all of which can be made again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ TEMPORARY_PREFIX = ".making-"
 
 
 def cache_folder() -> Path:
-    """MOE_HARNESS_CACHE, else below XDG_CACHE_HOME, else below ~/.cache. Whoever writes there makes it."""
+    """Return MOE_HARNESS_CACHE, else a folder below XDG_CACHE_HOME, else one below ~/.cache. The caller that writes
+    there makes the folder."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get(CACHE_VARIABLE) or Path(base) / "moe-offload-harness").expanduser()
 
@@ -37,10 +38,10 @@ def _unwritable(folder: Path, field: str, error: OSError) -> ConfigError:
 
 
 def make_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """`folder`, filled by `make` in a temporary sibling and renamed, so that it exists complete or not at all.
+    """Return `folder`, filled by `make` in a temporary sibling and renamed, so that it exists complete or not at all.
 
-    Of two processes that make it at once, one wins and both see the same content. Raises ConfigError where nothing can
-    be written, or not enough of it.
+    Of two processes that make it at once, one wins and both see the same content. Raises ConfigError where the folder
+    cannot be written, or not completely.
     """
     if folder.is_dir():
         return folder
@@ -60,7 +61,7 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> Path:
 
 
 def _make_readable(folder: Path) -> None:
-    """mkdtemp's 0700 and safetensors' 0600 would shut other users out of a shared cache."""
+    """Let other users read a shared cache: mkdtemp's 0700 and safetensors' 0600 would shut them out."""
     folder.chmod(0o755)
     for path in folder.iterdir():
         path.chmod(0o644)

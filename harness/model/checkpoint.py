@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint folder, read straight from its safetensors into parts of the host weight store."""
+"""Read a Hugging Face checkpoint folder straight from its safetensors into parts of the host weight store."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ FINGERPRINT_SAMPLES = 16  # leading values of each tensor: tells apart checkpoin
 
 
 class Checkpoint:
-    """config.json, weights and tokenizer of one folder. Attributes: `folder`, `family`, `spec`, `config`, and of its
-    entries those that `spec` comes from, `entries_read`.
+    """A checkpoint has config.json, weights and tokenizer of one folder. Its attributes are `folder`, `family`, `spec`,
+    `config`, and `entries_read`: the entries of `config` that `spec` comes from.
 
     `dtype` is what `read_part` delivers; None means the checkpoint's own. Opening reads headers, no weights.
     """
 
     def __init__(self, folder: Path, dtype: str | None = None) -> None:
-        """Raises `ConfigError("model.path", ...)` naming the file, entry or tensor at fault."""
+        """Open and validate the folder. Raises `ConfigError("model.path", ...)` naming the file, entry or tensor at
+        fault."""
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise checkpoint_error(str(self.folder), "no such folder")
@@ -53,7 +54,7 @@ class Checkpoint:
         self.validate()
 
     def _own_dtype(self) -> str:
-        """As config.json says; without an entry, as the first tensor is stored."""
+        """Return the dtype that config.json names; without an entry, that of the first stored tensor."""
         own = self.config.get("dtype", self.config.get("torch_dtype"))
         if own is None:
             names = self._shards.names()
@@ -63,18 +64,18 @@ class Checkpoint:
         return own
 
     def stored_dtypes(self) -> set[str]:
-        """Dtypes of the model's tensors as they lie in the files."""
+        """Return the dtypes of the model's tensors as they lie in the files."""
         return {FLOAT_DTYPES[self._shards.header(name).dtype] for name in self._tensor_names()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The model's tensors as they lie in the files that are open, by their names there: views, no copies."""
+        """Return the model's tensors as they lie in the open files, by their names there: views, no copies."""
         return {name: self._shards.tensor(name) for name in self._tensor_names()}
 
     def _tensor_names(self) -> list[str]:
         return sorted({name for _, part in self.parts() for t in part.tensors for name in t.checkpoint_names})
 
     def parts(self) -> list[tuple[int | None, PartLayout]]:
-        """Every part of the model with its layer, None for embedding and head."""
+        """Return every part of the model with its layer, None for embedding and head."""
         spec, family = self.spec, self.family
         layers = [(i, part) for i in range(spec.num_layers) for part in family.layer_parts(spec, i)]
         layers += [(i, part) for i in range(spec.num_layers) if (part := family.attention_part(spec, i))]
@@ -89,7 +90,8 @@ class Checkpoint:
             self._validate_tie()
 
     def _validate_tie(self) -> None:
-        """A head of its own beside tied embeddings must be the same matrix: transformers would not tie it otherwise."""
+        """Check that a head of its own, stored with tied embeddings, is the same matrix: otherwise transformers would
+        not tie it."""
         tied = self.family.head_part(self.spec).tensors
         untied = self.family.head_part(replace(self.spec, tie_embeddings=False)).tensors
         for ours, own in zip(tied, untied, strict=True):
@@ -99,7 +101,7 @@ class Checkpoint:
                     raise checkpoint_error(own_name, f"differs from {name}, though config.json has tie_word_embeddings")
 
     def _validate_tensor(self, tensor: TensorLayout) -> None:
-        """Stacked checkpoint tensors must agree in all dimensions but the first, which add up."""
+        """Check that stacked checkpoint tensors agree in all dimensions but the first, which must add up."""
         shapes = []
         for name, piece in tensor.pieces:
             stored = self._shards.header(name).shape
@@ -116,7 +118,8 @@ class Checkpoint:
             raise checkpoint_error(names, f"must have {tensor.shape[0]} rows together by config.json, got {rows}")
 
     def shard(self, rank: int, num_ranks: int) -> CheckpointShard:
-        """What GPU `rank` of `num_ranks` reads of this checkpoint. Raises ConfigError where it cannot be divided."""
+        """Return the share of this checkpoint that GPU `rank` of `num_ranks` reads. Raises ConfigError where it cannot
+        be divided."""
         return CheckpointShard(self, rank, num_ranks)
 
     def read_part(
@@ -124,8 +127,8 @@ class Checkpoint:
     ) -> None:
         """Copy the part's tensors to their offsets in `out`, uint8 [part.nbytes] on the CPU, converting the dtype.
 
-        Of a part that is laid out for one of `num_ranks` GPUs, the share of `rank`. The only copy made. Raises
-        `ConfigError` naming a tensor that holds NaN or infinity.
+        If the part is laid out for one of `num_ranks` GPUs, only the share of `rank` is copied. No other copy is made.
+        Raises `ConfigError` naming a tensor that holds NaN or infinity.
         """
         assert out.dtype == torch.uint8 and out.shape == (part.nbytes,), f"{part.name} of layer {layer}: {out.shape}"
         views = part_views(part, out)
@@ -140,7 +143,7 @@ class Checkpoint:
                     raise checkpoint_error(name, "corrupt: holds NaN or infinity")
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """From tokenizer.json alone, so that no code of the checkpoint ever runs."""
+        """Load the tokenizer from tokenizer.json alone, so that no code of the checkpoint ever runs."""
         from transformers import PreTrainedTokenizerFast
 
         if not (self.folder / "tokenizer.json").exists():
@@ -162,19 +165,19 @@ class Checkpoint:
         return digest.hexdigest()[:16]
 
     def fingerprint(self) -> str:
-        """16 hex digits over config, tensor headers, the first values of each tensor, and file sizes: the same for a
-        copy elsewhere. An edit behind those first values escapes it; `version` sees that too."""
+        """Return 16 hex digits over config, tensor headers, the first values of each tensor, and file sizes: the same
+        for a copy elsewhere. It does not notice an edit behind those first values; `version` does."""
         return self._fingerprint
 
     def version(self) -> str:
-        """16 hex digits over the fingerprint and the files' times of change when they were opened: the key for what is
-        derived from them."""
+        """Return 16 hex digits over the fingerprint and the files' times of change when they were opened. They are the
+        key for anything derived from the files."""
         times = [opened.st_mtime_ns for opened in self._shards.files().values()]
         return hashlib.sha256(repr((self._fingerprint, times)).encode()).hexdigest()[:16]
 
 
 def part_views(part: PartLayout, region: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Typed views, by local tensor name, of a uint8 region [>= part.nbytes] that holds the part."""
+    """Return typed views, by local tensor name, of a uint8 region [>= part.nbytes] that holds the part."""
     return {
         tensor.name: region[tensor.offset_bytes : tensor.offset_bytes + tensor.nbytes]
         .view(getattr(torch, tensor.dtype))
@@ -196,7 +199,7 @@ class CheckpointShard:
 
 
 def _share_of(piece: torch.Tensor, shape: torch.Size, rank: int, num_ranks: int) -> torch.Tensor:
-    """A view of the part of `piece` that belongs to a rank, of the given shape."""
+    """Return a view of the part of `piece` that belongs to a rank, of the given shape."""
     for dim, (whole, mine) in enumerate(zip(piece.shape, shape, strict=True)):
         piece = piece.narrow(dim, share_start(whole, mine, rank, num_ranks), mine)
     return piece

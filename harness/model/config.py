@@ -1,4 +1,4 @@
-"""The `model` group of the configuration. Torch-free."""
+"""Define the `model` group of the configuration. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ RANDOM = "random"  # as a path: random weights, made in memory with the dimensio
 
 @config
 class ModelConfig:
-    """A checkpoint: `path` (a folder or hub id), which comes before everything else, or else random weights by
-    `recipe`. With `spec` alone there are dimensions and no weights: enough to plan and to simulate, and with the path
-    `random` to measure."""
+    """A checkpoint, or dimensions without weights.
+
+    `path` (a folder or hub id) comes before everything else; without it weights are random by `recipe`. With `spec`
+    alone there are dimensions and no weights: enough to plan and to simulate, and with the path `random` to measure.
+    """
 
     name: str
     path: str | None = None
@@ -39,11 +41,11 @@ class ModelConfig:
         return self.path is not None or self.recipe is not None
 
     def require_weights(self) -> None:
-        """Raises ConfigError where only dimensions are given, for machines that run the model."""
+        """Raise ConfigError where only dimensions are given, for machines that run the model."""
         if not self.has_weights:
             message = f"missing: {self.name!r} has dimensions only, for planning; to run it, name its checkpoint"
             raise ConfigError("model.path", message)
 
     def planned_spec(self) -> ModelSpec | None:
-        """The model of `spec`, for planning without a checkpoint."""
+        """Return the model of `spec`, for planning without a checkpoint; None where there is no `spec`."""
         return ModelSpec.from_config(self.spec, self.name, self.dtype) if self.spec else None

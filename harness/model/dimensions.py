@@ -1,4 +1,4 @@
-"""The dimensions that decide how large a decoder-only MoE model is and how much it computes. Torch-free."""
+"""The dimensions decide how large a decoder-only MoE model is and how much it computes. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ def require_countable(field: str, num_layers: int, num_experts: int) -> None:
 
 @config
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 §2.1): keys and values of all heads are projections of
-    one cached latent of `kv_rank` numbers, beside one RoPE key of `rope_dim` that the heads share."""
+    """The dimensions of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 §2.1). Keys and values of all heads
+    are projections of one cached latent of `kv_rank` numbers; the heads also share one cached RoPE key of `rope_dim`.
+    """
 
     kv_rank: int
     nope_dim: int  # per head, of a query or key: the part without RoPE
@@ -35,8 +36,8 @@ class LatentAttention:
 
 @config
 class Router:
-    """How logits become experts and weights: experts are chosen by score (with a correction bias, by score + bias),
-    within the best `groups_per_token` of `num_groups` equal groups, and weighed by score."""
+    """A router turns logits into experts and weights. Experts are chosen by score (with a correction bias, by score +
+    bias), within the best `groups_per_token` of `num_groups` equal groups, and weighed by score."""
 
     scoring: Literal["softmax", "sigmoid"] = "softmax"  # over all experts, or of each
     renormalise: bool = True  # the weights of a token's experts sum to 1 before `scale`
@@ -59,7 +60,8 @@ class Router:
 
 @config
 class WeightFormat:
-    """How the matrices of some parts are published, scales included; everything else is in the model's dtype."""
+    """The matrices of some parts are published in this format, scales included; everything else is in the model's
+    dtype."""
 
     name: str
     bytes_per_param: float
@@ -71,7 +73,8 @@ class WeightFormat:
 
 @config
 class Dimensions:
-    """Papers' symbols: h hidden_dim, h_i expert_dim, N_e num_experts, N_k experts_per_token."""
+    """A model has these dimensions; the papers' symbols are h hidden_dim, h_i expert_dim, N_e num_experts, N_k
+    experts_per_token."""
 
     family: str  # Hugging Face's `model_type`; where the model is run, a module under harness/model/families
     num_layers: int
@@ -108,7 +111,7 @@ class Dimensions:
 
 @config
 class SpecConfig(Dimensions):
-    """`model.spec`: the public dimensions of a model whose checkpoint need not be here."""
+    """The setting `model.spec` gives the public dimensions of a model whose checkpoint need not be here."""
 
     source: str
 
@@ -144,5 +147,5 @@ class SpecConfig(Dimensions):
             require(self.head_dim == qk_dim, "head_dim", f"must be nope_dim + rope_dim = {qk_dim}, got {self.head_dim}")
 
     def dimensions(self) -> dict[str, Any]:
-        """The fields of `Dimensions`, by name."""
+        """Return the fields of `Dimensions`, by name."""
         return {field.name: getattr(self, field.name) for field in fields(Dimensions)}

@@ -1,4 +1,5 @@
-"""Layer math that model families share. Numerics follow Hugging Face transformers 5: what it rounds, this rounds."""
+"""Model families share this layer math. Numerics follow Hugging Face transformers 5: this module rounds what it
+rounds."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from harness.model.linear import linear
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Over the last dimension, in float32, rounded to x's dtype before the multiplication by the weight."""
+    """Normalise over the last dimension, in float32, rounded to x's dtype before the multiplication by the weight."""
     wide = x.float()
     scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * scaled.to(x.dtype)
@@ -24,7 +25,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def rope_tables(
     theta: float, head_dim: int, num_positions: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine, each [positions, 1, head_dim / 2], computed in float32 and rounded to `dtype`."""
+    """Return cosine and sine, each [positions, 1, head_dim / 2], computed in float32 and rounded to `dtype`."""
     inverse_frequency = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse_frequency
     return tuple(table.to(device, dtype)[:, None, :] for table in (angles.cos(), angles.sin()))  # type: ignore[return-value]
@@ -37,8 +38,8 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 
 
 class AttentionOptions(NamedTuple):
-    """How a layer attends. `window`: a token sees itself and the window - 1 tokens before it, None: all before it.
-    `sinks`: float32 [heads], one more logit a head that has no value (gpt-oss)."""
+    """A layer attends with these options. `window`: a token sees itself and the window - 1 tokens before it; None: all
+    before it. `sinks`: float32 [heads], one more logit for each head, which has no value (gpt-oss)."""
 
     scale: float
     window: int | None = None
@@ -48,7 +49,8 @@ class AttentionOptions(NamedTuple):
 def causal_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: Sequence[int], options: AttentionOptions
 ) -> torch.Tensor:
-    """Grouped-query attention inside each sequence, q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim].
+    """Compute grouped-query attention inside each sequence: q [tokens, heads, head_dim], k and v [tokens, kv_heads,
+    head_dim].
 
     Returns [tokens, heads * head_dim].
     """
@@ -83,7 +85,8 @@ def _causal_sequence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options:
 def decode_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context_len: int, options: AttentionOptions
 ) -> torch.Tensor:
-    """One query, q [heads, head_dim], against k and v [kv_heads, >= context_len, head_dim]. [heads * head_dim]."""
+    """Attend with one query, q [heads, head_dim], to k and v [kv_heads, >= context_len, head_dim]. Returns [heads *
+    head_dim]."""
     num_kv_heads, _, head_dim = k.shape
     start = 0 if options.window is None else max(0, context_len - options.window)
     k, v = k[None, :, start:context_len], v[None, :, start:context_len]
@@ -101,8 +104,8 @@ def _with_sinks(
     scale: float,
     sinks: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention in float32 with one logit more in each softmax: q [..., queries, head_dim], k and v
-    [..., keys, head_dim], mask [queries, keys], true where a query sees a key, sinks [..., queries or 1]."""
+    """Attend in float32 with one logit more in each softmax. q is [..., queries, head_dim], k and v are [..., keys,
+    head_dim]. mask [queries, keys] is true where a query sees a key; sinks is [..., queries or 1]."""
     scores = q.float() @ k.float().transpose(-1, -2) * scale  # [..., queries, keys]
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
@@ -114,7 +117,8 @@ def _with_sinks(
 def choose_experts(
     logits: torch.Tensor, top_k: int, router: Router, choice_bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts of each token by logits [tokens, experts], and their weights: int64 and float32 [tokens, top_k].
+    """Choose the experts of each token by logits [tokens, experts]; return them and their weights: int64 and float32
+    [tokens, top_k].
 
     Experts are chosen by score + `choice_bias` [experts], within the best groups where the router has groups (as
     DeepSeek-V2 and V3 limit devices), and weighed by score alone.
@@ -132,7 +136,7 @@ def choose_experts(
 
 
 def _in_best_groups(choice: torch.Tensor, router: Router) -> torch.Tensor:
-    """`choice` [tokens, experts], minus infinity outside each token's best groups."""
+    """Return `choice` [tokens, experts] with minus infinity outside each token's best groups."""
     grouped = choice.unflatten(-1, (router.num_groups, -1))  # [tokens, groups, experts of one]
     of_groups = grouped.topk(router.group_score_experts, dim=-1).values.sum(dim=-1)
     best = of_groups.topk(router.groups_per_token, dim=-1).indices
@@ -141,6 +145,6 @@ def _in_best_groups(choice: torch.Tensor, router: Router) -> torch.Tensor:
 
 
 def swiglu(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """down(silu(gate x) * up x) with gate stacked over up: [m, hidden] -> [m, hidden]."""
+    """Compute down(silu(gate x) * up x) with gate stacked over up: [m, hidden] -> [m, hidden]."""
     gate, up = linear(x, gate_up).chunk(2, dim=-1)
     return linear(F.silu(gate) * up, down)

@@ -1,4 +1,4 @@
-"""The GPU kernels of a model, compiled before its first pass."""
+"""Compile the GPU kernels of a model before its first pass."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kernels import triton as gpu
 
 
 def warm_up(spec: ModelSpec, device: torch.device, kv_block_size: int | None = None) -> None:
-    """Compile and load what `spec` needs on this device; nothing where these kernels do not serve it.
-    `kv_block_size`: of a paged KV cache in device memory."""
+    """Compile and load what `spec` needs on this device; do nothing where these kernels do not serve it.
+    `kv_block_size` is that of a paged KV cache in device memory."""
     if not gpu.serves(torch.empty(0, device=device)) or spec.latent is not None:
         return
     family = families.family(spec.family)

@@ -1,4 +1,4 @@
-"""From what the user calls a model to a local checkpoint folder."""
+"""Find the local checkpoint folder of the model that the user names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ PROBE_TIMEOUT_S = 5.0
 
 
 def resolve_model(path_or_id: str) -> Path:
-    """A local folder, or a hub id whose safetensors, JSON and tokenizer files are downloaded or already cached.
+    """Return a local folder, or the folder of a hub id, whose safetensors, JSON and tokenizer files are downloaded or
+    already cached.
 
     Raises `ConfigError` in one line, without waiting through the hub client's retries when there is no network.
     """
@@ -50,7 +51,8 @@ def _snapshot(hub_id: str) -> Path:
 
 
 def _why_unreachable() -> str | None:
-    """One short request instead of the client's retries, which take half a minute without a network."""
+    """Return why the hub does not answer one short request, or None; the client's retries take half a minute without a
+    network."""
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:

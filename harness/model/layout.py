@@ -1,4 +1,4 @@
-"""How a layer's weights lie in memory: named tensors in parts, in the order of first use. Torch-free.
+"""Lay out a layer's weights in memory: named tensors in parts, in the order of first use. Torch-free.
 
 A *part* is the unit that is transferred, waited for and addressed on its own: the dense tensors in front of attention,
 those behind it, and each expert. A family lists its parts; the host store lays all layers out one after another, so
@@ -19,8 +19,9 @@ ALIGNMENT_BYTES = 64  # one cache line; also what AVX-512 loads and non-temporal
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The units from `start` to `stop` of a dimension that has `of` equal ones: neighbours, or where it is interleaved
-    one entry of each `of`. Told in units, it stays the same where several GPUs divide a model's dimensions."""
+    """The units from `start` to `stop` of a dimension that has `of` equal ones. The units are neighbours; where it is
+    interleaved, they are one entry of each `of`. Since a share is given in units, it stays the same where several GPUs
+    divide a model's dimensions."""
 
     start: int
     stop: int
@@ -38,14 +39,15 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A part of a checkpoint tensor: of each leading dimension one entry, which drops it, or a share; the last two are
-    swapped where it is `transposed`."""
+    """A part of a checkpoint tensor. `index` has for each leading dimension one entry, which drops the dimension, or a
+    share; the last two dimensions are swapped where it is `transposed`."""
 
     index: tuple[int | Share, ...] = ()
     transposed: bool = False
 
     def of(self, tensor: Any) -> Any:
-        """Return a view of a torch tensor: of a mapped file nothing else is read."""
+        """Return a view of this part of a torch tensor; if a mapped file holds the tensor, nothing else of it is
+        read."""
         at: list[int | slice] = []
         for entry, size in zip(self.index, tensor.shape, strict=False):
             found = entry if isinstance(entry, int) else entry.entries(size)
@@ -78,7 +80,7 @@ class TensorSource:
     """One tensor as a family asks for it: local name, shape, and the checkpoint tensors that dim 0 stacks.
 
     `rows` says how many rows each of these has here; empty where they share dim 0 as they do in the checkpoint.
-    `slices` says which part of each is meant, empty: all of it. `dtype` is the tensor's own, None: that of its part.
+    `slices` says which part of each is meant; empty: all of it. `dtype` is the tensor's own; None: that of its part.
     """
 
     name: str
@@ -91,7 +93,7 @@ class TensorSource:
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """One tensor in its part: `nbytes` of `dtype` from `offset_bytes` on; the others as in `TensorSource`."""
+    """One tensor in its part: `nbytes` of `dtype` from `offset_bytes` on; the other fields are as in `TensorSource`."""
 
     name: str
     shape: tuple[int, ...]
@@ -104,7 +106,7 @@ class TensorLayout:
 
     @property
     def pieces(self) -> tuple[tuple[str, TensorSlice], ...]:
-        """The checkpoint tensors that dim 0 stacks, each with what is taken of it."""
+        """The checkpoint tensors that dim 0 stacks, each with the slice that is taken of it."""
         return tuple(
             zip(self.checkpoint_names, self.slices or [TensorSlice()] * len(self.checkpoint_names), strict=True)
         )
@@ -112,7 +114,7 @@ class TensorLayout:
 
 @dataclass(frozen=True, slots=True)
 class PartLayout:
-    """Tensors at fixed offsets in one contiguous, aligned region of `nbytes`.
+    """The tensors of a part lie at fixed offsets in one contiguous, aligned region of `nbytes`.
 
     `expert` is the number of the routed expert whose weights these are; None for parts that every token uses.
     """
@@ -124,7 +126,8 @@ class PartLayout:
 
 
 def lay_out(name: str, dtype: str, sources: Iterable[TensorSource], *, expert: int | None = None) -> PartLayout:
-    """Place the sources one after another, each aligned, in `dtype` but for those that have one of their own."""
+    """Place the sources one after another, each aligned, in `dtype` or, where a source has a dtype of its own, in
+    that."""
     tensors, offset_bytes = [], 0
     for source in sources:
         own = source.dtype or dtype

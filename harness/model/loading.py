@@ -1,4 +1,4 @@
-"""A model as a run, a plan or a calibration has it: a checkpoint, weights made in memory, or dimensions alone."""
+"""Load a model for a run, a plan or a calibration: a checkpoint, weights made in memory, or dimensions alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from harness.model.zoo import ensure
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A source of weights and what records say of it. `tokenizer` and `checkpoint` are those of a checkpoint."""
+    """A source of weights and its description for the records. `tokenizer` and `checkpoint` are those of a checkpoint,
+    else None."""
 
     source: Checkpoint | RandomWeights | PlannedModel
     weights_source: str
@@ -31,9 +32,9 @@ class LoadedModel:
 
 def load_model(config: ModelConfig, *, has_tensors: bool, seed: int) -> LoadedModel:
     """Load what a machine needs of the model: its weights where it `has_tensors`, else its dimensions alone. `seed` is
-    of weights that are made in memory.
+    for weights that are made in memory.
 
-    Raises ConfigError below `model` where the machine needs what the configuration does not give.
+    Raises ConfigError below `model` where the configuration does not give what the machine needs.
     """
     if not has_tensors:
         planned = planned_model(config)

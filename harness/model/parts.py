@@ -1,7 +1,7 @@
-"""What a model consists of: parameters, bytes and FLOPs by part. Torch-free.
+"""A model consists of parts with parameters, bytes and FLOPs. Torch-free.
 
 Matrices multiply tokens and may be stored in a narrow format; vectors are norms, biases, sinks. FLOPs count two per
-multiply-add of the matrices; attention's products with the KV cache depend on the context and are counted apart
+multiply-add of the matrices; attention's products with the KV cache depend on the context and are counted separately
 (`ModelSpec.decode_pair_flops`, `prefill_pair_flops`).
 """
 
@@ -39,7 +39,7 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Of one of them, whole bytes."""
+        """The whole bytes of one part of this kind."""
         return math.ceil(self.matrix_bytes) + self.vector_bytes
 
     @property
@@ -56,7 +56,7 @@ class Part:
 
     @property
     def flops_per_token(self) -> int:
-        """Of all that a token passes."""
+        """The FLOPs of one token in all parts of this kind that it passes."""
         return 2 * self.passes * self.matrix_params
 
 

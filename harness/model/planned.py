@@ -1,4 +1,5 @@
-"""A model without weights, for machines that only time it: the bytes of its parts, and no tensors. Torch-free."""
+"""A model without weights serves machines that only time it: it has the bytes of its parts, and no tensors.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from harness.model.spec import ModelSpec
 
 
 class PlannedLayout:
-    """Parts of any model by size: attention_in, attention_out, then the experts, as a family with weights has them.
+    """The parts of any model by size: attention_in, attention_out, then the experts, as a family with weights has them.
 
     Shared experts lie in attention_out, and so does the MLP of a dense layer, which has no experts.
     """
@@ -49,20 +50,20 @@ class PlannedLayout:
 
     @staticmethod
     def head_part(spec: ModelSpec) -> PartLayout:
-        """A tied head lies with the embedding."""
+        """Return the head; a tied one lies with the embedding."""
         head = spec.parts[model_parts.HEAD]
         return PartLayout("head", (), head.nbytes * head.count + spec.parts[model_parts.FINAL_NORM].nbytes)
 
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """What a `WeightStore` asks of a checkpoint, without one."""
+    """A `WeightStore` can use this instead of a checkpoint: it has the sizes of parts, and no weights."""
 
     spec: ModelSpec
     family: Any = PlannedLayout
 
     def shard(self, rank: int, num_ranks: int) -> PlannedModel:
-        """What GPU `rank` of `num_ranks` has. Raises ConfigError where the model cannot be divided."""
+        """Return the share of GPU `rank` of `num_ranks`. Raises ConfigError where the model cannot be divided."""
         return replace(self, spec=shard_spec(self.spec, num_ranks))
 
     def read_part(self, layer: int | None, part: PartLayout, out: Any) -> None:
@@ -70,8 +71,9 @@ class PlannedModel:
 
 
 def planned_model(config: ModelConfig) -> PlannedModel:
-    """The model of the config.json of `model.path`, which must exist where it is given; else of `model.spec`, or of the
-    recipe of a random checkpoint."""
+    """Return the model of the config.json of `model.path`, which must exist where it is given. Without a path (or with
+    `random`), or if its family is unknown and `model.spec` is given, it is the model of `model.spec`, or of the recipe
+    of a random checkpoint. Raises ConfigError."""
     if config.path not in (None, RANDOM):
         folder = Path(str(config.path)).expanduser()
         if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""Silences transformers while it loads or saves: its progress bars and advice would bury the harness's own output."""
+"""Silence transformers while it loads or saves: its progress bars and advice would bury the harness's own output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Errors still raise; verbosity is restored afterwards."""
+    """Keep transformers quiet within a `with` block. Errors still raise; verbosity is restored afterwards."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -1,8 +1,8 @@
-"""Random weights of any size made straight in the host store, without a checkpoint: for measuring, not for tokens.
+"""Make random weights of any size straight in the host store, without a checkpoint: for measuring, not for tokens.
 
-A block of uniform numbers is laid end to end over a part's matrices, from another place for each part, so that 94 GB
-take seconds. Scales are those of the random checkpoints (`zoo.py`): 1 / sqrt(hidden), embeddings 1,
-norms spread about 1.
+A block of uniform numbers is laid end to end over a part's matrices, starting at another place for each part, so that
+94 GB take seconds. Scales are those of the random checkpoints (`zoo.py`): 1 / sqrt(hidden), embeddings 1, norms spread
+about 1.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ _COMPARED_NUMBERS = 64
 
 
 class RandomWeights:
-    """What a `WeightStore` reads from in the place of a checkpoint. The same seed gives the same weights."""
+    """A `WeightStore` reads from these instead of a checkpoint. The same seed gives the same weights."""
 
     def __init__(self, config: ModelConfig, *, seed: int = 0, threads: int | None = None) -> None:
-        """Raises ConfigError where `config` names no dimensions, or a family that cannot be run."""
+        """Take the dimensions from `config`. Raises ConfigError where `config` names no dimensions, or a family that
+        cannot be run."""
         self.spec = planned_model(config).spec
         self.family = families.family(self.spec.family)
         generator = torch.Generator().manual_seed(seed)
@@ -44,15 +45,16 @@ class RandomWeights:
         self._threads = threads or min(8, len(os.sched_getaffinity(0)))
 
     def shard(self, rank: int, num_ranks: int) -> RandomWeights:
-        """What GPU `rank` of `num_ranks` has. What all hold alike, such as the router, is alike; so are their shares of
-        the rest, which no model has. Raises ConfigError where the model cannot be divided."""
+        """Return the share of GPU `rank` of `num_ranks`. Parts that all GPUs hold whole, such as the router, are equal
+        on all. Their shares of the other parts are equal too, which no real model has. Raises ConfigError where the
+        model cannot be divided."""
         share = copy(self)
         share.spec = shard_spec(self.spec, num_ranks)
         return share
 
     def read_part(self, layer: int | None, part: PartLayout, out: Any) -> None:
-        """Fill `out`, uint8 [part.nbytes] on the CPU. Matrices that are there already, in memory that one run leaves to
-        the next, are left: 94 GB take longer to write than a pass takes."""
+        """Fill `out`, uint8 [part.nbytes] on the CPU. Matrices that are already there, in memory that one run leaves to
+        the next, are not written again: 94 GB take longer to write than a pass takes."""
         scale = 1 / self._std if part.name == self.family.embedding_part(self.spec).name else 1.0
         for tensor in part.tensors:
             view = part_views(part, out)[tensor.name].view(-1)
@@ -66,7 +68,8 @@ class RandomWeights:
                     view.mul_(scale)
 
     def _is_there(self, target: torch.Tensor, start: int, scale: float) -> bool:
-        """By both ends of each piece: a piece is written by one thread, from its beginning to its end."""
+        """Tell whether a tensor is already written, judging by both ends of each piece: one thread writes a piece, from
+        its beginning to its end."""
         for first in range(0, target.numel(), _PIECE_NUMBERS):
             end = min(first + _PIECE_NUMBERS, target.numel())
             expected = torch.empty(min(_COMPARED_NUMBERS, end - first), dtype=target.dtype)
@@ -82,7 +85,7 @@ class RandomWeights:
             list(pool.map(lambda at: self._fill(target[at : at + _PIECE_NUMBERS], start + at), pieces))
 
     def _fill(self, piece: torch.Tensor, start: int) -> None:
-        """From number `start` of the endless repetition of the block on."""
+        """Fill a piece from number `start` of the endless repetition of the block on."""
         done, size = 0, self._block.numel()
         while done < piece.numel():
             at = (start + done) % size

@@ -11,7 +11,7 @@ NORM_STD = 0.2  # of norm weights about 1: enough that a norm left out changes t
 
 @config
 class RandomRecipe:
-    """Dimensions of a checkpoint with random weights, made on first use (see `zoo`)."""
+    """The dimensions of a checkpoint with random weights, which is made on first use (see `zoo`)."""
 
     family: str
     num_layers: int

@@ -1,4 +1,5 @@
-"""The share of a model that one of several GPUs has under tensor parallelism (Megatron-LM's split). Torch-free."""
+"""Compute the share of a model that one of several GPUs has under tensor parallelism (Megatron-LM's split).
+Torch-free."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ from harness.model.spec import ModelSpec
 
 
 def shard_spec(spec: ModelSpec, num_ranks: int) -> ModelSpec:
-    """What each of `num_ranks` GPUs stores and computes: its heads, and its part of every MLP's intermediate dimension.
+    """Return the part of the model that each of `num_ranks` GPUs stores and computes: its heads, and its part of every
+    MLP's intermediate dimension.
 
-    With more ranks than KV heads, each KV head is kept by several. Raises ConfigError("hardware.num_gpus", ...) where
+    With more ranks than KV heads, several ranks keep each KV head. Raises ConfigError("hardware.num_gpus", ...) where
     the dimensions cannot be divided.
     """
 
@@ -35,8 +37,8 @@ def shard_spec(spec: ModelSpec, num_ranks: int) -> ModelSpec:
 
 
 def share_start(whole: int, mine: int, rank: int, num_ranks: int) -> int:
-    """Where the share of `mine` out of `whole` begins that rank `rank` has. There are `whole // mine` shares: one a
-    rank, or one for several neighbouring ranks, or (a single one) all of it for everybody."""
+    """Return where the share of `mine` out of `whole` begins that rank `rank` has. There are `whole // mine` shares:
+    one for each rank, or one for several neighbouring ranks, or a single one for all ranks."""
     assert whole % mine == 0, f"{mine} is no share of {whole}"
     num_shares = whole // mine
     assert num_ranks % num_shares == 0, f"{num_ranks} ranks cannot have {num_shares} shares"

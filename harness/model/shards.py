@@ -1,4 +1,4 @@
-"""A checkpoint folder's safetensors files: memory-mapped, checked, and never pickle."""
+"""Read a checkpoint folder's safetensors files: memory-mapped, checked, and never pickle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLOAT_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "b
 
 
 def checkpoint_error(item: str, message: str) -> ConfigError:
-    """`item` is the file or tensor at fault."""
+    """Return an error about `item`, which is the file or tensor at fault."""
     return ConfigError("model.path", f"{item}: {message}")
 
 
@@ -44,12 +44,12 @@ class TensorHeader(NamedTuple):
 
 
 class _OpenFile:
-    """A mapped safetensors file, readable after it is deleted or replaced. What is written into it shows in the
-    mapping, and where it is cut short a read ends the process (SIGBUS): `require_unchanged` goes before each read, and
-    leaves the time that one copy takes."""
+    """A mapped safetensors file, which can be read after it is deleted or replaced. Changes written to the file show in
+    the mapping, and where the file is cut short a read ends the process (SIGBUS). So `require_unchanged` goes before
+    each read; only the time that one copy takes remains unprotected."""
 
     def __init__(self, path: Path) -> None:
-        """Checks the header against the file's size. Raises `ConfigError` naming the file."""
+        """Check the header against the file's size. Raises `ConfigError` naming the file."""
         self.path = path
         try:
             self.stat = path.stat()
@@ -58,7 +58,7 @@ class _OpenFile:
             raise checkpoint_error(str(path), f"corrupt or truncated safetensors file ({error})") from None
 
     def require_unchanged(self) -> None:
-        """Raises `ConfigError` where the file is not as it was when it was opened."""
+        """Raise `ConfigError` where the file is not as it was when it was opened."""
         try:
             now = self.path.stat()
         except OSError:
@@ -69,10 +69,11 @@ class _OpenFile:
 
 
 class Shards:
-    """Tensors by name. Data stay in the page cache: `tensor` is a view of the mapped file, not a copy."""
+    """A checkpoint's tensors, by name. Data stay in the page cache: `tensor` is a view of the mapped file, not a
+    copy."""
 
     def __init__(self, folder: Path) -> None:
-        """Opens every file and checks its header against its size. Raises `ConfigError` naming the file at fault."""
+        """Open every file and check its header against its size. Raises `ConfigError` naming the file at fault."""
         self._file_of = _files_by_tensor(folder)
         self._folder = folder
         self._open = {name: _OpenFile(folder / name) for name in sorted(set(self._file_of.values()))}
@@ -86,11 +87,12 @@ class Shards:
         return sorted(self._file_of)
 
     def files(self) -> dict[Path, os.stat_result]:
-        """Every file, as it was when it was opened."""
+        """Return the status of every file, as it was when it was opened."""
         return {file.path: file.stat for file in self._open.values()}
 
     def header(self, name: str) -> TensorHeader:
-        """Shape and dtype without touching the data. Raises `ConfigError` if the tensor is absent or not of floats."""
+        """Return shape and dtype without touching the data. Raises `ConfigError` if the tensor is absent or not of
+        floats."""
         file = self._file_of.get(name)
         if file is None:
             raise checkpoint_error(name, f"tensor missing from {self._folder}")
@@ -112,7 +114,7 @@ class Shards:
 
 
 def _files_by_tensor(folder: Path) -> dict[str, str]:
-    """The index's weight map, with its files present; empty where one single file holds everything."""
+    """Return the index's weight map, with its files present; empty where one single file holds everything."""
     if not folder.is_dir():
         raise checkpoint_error(str(folder), "no such folder")
     if not (folder / INDEX_FILE).exists():

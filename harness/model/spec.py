@@ -1,4 +1,4 @@
-"""A model's dimensions, and what follows from them: bytes and FLOPs. Torch-free, so planning takes microseconds."""
+"""Hold a model's dimensions, and derive bytes and FLOPs from them. Torch-free, so planning takes microseconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ModelSpec(Dimensions):
 
     @classmethod
     def from_config(cls, spec: SpecConfig, name: str, dtype: Dtype | None) -> ModelSpec:
-        """The model of `model.spec`; without a dtype as published, in bfloat16."""
+        """Return the model of `model.spec`; without a dtype as published, in bfloat16."""
         return cls(name=name, dtype=dtype or "bfloat16", **spec.dimensions())
 
     @property
@@ -118,11 +118,12 @@ class ModelSpec(Dimensions):
         return self.o_dim * self.hidden_dim
 
     def is_dense(self, layer: int) -> bool:
-        """Whether the layer has an ordinary MLP in place of router and experts."""
+        """Return whether the layer has an ordinary MLP instead of router and experts."""
         return layer in self.dense_layers
 
     def common_mlp_params(self, layer: int) -> int:
-        """Matrices behind attention that every token passes: the router and shared experts, or the dense MLP."""
+        """Return the parameters of the matrices behind attention that every token passes: the router and shared
+        experts, or the dense MLP."""
         if self.is_dense(layer):
             return 3 * self.hidden_dim * self.dense_dim
         return self.hidden_dim * self.num_experts + self.shared_expert_params
@@ -177,15 +178,16 @@ class ModelSpec(Dimensions):
 
     @property
     def decode_pair_flops(self) -> int:
-        """The same on the KV cache as stored: with latent attention every head works on the latent itself, its up
-        projections absorbed into query and output (they then cost what `attention_params` already counts)."""
+        """The FLOPs of one layer's decode attention for each pair of a query and a token it sees, on the KV cache as
+        stored. With latent attention every head works on the latent itself, and its up projections are absorbed into
+        query and output; these then cost what `attention_params` already counts."""
         if self.latent is None:
             return self.prefill_pair_flops
         return 2 * self.num_heads * (2 * self.latent.kv_rank + self.latent.rope_dim)
 
     @property
     def attention_scale(self) -> float:
-        """What scores are multiplied by before the softmax."""
+        """The factor by which scores are multiplied before the softmax."""
         return self.head_dim**-0.5
 
     def window(self, layer: int) -> int | None:
@@ -193,7 +195,7 @@ class ModelSpec(Dimensions):
         return self.sliding_window if self.sliding_layers == "all" or layer % 2 == 0 else None
 
     def seen_tokens(self, layer: int, context_len: int) -> int:
-        """Tokens of the context that a query sees in `layer`, its own included."""
+        """Return how many tokens of the context a query sees in `layer`, its own included."""
         return min(context_len, self.window(layer) or context_len)
 
 

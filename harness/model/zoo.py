@@ -1,4 +1,4 @@
-"""Checkpoints with random weights, made on first use as real Hugging Face folders.
+"""Make checkpoints with random weights on first use, as real Hugging Face folders.
 
 Matrices are uniform with mean zero and the recipe's standard deviation, about 1 / sqrt(hidden) by default: PCG64
 integers scaled to floats, which every platform reproduces bit for bit, at five times the speed of a normal
@@ -34,7 +34,7 @@ CORPUS = Path(__file__).parent / "data" / "corpus.txt"
 
 
 def ensure(model: ModelConfig) -> Path:
-    """The checkpoint folder: `path` if there is one, else the recipe's, made now unless an earlier run did."""
+    """Return the checkpoint folder: `path` if there is one, else the recipe's, made now unless an earlier run did."""
     if model.path is not None:
         return resolve_model(model.path)
     assert model.recipe is not None, "ModelConfig has a path or a recipe"
@@ -50,13 +50,13 @@ def recipe_key(recipe: RandomRecipe) -> str:
 
 
 def _entries(recipe: RandomRecipe) -> dict[str, Any]:
-    """What config.json says of a recipe."""
+    """Return the entries of config.json for a recipe."""
     entries = families.layout(recipe.family).config_from_recipe(recipe)
     return {**entries, "dtype": recipe.dtype, "bos_token_id": 0, "eos_token_id": 1}
 
 
 def _require_entries(folder: Path, entries: dict[str, Any]) -> None:
-    """A checkpoint that was edited in the cache is another model than its recipe's."""
+    """Check that the entries in the cache are the recipe's: a checkpoint that was edited there is another model."""
     path = folder / "config.json"
     try:
         stored = read_json(path)
@@ -91,7 +91,8 @@ def _make(recipe: RandomRecipe, folder: Path) -> None:
 
 
 def _fill(model: nn.Module, recipe: RandomRecipe) -> None:
-    """Each tensor has its own stream, keyed by its name, so that the order of the tensors does not matter."""
+    """Fill each tensor from a stream of its own, keyed by its name, so that the order of the tensors does not
+    matter."""
     import numpy as np
     import torch
 
@@ -105,7 +106,7 @@ def _fill(model: nn.Module, recipe: RandomRecipe) -> None:
 
 
 def train_tokenizer(vocab_size: int) -> Tokenizer:
-    """A byte-level BPE with exactly `vocab_size` tokens, trained on the corpus that ships with the package."""
+    """Make a byte-level BPE with exactly `vocab_size` tokens, trained on the corpus that ships with the package."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -1,4 +1,4 @@
-"""Model families: one pair of modules per Hugging Face `model_type`, found by name.
+"""Model families are pairs of modules, one pair per Hugging Face `model_type`, found by name.
 
 `<model_type>_layout.py` (torch-free) has `LAYOUT`, which says which dimensions a config.json has and where every tensor
 lies; `<model_type>.py` has `FAMILY`, which adds the math on weight views. Adding the pair adds the family; what most
@@ -31,8 +31,8 @@ LAYOUT_SUFFIX = "_layout"
 
 
 class MoeInput(NamedTuple):
-    """What lies between a layer's attention and its experts. The layer's output is residual + common + the sum over k
-    of weight * expert(normed)."""
+    """The state of a layer between its attention and its experts. The layer's output is residual + common + the sum
+    over k of weight * expert(normed)."""
 
     residual: Tensor  # [tokens, hidden]
     normed: Tensor  # [tokens, hidden], the experts' input
@@ -42,23 +42,24 @@ class MoeInput(NamedTuple):
 
 
 class FamilyLayout(Protocol):
-    """The torch-free half."""
+    """The torch-free half of a family: its dimensions and the layout of its tensors."""
 
     def spec_from_config(self, config: Mapping[str, Any], name: str, dtype: str) -> ModelSpec:
-        """From the entries of config.json. `ConfigError` names a missing or impossible one."""
+        """Return the model that the entries of config.json describe. `ConfigError` names a missing or impossible
+        one."""
         ...
 
     def config_from_recipe(self, recipe: RandomRecipe) -> dict[str, Any]:
-        """Entries of config.json for a checkpoint with random weights, token ids of specials apart."""
+        """Return entries of config.json for a checkpoint with random weights, without the ids of special tokens."""
         ...
 
     def layer_parts(self, spec: ModelSpec, layer: int) -> tuple[PartLayout, ...]:
-        """In the order of first use: attention_in, attention_out, then the experts."""
+        """Return the layer's parts in the order of first use: attention_in, attention_out, then the experts."""
         ...
 
     def attention_part(self, spec: ModelSpec, layer: int) -> PartLayout | None:
         """Return the few weights that attention itself uses (sinks), if any. Each device keeps those of all layers for
-        the whole run, and the host beside it: attention runs where the KV cache is."""
+        the whole run, and so does the host: attention runs where the KV cache is."""
         ...
 
     def embedding_part(self, spec: ModelSpec) -> PartLayout: ...
@@ -67,21 +68,23 @@ class FamilyLayout(Protocol):
 
 
 class Family(FamilyLayout, Protocol):
-    """Layout and math. The layer is cut where strategies cut it: around attention, and around each expert."""
+    """A family adds math to its layout. The layer is divided where strategies divide it: around attention, and around
+    each expert."""
 
     def embed(self, spec: ModelSpec, w: Mapping[str, Tensor], token_ids: Tensor) -> Tensor:
-        """int64 [tokens] -> hidden [tokens, hidden]."""
+        """Look up the embeddings of token ids: int64 [tokens] -> hidden [tokens, hidden]."""
         ...
 
     def attention_in(
         self, spec: ModelSpec, w: Mapping[str, Tensor], hidden: Tensor, positions: Tensor, layer: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], contiguous, RoPE applied to q and k."""
+        """Return q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], contiguous, with RoPE applied to q
+        and k."""
         ...
 
     def attention_options(self, spec: ModelSpec, w: Mapping[str, Tensor], layer: int) -> AttentionOptions:
-        """Return scale, window and sinks of a layer's attention, for kernels. Here and in the next two `w` are the
-        views of `attention_part`, none where there is none."""
+        """Return scale, window and sinks of a layer's attention, for kernels. Here and in the next two methods `w` has
+        the views of `attention_part`, or is empty where there is no such part."""
         ...
 
     def prefill_attention(
@@ -94,56 +97,61 @@ class Family(FamilyLayout, Protocol):
         seq_lens: Sequence[int],
         layer: int,
     ) -> Tensor:
-        """Causal attention inside each sequence; sequences lie one after another. [tokens, heads * head_dim]."""
+        """Compute causal attention inside each sequence; sequences lie one after another.
+        Returns [tokens, heads * head_dim]."""
         ...
 
     def decode_attention(
         self, spec: ModelSpec, w: Mapping[str, Tensor], q: Tensor, k: Tensor, v: Tensor, context_len: int, layer: int
     ) -> Tensor:
-        """One token of one sequence: q [heads, head_dim] at position context_len - 1, k and v
-        [kv_heads, >= context_len, head_dim] with that token's own entry included. [heads * head_dim]."""
+        """Attend for one token of one sequence. q [heads, head_dim] is at position context_len - 1;
+        k and v [kv_heads, >= context_len, head_dim] include that token's own entry. Returns [heads * head_dim]."""
         ...
 
     def output_projection(self, spec: ModelSpec, w: Mapping[str, Tensor], attn: Tensor, layer: int) -> Tensor:
-        """[tokens, heads * head_dim] -> [tokens, hidden], linear in attn. Where several GPUs share the heads, their
-        results are summed."""
+        """Project [tokens, heads * head_dim] -> [tokens, hidden], linear in attn. Where several GPUs share the heads,
+        their results are summed."""
         ...
 
     def after_attention(
         self, spec: ModelSpec, w: Mapping[str, Tensor], projected: Tensor, residual: Tensor, layer: int
     ) -> MoeInput:
-        """Everything behind the output projection `projected` [tokens, hidden] and before the experts; `residual`
-        [tokens, hidden] is the layer's input. Where several GPUs share the layer, their `common` are summed."""
+        """Compute everything behind the output projection `projected` [tokens, hidden] and before the experts.
+        `residual` [tokens, hidden] is the layer's input. Where several GPUs share the layer, their `common` are summed.
+        """
         ...
 
     def router_logits(self, spec: ModelSpec, w: Mapping[str, Tensor], normed: Tensor, layer: int) -> Tensor:
-        """[tokens, hidden] -> [tokens, experts], also for predictors, which ask it of another layer's hidden states."""
+        """Compute the router's logits: [tokens, hidden] -> [tokens, experts]. Predictors also call it, with another
+        layer's hidden states."""
         ...
 
     def route(self, spec: ModelSpec, w: Mapping[str, Tensor], logits: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Choose experts by `spec.router`: logits [tokens, experts] -> ids int64 [tokens, k], float32 weights
-        [tokens, k]. `w` has what is added to the scores for the choice alone."""
+        """Choose experts by `spec.router`: logits [tokens, experts] -> ids int64 [tokens, k] and float32 weights
+        [tokens, k]. If `w` has a correction bias, it is added to the scores for the choice alone."""
         ...
 
     def expert(self, spec: ModelSpec, w: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """One expert on its tokens, unweighted: [m, hidden] -> [m, hidden]."""
+        """Run one expert on its tokens, unweighted: [m, hidden] -> [m, hidden]."""
         ...
 
     def expert_matrices(self, spec: ModelSpec, w: Mapping[str, Tensor]) -> ExpertMatrices:
-        """What `expert` computes with, for kernels that do many experts at once: views of `w`, no copies."""
+        """Return the matrices of `expert`, for kernels that do many experts at once: views of `w`, no copies."""
         ...
 
     def head(self, spec: ModelSpec, w: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
-        """[n, hidden] -> float32 logits [n, vocab]."""
+        """Compute the logits: [n, hidden] -> float32 [n, vocab]."""
         ...
 
     def reference_routers(self, spec: ModelSpec, model: nn.Module) -> list[nn.Module]:
-        """The modules of the Hugging Face model that choose experts by `topk`, of the layers that have a router."""
+        """Return the Hugging Face model's modules that choose experts by `topk`, one for each layer that has a
+        router."""
         ...
 
     def reference_scores(self, spec: ModelSpec, router: nn.Module, choice: Tensor) -> tuple[Tensor, Tensor]:
-        """Return, from what a reference router's `topk` saw (`choice`, float32 [tokens, experts]), the scores by which
-        it chooses, and those by whose size rounding is judged: positive, without a bias. Both in that shape."""
+        """Return two kinds of scores, each float32 [tokens, experts], from what a reference router's `topk` saw
+        (`choice`, same shape). The router chooses by the first ones. The size of the second ones, positive and without
+        a bias, is the measure for rounding."""
         ...
 
 
@@ -153,12 +161,12 @@ def available() -> list[str]:
 
 
 def layout(name: str) -> FamilyLayout:
-    """The torch-free half of a family."""
+    """Return the torch-free half of a family."""
     return cast(FamilyLayout, _load(name, LAYOUT_SUFFIX).LAYOUT)
 
 
 def family(name: str) -> Family:
-    """Layout and math of the family whose Hugging Face `model_type` is `name`."""
+    """Return layout and math of the family whose Hugging Face `model_type` is `name`."""
     return cast(Family, _load(name, "").FAMILY)
 
 

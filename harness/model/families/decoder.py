@@ -1,4 +1,4 @@
-"""What most families share of their math: RMS norms, grouped-query attention with RoPE, a linear router over SwiGLU
+"""Compute the math that most families share: RMS norms, grouped-query attention with RoPE, a linear router over SwiGLU
 experts. `families/__init__.py` states each contract; a family says what differs."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What most families share of their layout: entries of config.json, and tensors by their usual names. Torch-free."""
+"""Read entries of config.json and lay out tensors by their usual names, as most families do. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from harness.model.spec import ModelSpec
 
 
 class DecoderLayout:
-    """Grouped-query attention and SwiGLU experts, each a checkpoint tensor of its own. Families say what differs."""
+    """The layout of grouped-query attention and SwiGLU experts, where each matrix is a checkpoint tensor of its own.
+    Families say what differs."""
 
     mlp: ClassVar[str] = "mlp"  # a layer's module that has router and experts
     experts: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
 
     def layer_parts(self, spec: ModelSpec, layer: int) -> tuple[PartLayout, ...]:
-        """attention_in, attention_out, then every expert: the order in which a pass first needs them."""
+        """Return attention_in, attention_out, then every expert: the order in which a pass first needs them."""
         return _layer_parts(self, spec, layer)
 
     def attention_part(self, spec: ModelSpec, layer: int) -> PartLayout | None:
@@ -29,7 +30,8 @@ class DecoderLayout:
         return lay_out("embedding", spec.dtype, (TensorSource("embed", shape, ("model.embed_tokens.weight",)),))
 
     def head_part(self, spec: ModelSpec) -> PartLayout:
-        """With tied embeddings `lm_head` is a copy of the embedding, so that this part stands alone as others do."""
+        """Return the head. With tied embeddings `lm_head` is a copy of the embedding, so that this part stands alone,
+        as in other models."""
         matrix = "model.embed_tokens.weight" if spec.tie_embeddings else "lm_head.weight"
         sources = (
             TensorSource("final_norm", (spec.hidden_dim,), ("model.norm.weight",)),
@@ -59,7 +61,7 @@ class DecoderLayout:
         return (TensorSource("router", (spec.num_experts, spec.hidden_dim), (name,)),)
 
     def dense_sources(self, spec: ModelSpec, prefix: str) -> tuple[TensorSource, ...]:
-        """The MLP of a layer without router and experts."""
+        """Return the MLP of a layer without router and experts."""
         return self.swiglu_sources(f"{prefix}{self.mlp}.", spec.dense_dim, spec.hidden_dim)
 
     def expert_sources(self, spec: ModelSpec, prefix: str, expert: int) -> tuple[TensorSource, ...]:
@@ -91,8 +93,8 @@ def _layer_parts(layout: DecoderLayout, spec: ModelSpec, layer: int) -> tuple[Pa
 def read_dimensions(
     read: ConfigReader, name: str, dtype: str, *, num_kv_heads: int, rope_theta: float, norm_eps: float
 ) -> dict[str, Any]:
-    """Read the entries that all decoders with grouped-query attention have, as fields of `ModelSpec`: all but those of
-    the experts. The numbers given are what transformers assumes where config.json leaves the entry out."""
+    """Read the entries that all decoders with grouped-query attention have, as fields of `ModelSpec`, without those of
+    the experts. The given numbers are what transformers assumes where config.json leaves the entry out."""
     hidden_dim, num_heads = read.positive_int("hidden_size"), read.positive_int("num_attention_heads")
     absent = "num_key_value_heads" not in read.entries
     kv_heads = read.positive_int("num_key_value_heads", default=num_kv_heads if absent else None)

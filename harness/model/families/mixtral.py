@@ -1,7 +1,5 @@
-"""Mixtral: grouped-query attention with RoPE, and SwiGLU experts chosen by a softmax router.
-
-Reproduces transformers' `modeling_mixtral` (float32: the same tokens).
-"""
+"""Mixtral has grouped-query attention with RoPE, and SwiGLU experts chosen by a softmax router. Reproduces
+transformers' `modeling_mixtral` (float32: the same tokens)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Mixtral: dimensions from config.json, and where each tensor lies. Torch-free; the math is in `mixtral.py`."""
+"""Read Mixtral's dimensions from config.json, and say where each tensor lies. Torch-free; the math is in
+`mixtral.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class MixtralLayout(DecoderLayout):
     experts = ("w1", "w3", "w2")
 
     def spec_from_config(self, config: Mapping[str, Any], name: str, dtype: str) -> ModelSpec:
-        """Raises `ConfigError` naming the first missing or impossible entry of config.json."""
+        """Return the model's dimensions. Raises `ConfigError` naming the first missing or impossible entry of
+        config.json."""
         read = ConfigReader(config)
         read.must_equal("model_type", "mixtral")
         read.must_equal("hidden_act", "silu")

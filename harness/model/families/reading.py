@@ -1,4 +1,4 @@
-"""Reads the entries of a checkpoint's config.json with errors that name the key. Torch-free."""
+"""Read the entries of a checkpoint's config.json with errors that name the key. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def bad_entry(key: str, message: str) -> ConfigError:
 
 
 class EntriesRead(Mapping[str, Any]):
-    """The entries of config.json; `read` collects those that somebody has looked at. Verification tells transformers
-    these and no others, so that neither side goes by an entry that the other one does not know."""
+    """The entries of config.json; `read` collects those that were looked at. Verification gives transformers these
+    entries and no others, so that neither side uses an entry that the other one does not know."""
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         self._entries = entries
@@ -36,12 +36,14 @@ class EntriesRead(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class ConfigReader:
-    """Typed access to config.json; every accessor raises `ConfigError` on a missing or impossible value."""
+    """A reader with typed access to config.json; every accessor raises `ConfigError` on a missing or impossible
+    value."""
 
     entries: Mapping[str, Any]
 
     def positive_int(self, key: str, default: int | None = None) -> int:
-        """`default` stands in for an entry that is absent or null, as Hugging Face's configs use null."""
+        """Return a positive integer. `default` stands in for an entry that is absent or null, as Hugging Face's configs
+        use null."""
         value = self.entries.get(key)
         if value is None:
             value = default
@@ -67,13 +69,14 @@ class ConfigReader:
         return value
 
     def must_equal(self, key: str, expected: object) -> None:
-        """For entries of which the family's math implements one value; an absent entry means that value."""
+        """Require an entry's one value that the family's math implements; an absent entry means that value."""
         value = self.entries.get(key, expected)
         if value != expected:
             raise bad_entry(key, f"must be {expected!r}, got {value!r}")
 
     def rope_theta(self, default: float) -> float:
-        """RoPE base frequency: top-level before transformers 5, inside `rope_parameters` since. No scaled RoPE."""
+        """Return the RoPE base frequency: top-level before transformers 5, inside `rope_parameters` since. Scaled RoPE
+        is refused."""
         nested = self.entries.get("rope_scaling") or self.entries.get("rope_parameters") or {}
         if not isinstance(nested, Mapping):
             raise bad_entry("rope_parameters", f"must be a mapping, got {nested!r}")
