@@ -39,7 +39,7 @@ class Activations:
     host_k: Buffer
     host_v: Buffer
     host_attention: Buffer
-    host_normed: Buffer  # this and what follows only where experts run on the host
+    host_normed: Buffer  # this and the next three: only where experts run on the host
     host_expert_ids: Buffer
     host_expert_weights: Buffer
     host_moe_out: Buffer
@@ -86,7 +86,7 @@ class Activations:
         return tuple(value for value in vars(self).values() if isinstance(value, Buffer))
 
 
-TABLE_ENTRY_BYTES = 4  # of a block of a KV cache on the device
+TABLE_ENTRY_BYTES = 4  # one block of a KV cache on the device
 UNBACKED = ("workspace",)  # torch allocates temporaries while an op runs; they are gone with it
 
 # Bytes per token by buffer, in the groups in which micro-batches need them.

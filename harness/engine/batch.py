@@ -36,7 +36,7 @@ class PassPlan:
         return [*self.prefill, *self.decode]
 
 
-NUM_ROW_FIELDS = 4  # of `MicroBatch.rows`
+NUM_ROW_FIELDS = 4  # number of rows of `MicroBatch.rows`
 
 
 @dataclass(eq=False, frozen=True)
@@ -62,7 +62,7 @@ class MicroBatch:
     kv_reads: KvReads  # of the decoding rows
     last_rows: np.ndarray  # int64 [sequences], the row whose hidden state gives the next token
     partitions: tuple[int, ...]
-    num_host_prefill_tokens: int  # whose keys and values go to the host cache
+    num_host_prefill_tokens: int  # prefill tokens whose keys and values go to the host cache
     num_host_decode: int
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ from harness.memory.placed import PartSource
 from harness.memory.tiers import PINNED, RAM, Tier, told_bytes
 from harness.memory.weights import attention_parts, least_weight_bytes, stored_bytes
 
-SLACK_BYTES = 1 << 16  # alignment of many small buffers
+SLACK_BYTES = 1 << 16  # for the alignment of many small buffers
 
 
 def longest_sequence(engine: Engine) -> int:

@@ -43,14 +43,14 @@ class Sequence:
     num_cached: int = 0
     padding: int = 0  # tokens that its prompt is padded by: computed, kept behind all others, read, never attended to
     kv_on_device: bool = False  # where its blocks lie
-    kv_rank: int = 0  # and in the memory of which GPU
+    kv_rank: int = 0  # the GPU in whose memory its blocks lie, where they lie on the device
     partition: int = 0  # KV dependencies are derived by (layer, partition); constant while blocks are held
     num_preemptions: int = 0
     reject_reason: str | None = None
     records_routing: bool = False
     lives: list[Life] = field(default_factory=list)
     finished_pass: int | None = None
-    token_times_s: list[float] = field(default_factory=list)  # on the machine's clock, when each token was there
+    token_times_s: list[float] = field(default_factory=list)  # when each token was there, on the machine's clock
 
     @property
     def prompt_len(self) -> int:

@@ -94,6 +94,6 @@ class Strategy:
     scheduler: Scheduler
     pipeline: Pipeline
     prediction: Prediction | None = None
-    passes_in_flight: int = 1  # passes that the pipeline can have under way, each of sequences of its own
+    passes_in_flight: int = 1  # passes that the pipeline can have under way; each has sequences of its own
     gpu_tok_s: float | None = None  # tokens per second at which the GPU is saturated (T_GPU)
     plan: dict[str, Any] = field(default_factory=dict)  # the planner's decisions, for the records

@@ -53,7 +53,7 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> Path:
         _make_readable(temporary)
         temporary.rename(folder)
     except OSError as error:
-        if not folder.is_dir():  # anything but having lost the race
+        if not folder.is_dir():  # another process has not made it first
             raise _unwritable(folder.parent, CACHE_VARIABLE, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from harness.config import config, require
 
-MOST_EXPERTS = 1_000_000  # of all layers together: each has an entry in every layout
+MOST_EXPERTS = 1_000_000  # experts of all layers together: each has an entry in every layout
 
 
 def require_countable(field: str, num_layers: int, num_experts: int) -> None:
@@ -39,12 +39,12 @@ class Router:
     """A router turns logits into experts and weights. Experts are chosen by score (with a correction bias, by score +
     bias), within the best `groups_per_token` of `num_groups` equal groups, and weighed by score."""
 
-    scoring: Literal["softmax", "sigmoid"] = "softmax"  # over all experts, or of each
+    scoring: Literal["softmax", "sigmoid"] = "softmax"  # softmax over all experts, or sigmoid of each
     renormalise: bool = True  # the weights of a token's experts sum to 1 before `scale`
     scale: float = 1.0
     num_groups: int = 1
     groups_per_token: int = 1
-    group_score_experts: int = 1  # a group's score is the sum of those of so many of its best experts
+    group_score_experts: int = 1  # a group's score is the sum of the scores of so many of its best experts
 
     def __post_init__(self) -> None:
         require(self.scale > 0, "scale", f"must be positive, got {self.scale}")
@@ -94,14 +94,14 @@ class Dimensions:
     tie_embeddings: bool = False
     eos_token_id: int | None = None
     latent: LatentAttention | None = None
-    shared_expert_dim: int = 0  # width of the MLP that every token passes beside its experts, over all shared experts
-    shared_expert_gate: bool = False  # its output is scaled by a sigmoid of one projection
-    dense_layers: tuple[int, ...] = ()  # counted from 0: with an ordinary MLP in place of router and experts
+    shared_expert_dim: int = 0  # width of all shared experts together, which every token passes
+    shared_expert_gate: bool = False  # the shared experts' output is scaled by a sigmoid of one projection
+    dense_layers: tuple[int, ...] = ()  # layers, from 0, with an ordinary MLP instead of router and experts
     dense_dim: int = 0
     qk_norm: Literal["head", "full"] | None = None  # RMS norm of queries and keys over each head, or over all heads
     qkv_bias: bool = False
     o_bias: bool = False
-    attention_sinks: bool = False  # one learned logit a head
+    attention_sinks: bool = False  # one learned logit for each head
     router_bias: bool = False
     correction_bias: bool = False  # added to the router's scores for choosing, not for weighting
     expert_bias: bool = False

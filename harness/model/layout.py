@@ -14,7 +14,7 @@ from typing import Any
 
 from harness.model.spec import DTYPE_BYTES
 
-ALIGNMENT_BYTES = 64  # one cache line; also what AVX-512 loads and non-temporal stores like
+ALIGNMENT_BYTES = 64  # one cache line; also the alignment that suits AVX-512 loads and non-temporal stores
 
 
 @dataclass(frozen=True, slots=True)

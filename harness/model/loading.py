@@ -46,7 +46,7 @@ def load_model(config: ModelConfig, *, has_tensors: bool, seed: int) -> LoadedMo
         return LoadedModel(source=random, weights_source=f"random weights made in memory, {random.spec.dtype}")
     checkpoint = _checkpoint(config)
     if checkpoint.spec.dtype == "bfloat16":
-        bf16_method()  # raises where the environment asks for what there is not
+        bf16_method()  # raises where the environment asks for an unknown method
     kind = "random weights" if config.path is None else f"checkpoint {config.path}"
     return LoadedModel(
         source=checkpoint,

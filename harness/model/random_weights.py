@@ -24,7 +24,7 @@ from harness.model.recipe import NORM_STD
 from harness.model.sharding import shard_spec
 
 _BLOCK_NUMBERS = 33_554_393  # a prime: rows of matrices do not repeat
-_PIECE_NUMBERS = 1 << 23  # what a thread copies at once
+_PIECE_NUMBERS = 1 << 23  # the numbers that a thread copies at once
 _COMPARED_NUMBERS = 64
 
 

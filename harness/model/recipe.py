@@ -6,7 +6,7 @@ from harness.config import config, require
 from harness.model.dimensions import require_countable
 from harness.model.spec import Dtype
 
-NORM_STD = 0.2  # of norm weights about 1: enough that a norm left out changes tokens
+NORM_STD = 0.2  # spread of norm weights about 1: enough that a norm left out changes tokens
 
 
 @config

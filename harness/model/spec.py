@@ -37,37 +37,39 @@ class ModelSpec(Dimensions):
 
     @property
     def kv_dim(self) -> int:
-        """All heads' keys; without latent attention their values too."""
+        """The dimension of all heads' keys; without latent attention also that of their values."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def o_dim(self) -> int:
-        """All heads' attention results."""
+        """The dimension of all heads' attention results."""
         return self.num_heads * (self.latent.value_dim if self.latent else self.head_dim)
 
     @property
     def cached_q_dim(self) -> int:
-        """All heads' queries as attention over the cache takes them: on the latent where there is one."""
+        """The dimension of all heads' queries for attention over the cache: on the latent where there is one."""
         return self.num_heads * (self.latent.kv_rank + self.latent.rope_dim) if self.latent else self.q_dim
 
     @property
     def cached_o_dim(self) -> int:
-        """All heads' results of attention over the cache."""
+        """The dimension of all heads' results of attention over the cache."""
         return self.num_heads * self.latent.kv_rank if self.latent else self.o_dim
 
     @property
     def cached_k_dim(self) -> int:
-        """Numbers per token and layer in the first half of the cache: keys, or the latent with the shared RoPE key."""
+        """The numbers per token and layer in the first half of the cache: keys, or the latent with the shared RoPE
+        key."""
         return self.latent.kv_rank + self.latent.rope_dim if self.latent else self.kv_dim
 
     @property
     def cached_v_dim(self) -> int:
-        """Values; the latent stands for them too."""
+        """The numbers per token and layer in the second half of the cache: values, or none where the latent stands for
+        them."""
         return 0 if self.latent else self.kv_dim
 
     @property
     def group_size(self) -> int:
-        """Query heads per KV head (the papers' s)."""
+        """The number of query heads per KV head (the papers' s)."""
         return self.num_heads // self.num_kv_heads
 
     @property
@@ -81,7 +83,7 @@ class ModelSpec(Dimensions):
 
     @property
     def kv_bytes_per_token_layer(self) -> int:
-        """Keys and values, or the latent and the shared RoPE key."""
+        """The bytes of keys and values, or of the latent and the shared RoPE key, for one token in one layer."""
         return (self.cached_k_dim + self.cached_v_dim) * self.dtype_bytes
 
     @property
@@ -90,17 +92,18 @@ class ModelSpec(Dimensions):
 
     @property
     def expert_params(self) -> int:
-        """Gate, up and down projections of one expert."""
+        """The parameters of one expert's gate, up and down projections."""
         return 3 * self.hidden_dim * self.expert_dim
 
     @property
     def shared_expert_params(self) -> int:
-        """One layer's shared experts with their gate."""
+        """The parameters of one layer's shared experts with their gate."""
         return 3 * self.hidden_dim * self.shared_expert_dim + (self.hidden_dim if self.shared_expert_gate else 0)
 
     @property
     def attention_params(self) -> int:
-        """Projections of one layer: Q, K, V and O; with latent attention down to the latents and up from them."""
+        """The parameters of one layer's projections: Q, K, V and O; with latent attention those down to the latents and
+        up from them."""
         latent, hidden = self.latent, self.hidden_dim
         if latent is None:
             return hidden * (2 * self.q_dim + 2 * self.kv_dim)
@@ -110,7 +113,7 @@ class ModelSpec(Dimensions):
 
     @property
     def attention_in_params(self) -> int:
-        """Matrices in front of attention: all projections but the one of the output."""
+        """The parameters of the matrices in front of attention: all projections except the output's."""
         return self.attention_params - self.attention_out_params
 
     @property
@@ -135,7 +138,7 @@ class ModelSpec(Dimensions):
 
     @property
     def layer_params(self) -> int:
-        """One MoE layer: attention, norms, router, experts and shared experts."""
+        """The parameters of one MoE layer: attention, norms, router, experts and shared experts."""
         return self._layer_sum("params")
 
     @property
@@ -153,7 +156,7 @@ class ModelSpec(Dimensions):
 
     @property
     def active_params(self) -> int:
-        """Parameters that one token passes, head included; the embedding is a lookup."""
+        """The parameters that one token passes, head included; the embedding is a lookup."""
         return sum(part.active_params for part in self.parts.values())
 
     @property
@@ -162,18 +165,19 @@ class ModelSpec(Dimensions):
 
     @property
     def flops_per_token(self) -> int:
-        """GEMM FLOPs of one token through all layers and the head, attention scores apart."""
+        """The GEMM FLOPs of one token through all layers and the head, without attention scores."""
         return sum(part.flops_per_token for part in self.parts.values())
 
     @property
     def flops_per_token_layer(self) -> int:
-        """GEMM FLOPs of one token in one MoE layer (2 per multiply-add), attention scores apart."""
+        """The GEMM FLOPs of one token in one MoE layer (2 per multiply-add), without attention scores."""
         active = self.attention_params + self.hidden_dim * self.num_experts + self.shared_expert_params
         return 2 * (active + self.experts_per_token * self.expert_params)
 
     @property
     def prefill_pair_flops(self) -> int:
-        """Attention of one layer on keys and values of all heads, for each pair of a query and a token it sees."""
+        """The FLOPs of one layer's attention on keys and values of all heads, for each pair of a query and a token it
+        sees."""
         return 2 * (self.q_dim + self.o_dim)
 
     @property

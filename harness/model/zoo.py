@@ -85,7 +85,7 @@ def _make(recipe: RandomRecipe, folder: Path) -> None:
             model.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
             fast.save_pretrained(folder)
         except Exception as error:
-            if isinstance(error, SafetensorError) or type(error) is Exception:  # as Rust tells that the disk is full
+            if isinstance(error, SafetensorError) or type(error) is Exception:  # Rust's error for a full disk
                 raise OSError(str(error)) from error
             raise
 

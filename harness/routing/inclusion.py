@@ -36,7 +36,7 @@ def rates_for(shares: Floats, k: int) -> Floats:
     in all but one of a million tokens.
     """
     wanted = np.minimum(shares * k, 1.0 - 1e-6)
-    rates = -np.log1p(-wanted)  # what independent arrivals would need; close already where k is large
+    rates = -np.log1p(-wanted)  # the rates for independent arrivals: already close where k is large
     for _ in range(_MAX_ROUNDS):
         got = inclusion(rates, k)
         if np.abs(got - wanted).max() < _CLOSE:

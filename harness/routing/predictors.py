@@ -55,7 +55,7 @@ class StatedPredictor:
         chosen = self._routing.experts(request_ids, positions, layer)  # [tokens, k]
         keys = stream(self._seed, Stream.PREDICTION, request_ids, positions, layer, distance)
         is_hit = fractions(derive(keys[:, None], np.arange(k))) < rates
-        # Of any 2 k experts, k or more are not chosen.
+        # Among any 2 k experts, k or more are not chosen.
         drawn = race(derive(keys, k), self._num_experts, 2 * k)
         is_chosen = (drawn[:, :, None] == chosen[:, None, :]).any(axis=2)
         wrong = np.take_along_axis(drawn, np.argsort(is_chosen, axis=1, kind="stable")[:, :k], axis=1)

@@ -63,7 +63,7 @@ class TraceRow:
     """A row holds successive positions of one request. Arrays may be lists where they are written."""
 
     request: int
-    position: int  # of the first
+    position: int  # position of the first
     experts: NDArray[np.int16]  # [positions, layers, k]
     predicted: NDArray[np.int16] | None = None  # [positions, layers - distance, predicted experts]
     confidence: NDArray[np.float32] | None = None  # the same shape: probability that the expert is chosen

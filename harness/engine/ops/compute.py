@@ -209,7 +209,7 @@ def _add_newest(staging: Any, positions: Any, k: Any, v: Any) -> None:
     however many sequences there are. positions [seqs], k and v [seqs, kv_heads, head_dim]."""
     num_heads, head_dim = k.shape[1:]
     lens = (positions + 1)[:, None]
-    begins = 2 * num_heads * (lens.cumsum(0) - lens)  # of each sequence, in rows of head_dim
+    begins = 2 * num_heads * (lens.cumsum(0) - lens)  # where each sequence's keys begin, in rows of head_dim
     keys_at = begins + lens * arange(num_heads, device=k.device) + positions[:, None]
     staged = staging.view(-1, head_dim)
     for new, at in ((k, keys_at), (v, keys_at + num_heads * lens)):

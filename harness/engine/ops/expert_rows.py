@@ -48,7 +48,7 @@ class OffloadExpertInput(MicroBatchOp):
 class MoveRows(Op):
     """Copy the first `num_rows` rows [hidden] of a buffer to another one over a link."""
 
-    in_float32: ClassVar[bool]  # or in the model's dtype
+    in_float32: ClassVar[bool]  # else in the model's dtype
 
     def __init__(
         self,

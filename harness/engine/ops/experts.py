@@ -73,7 +73,8 @@ class Experts(ComputeOp):
     def work(self) -> Work:
         if self.routed is None:
             tokens = self.batch.num_tokens * self._share * len(self.experts)
-            read_bytes = self.weight_bytes() * (1 - (1 - self._share) ** self.batch.num_tokens)  # if any token comes
+            # An expert's weights are read if any token reaches it.
+            read_bytes = self.weight_bytes() * (1 - (1 - self._share) ** self.batch.num_tokens)
         else:
             counts = [int(self.routed[expert]) for expert in self.experts]
             tokens = sum(counts)

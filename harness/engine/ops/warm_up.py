@@ -38,7 +38,7 @@ class WarmUp(Op):
         warm_up(self.spec, device, self.kv_block_size)
         self._one_token(embedding, weights(ctx, self.head), device)
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # memory is planned from here on: nothing of this may lie in its way
+            torch.cuda.empty_cache()  # memory is planned from here on: torch must not keep any of this
 
     def _one_token(self, embedding: dict[str, Any], head: dict[str, Any], device: Any) -> None:
         spec, family = self.spec, self.family

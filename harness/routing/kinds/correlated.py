@@ -53,7 +53,7 @@ class CorrelatedRouting:
         self._settings, self._popular, self._k, self._seed = settings, popular, model.experts_per_token, seed
         self._layers = model.moe_layers
         self._index = {layer: index for index, layer in enumerate(self._layers)}
-        # One in `lookback` tokens must not keep, the others make up for it, so that the mean is as asked.
+        # One in `lookback` tokens must not keep; the others keep more often, so that the mean is as asked.
         self._keep = settings.keep_token * settings.lookback / (settings.lookback - 1)
 
     def experts(self, request_ids: NDArray[np.int64], positions: NDArray[np.int64], layer: int) -> NDArray[np.int64]:
