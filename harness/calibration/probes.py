@@ -211,7 +211,7 @@ class LayerProbes:
         emit.offload_hidden(it, layer, self.kept)
         emit.load_hidden(it, layer, self.kept)
         emit.submit(D2H, expert_rows.OffloadExpertInput(self.engine.spec, it.batch, it.acts, layer))
-        emit.load_expert_sums(it, layer)
+        emit.load_expert_sums(it, layer, to=it.acts.moe_out)
 
     def device_attention(self, emit: Emitter, it: InFlight, layer: int) -> None:
         """Submit the decode attention of the gpu lane, with keys and values over the link or in device memory. Contexts

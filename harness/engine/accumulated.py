@@ -78,10 +78,12 @@ class AccumulatedBatch:
         self._emit.submit(CPU, ClearSums(self._spec, self._sums, num_tokens, layer))
 
     def add(self, it: InFlight) -> range:
-        """Bring a micro-batch's rows, which its router has seen, to host memory; returns their numbers."""
+        """Bring a micro-batch's rows, which its router has seen, to host memory; returns their numbers. What all tokens
+        get goes into the residual stream, so that the sums may take its place."""
         n = it.batch.num_tokens
         rows = range(self.num_tokens, self.num_tokens + n)
         self.num_tokens = rows.stop
+        self._emit.add_common(it, self._layer)
         self._emit.submit(D2H, OffloadRows(self._spec, it.acts.normed, self._part(self._rows, rows), n, self._layer))
         return rows
 
@@ -115,8 +117,8 @@ class AccumulatedBatch:
         return self._emit.submit(CPU, op)
 
     def take_sums(self, it: InFlight, rows: range) -> Ticket:
-        """Bring the sums of a micro-batch, whose rows these are, over what its `moe_out` holds."""
-        op = LoadExpertSums(self._spec, self._part(self._sums, rows), it.acts.moe_out, len(rows), self._layer)
+        """Bring the sums of a micro-batch, whose rows these are, to its `moe_out`."""
+        op = LoadExpertSums(self._spec, self._part(self._sums, rows), it.room_for_sums(), len(rows), self._layer)
         return self._emit.submit(H2D, op, urgent=True)
 
     def _part(self, buffer: Buffer, rows: range) -> Buffer:

@@ -210,6 +210,7 @@ class Emitter(FanOut):
     def _attention_out(self, it: InFlight, layer: int, part: PlacedPart | list[PlacedPart]) -> Ticket:
         op = compute.AttentionOut(self._family, self._spec, it.batch, it.acts, self._mine(part), layer)
         ticket = self.submit(GPU, op)
+        it.owes_sums = True
         self._record_routing(it, layer)
         return ticket
 
@@ -221,6 +222,7 @@ class Emitter(FanOut):
     @on_each_gpu
     def _after_attention(self, it: InFlight, layer: int, part: PlacedPart | list[PlacedPart]) -> Ticket:
         op = collective.AfterAttention(self._family, self._spec, it.batch, it.acts, self._mine(part), layer)
+        it.owes_sums = True
         return self.submit(GPU, op)
 
     def _all_reduce(self, it: InFlight, layer: int, to: Literal["normed", "hidden"]) -> Ticket:
@@ -264,18 +266,35 @@ class Emitter(FanOut):
         parts = self._mine(parts)
         if not parts:
             return None
+        it.owes_sums = True
         op = Experts(self._family, self._spec, it.batch, it.acts, tuple(parts.values()), tuple(parts), layer, routed)
         return self.submit(GPU, op)
 
-    @on_each_gpu
     def experts_on_host(
         self, it: InFlight, layer: int, experts: Iterable[int] | None = None, *, routed: np.ndarray | None = None
     ) -> list[Ticket]:
         """Run some experts (by number; null: all of the layer) on the cpu lane, after their input has come down. Their
         sums begin at 0, so call it once a layer. Nothing is submitted where there are none.
 
-        `load_expert_sums` brings back what they found; `routed` is as in `experts`.
+        `load_expert_sums` brings back what they found; where these are all of the layer, `moe_out` is free for that.
+        `routed` is as in `experts`.
         """
+        if experts is None and not self._spec.is_dense(layer):
+            self.add_common(it, layer)
+        return self._experts_on_host(it, layer, experts, routed)
+
+    def add_common(self, it: InFlight, layer: int) -> None:
+        """Add what all tokens get, where a layer has such, to the residual stream. `moe_out` is then free for sums of
+        the host, and no expert of the layer may run on the device."""
+        if self._spec.has_common_mlp(layer):
+            self.combine(it, layer)
+        for each in it.gpus or (it,):
+            each.owes_sums = False
+
+    @on_each_gpu
+    def _experts_on_host(
+        self, it: InFlight, layer: int, experts: Iterable[int] | None, routed: np.ndarray | None
+    ) -> list[Ticket]:
         parts = self._engine.store.experts(layer)
         numbers = list(parts if experts is None else experts)
         if not numbers:
@@ -294,14 +313,15 @@ class Emitter(FanOut):
     @on_each_gpu
     def load_expert_sums(self, it: InFlight, layer: int, to: Buffer | list[Buffer | None] | None = None) -> Ticket:
         """Bring the results of experts on the host to the device. They go into `to`, which `combine` then takes as
-        `extra`. Without `to` they overwrite what `moe_out` holds, which is right where no expert of the layer runs on
-        the device."""
-        n, source, target = it.batch.num_tokens, it.acts.host_moe_out, self._mine(to) or it.acts.moe_out
+        `extra`. Without `to` they go into `moe_out`, which is free where all experts of the layer ran on the host."""
+        n, source, target = it.batch.num_tokens, it.acts.host_moe_out, self._mine(to) or it.room_for_sums()
         return self.submit(H2D, expert_rows.LoadExpertSums(self._spec, source, target, n, layer, it.batch.index))
 
     def combine(self, it: InFlight, layer: int, extra: tuple[Buffer, ...] = ()) -> Ticket:
         """Add the experts' sums to the residual stream; there is no `extra` where several GPUs share the
         micro-batch."""
+        for each in it.gpus or (it,):
+            each.owes_sums = False
         if it.is_shared:
             assert not extra, "only the GPUs' own sums are added"
             return self._all_reduce(it, layer, "hidden")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from harness.engine.activations import Activations
 from harness.engine.batch import MicroBatch
 from harness.machine.base import Ticket
+from harness.memory.tiers import Buffer
 
 
 @dataclass(eq=False, slots=True)
@@ -24,7 +25,8 @@ class InFlight:
     """A micro-batch in its activation buffers for one pass. The emitter notes in `tickets` what it submits for it.
 
     `gpu` is the number of the GPU whose buffers these are, among those of the emitter. Where several have something,
-    `gpus` is what each of them has, and this one, made of the first, stands for all in the emitter's steps.
+    `gpus` is what each of them has, and this one, made of the first, stands for all in the emitter's steps. `owes_sums`
+    says whether `moe_out` holds something that the residual stream has not got yet.
     """
 
     batch: MicroBatch
@@ -32,6 +34,7 @@ class InFlight:
     tickets: PassTickets = field(default_factory=PassTickets)
     gpu: int = 0
     gpus: tuple[InFlight, ...] = ()
+    owes_sums: bool = True
 
     @classmethod
     def shared(cls, batch: MicroBatch, acts: Seq[Activations], tickets: PassTickets | None = None) -> InFlight:
@@ -45,6 +48,12 @@ class InFlight:
         own."""
         first = gpus[0]
         return first if len(gpus) == 1 else cls(first.batch, first.acts, first.tickets, first.gpu, tuple(gpus))
+
+    def room_for_sums(self) -> Buffer:
+        """Return `moe_out` for sums of the host. They overwrite it, so the residual stream must have what it holds."""
+        assert not self.owes_sums, "`moe_out` holds sums that nobody has combined: the host's need another buffer"
+        self.owes_sums = True
+        return self.acts.moe_out
 
     @property
     def is_shared(self) -> bool:

@@ -131,6 +131,10 @@ class ModelSpec(Dimensions):
             return 3 * self.hidden_dim * self.dense_dim
         return self.hidden_dim * self.num_experts + self.shared_expert_params
 
+    def has_common_mlp(self, layer: int) -> bool:
+        """Return whether the layer has an MLP for every token beside routed experts: shared experts, or a dense one."""
+        return self.is_dense(layer) or self.shared_expert_dim > 0
+
     @property
     def parts(self) -> Mapping[str, model_parts.Part]:
         """Parameters, bytes and FLOPs by the names of `harness.model.parts`."""

@@ -5,15 +5,20 @@ from __future__ import annotations
 import pytest
 
 from tests.contract.running import engine_on, requests, run_to_end, shuffled, strategy_of
+from tests.contract.sketches import expert_placement, module_batching
 from tests.contract.test_strategies import YAMLS
 from tests.contract.toy_family import INGREDIENTS, PlainToy, make_toy
 
+HOST_EXPERTS = {"batch_size": 4, "micro_batch_size": 2, "gpu_ffn": False, "resident_kv": 0.0}
 RUNS = {
     "attention on the host": ("moelens", {"n_real": 40}, 1),
     "attention over staged keys": ("moelens", {"attention": "gpu", "gpu_kv_staging_mb": 0.02, "n_real": 60}, 1),
     "attention on the device": ("deepspeed_zero", {}, 1),
     "on two GPUs": ("ondemand", {}, 2),
+    "experts on the host": ("moelightning", {"policy": HOST_EXPERTS | {"gpu_attention": False}}, 1),
+    "attention on the device, experts on the host": ("flexgen", {"policy": HOST_EXPERTS | {"gpu_attention": True}}, 1),
 }
+SKETCHES = (module_batching, expert_placement)
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +43,13 @@ def test_tokens(toy, work, expected, run):
     values = YAMLS[name] | change
     engine = engine_on(shuffled(1, num_gpus=num_gpus), toy, work, kv_blocks=40, num_gpus=num_gpus, values=values)
     run_to_end(engine, lambda e: strategy_of(e, values))
+    assert [sequence.generated for sequence in engine.sequences] == expected
+
+
+@pytest.mark.parametrize("sketch", SKETCHES, ids=lambda module: module.__name__.rsplit(".", 1)[-1])
+def test_tokens_of_sketches(toy, work, expected, sketch):
+    engine = engine_on(shuffled(1), toy, work, kv_blocks=40)
+    run_to_end(engine, sketch.build)
     assert [sequence.generated for sequence in engine.sequences] == expected
 
 

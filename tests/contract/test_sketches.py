@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from harness.engine.emitter import Emitter
 from harness.machine.base import CPU, D2H, GPU, H2D, LaneKind
 from harness.machine.costs import LaneCost, Roofline
 from harness.machine.simulated import SimulatedMachine
@@ -41,6 +42,14 @@ def test_sketch_gives_the_same_tokens(tiny, sketch, make):
     report = check_tokens(tiny, engine.sequences)
     assert report.checked == len(work)
     assert report.ok, report.first_mismatch
+
+
+def test_sums_of_the_host_never_overwrite_those_of_the_device(tiny, monkeypatch):
+    load = Emitter.load_expert_sums
+    monkeypatch.setattr(Emitter, "load_expert_sums", lambda emit, it, layer, to: load(emit, it, layer))
+    work = requests(2, vocab_size=tiny.spec.vocab_size)
+    with pytest.raises(AssertionError, match="`moe_out` holds sums"):
+        run_to_end(engine_on(shuffled(0), tiny, work, kv_blocks=40), expert_placement.build)
 
 
 def test_placement_uses_every_way_to_run_an_expert(tiny):

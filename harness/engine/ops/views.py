@@ -69,6 +69,7 @@ def keep(ctx: Context, op: Any, found: MoeInput) -> None:
     """Copy what lies between attention and experts into the buffers of `op`, which has `spec`, `acts` and `batch`.
     `moe_out` begins with the outputs that all tokens get."""
     spec, acts, n = op.spec, op.acts, op.batch.num_tokens
+    assert found.common is None or spec.has_common_mlp(op.layer), "the spec knows of no MLP for all tokens"
     rows(ctx, acts.hidden, n, spec.hidden_dim, spec.dtype).copy_(found.residual)
     rows(ctx, acts.normed, n, spec.hidden_dim, spec.dtype).copy_(found.normed)
     if found.expert_ids is not None:

@@ -59,7 +59,7 @@ class ExpertPlacement:
         self.slots = ExpertSlots(
             machine, engine.store, num_slots=num_slots, packet_bytes=4096, replacement=LongestThere()
         )
-        for layer in range(spec.num_layers):
+        for layer in spec.moe_layers:
             self.slots.acquire(layer, 0)  # for good
         self._guessed: set[Key] = set()
         self._index = 0
@@ -90,6 +90,9 @@ class ExpertPlacement:
         emit.attention_out(it, layer, dense.part(i, "attention_out"))
         for name in _DENSE:
             dense.release(i, name)
+        if self._engine.spec.is_dense(layer):
+            emit.combine(it, layer)
+            return
         ids, _ = self._engine.machine.wait(emit.route(it, layer))
         routed = np.bincount(ids.ravel(), minlength=self._engine.spec.num_experts)
         sums = (self._host_sums,) if self._place(it, layer, routed) else ()
@@ -130,6 +133,8 @@ class ExpertPlacement:
 
     def _prefetch(self, it: InFlight, layer: int, routed: np.ndarray) -> None:
         following, likely = (layer + 1) % self._engine.spec.num_layers, routed.astype(float)
+        if self._engine.spec.is_dense(following):
+            return
         if self._predict is not None:
             ids, confidence = self._predict(it.batch, following)
             likely = np.bincount(ids.ravel(), weights=confidence.ravel(), minlength=len(routed))
