@@ -78,8 +78,8 @@ class AccumulatedBatch:
         self._emit.submit(CPU, ClearSums(self._spec, self._sums, num_tokens, layer))
 
     def add(self, it: InFlight) -> range:
-        """Bring a micro-batch's rows, which its router has seen, to host memory; returns their numbers. What all tokens
-        get goes into the residual stream, so that the sums may take its place."""
+        """Bring a micro-batch's rows, which its router has seen, to host memory, and return the rows' numbers. The
+        outputs that all tokens get are added to the residual stream, so that the sums may take their place."""
         n = it.batch.num_tokens
         rows = range(self.num_tokens, self.num_tokens + n)
         self.num_tokens = rows.stop
@@ -117,7 +117,7 @@ class AccumulatedBatch:
         return self._emit.submit(CPU, op)
 
     def take_sums(self, it: InFlight, rows: range) -> Ticket:
-        """Bring the sums of a micro-batch, whose rows these are, to its `moe_out`."""
+        """Bring the sums of a micro-batch, whose rows are `rows`, to its `moe_out`."""
         op = LoadExpertSums(self._spec, self._part(self._sums, rows), it.room_for_sums(), len(rows), self._layer)
         return self._emit.submit(H2D, op, urgent=True)
 

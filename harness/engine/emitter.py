@@ -273,19 +273,19 @@ class Emitter(FanOut):
     def experts_on_host(
         self, it: InFlight, layer: int, experts: Iterable[int] | None = None, *, routed: np.ndarray | None = None
     ) -> list[Ticket]:
-        """Run some experts (by number; null: all of the layer) on the cpu lane, after their input has come down. Their
-        sums begin at 0, so call it once a layer. Nothing is submitted where there are none.
+        """Run some experts (by number; None: all of the layer) on the cpu lane, after their input has come from the
+        device. Their sums begin at 0, so call it once for each layer. Nothing is submitted where there are no experts.
 
-        `load_expert_sums` brings back what they found; where these are all of the layer, `moe_out` is free for that.
-        `routed` is as in `experts`.
+        `load_expert_sums` brings their results back; where these are all experts of the layer, `moe_out` is free for
+        the results. `routed` is as in `experts`.
         """
         if experts is None and not self._spec.is_dense(layer):
             self.add_common(it, layer)
         return self._experts_on_host(it, layer, experts, routed)
 
     def add_common(self, it: InFlight, layer: int) -> None:
-        """Add what all tokens get, where a layer has such, to the residual stream. `moe_out` is then free for sums of
-        the host, and no expert of the layer may run on the device."""
+        """Add the outputs that all tokens get, in a layer that has such, to the residual stream. `moe_out` is then free
+        for sums of the host, and no expert of the layer may run on the device."""
         if self._spec.has_common_mlp(layer):
             self.combine(it, layer)
         for each in it.gpus or (it,):

@@ -24,9 +24,9 @@ class PassTickets:
 class InFlight:
     """A micro-batch in its activation buffers for one pass. The emitter notes in `tickets` what it submits for it.
 
-    `gpu` is the number of the GPU whose buffers these are, among those of the emitter. Where several have something,
-    `gpus` is what each of them has, and this one, made of the first, stands for all in the emitter's steps. `owes_sums`
-    says whether `moe_out` holds something that the residual stream has not got yet.
+    `gpu` is the number of the GPU whose buffers these are, among those of the emitter. Where several GPUs have a
+    micro-batch, `gpus` has an entry for each of them, and this one, made of the first, stands for all in the emitter's
+    steps. `owes_sums` says whether `moe_out` holds something that is not yet in the residual stream.
     """
 
     batch: MicroBatch
@@ -50,7 +50,8 @@ class InFlight:
         return first if len(gpus) == 1 else cls(first.batch, first.acts, first.tickets, first.gpu, tuple(gpus))
 
     def room_for_sums(self) -> Buffer:
-        """Return `moe_out` for sums of the host. They overwrite it, so the residual stream must have what it holds."""
+        """Return `moe_out`, to be overwritten by sums of the host. The residual stream must already have what it
+        holds."""
         assert not self.owes_sums, "`moe_out` holds sums that nobody has combined: the host's need another buffer"
         self.owes_sums = True
         return self.acts.moe_out

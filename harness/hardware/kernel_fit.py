@@ -1,4 +1,4 @@
-"""Fit rates of a machine to published kernel latencies. Torch-free. Torch-free.
+"""Fit rates of a machine to published kernel latencies. Torch-free.
 
 MoE-Lightning Fig. 9 gives three latencies of one layer of Mixtral-8x7B in decode, by micro-batch and context: the copy
 of the KV cache to the GPU, attention on the CPU, and the experts on the GPU. Each is bound by one memory or link, so

@@ -132,7 +132,7 @@ class ModelSpec(Dimensions):
         return self.hidden_dim * self.num_experts + self.shared_expert_params
 
     def has_common_mlp(self, layer: int) -> bool:
-        """Return whether the layer has an MLP for every token beside routed experts: shared experts, or a dense one."""
+        """Return whether the layer has an MLP that every token passes: shared experts, or a dense MLP."""
         return self.is_dense(layer) or self.shared_expert_dim > 0
 
     @property
