@@ -5,67 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import kernels
 from harness.bench.op_bench import OpBench
 from harness.bench.shapes import Shape
 from harness.engine.activations import Activations
 from harness.engine.emitter import Emitter, InFlight
 from harness.engine.engine import Engine
 from harness.engine.ops import data, expert_rows, paged
-from harness.engine.ops.views import weights
+from harness.engine.ops.experts import Expert
 from harness.machine.base import CPU, D2H, GPU, H2D, PIN, Context, Op, Ticket, Work
 from harness.memory.kv_cache import KVCache
 from harness.memory.ops import StagePage
 from harness.memory.placed import PlacedPart
 from harness.memory.tiers import DEVICE, Buffer
 from harness.memory.weights import WeightStream
-from harness.model.spec import ModelSpec
 
 Pair = tuple[InFlight, InFlight]  # the second one finds weights that the first one has just read
 _STAGING_BYTES = 4_000_000  # keys and values of one layer on the device: longer contexts are not probed there
 _DEVICE_KV_BYTES = 16_000_000  # the cache in device memory, all layers: longer contexts are not probed in it
 _TABLES_BYTES = 64_000  # block tables for that cache and two micro-batches, with blocks of 2 KB or more
-
-
-class CpuExpert(Op):
-    """Computes one expert on the cpu lane. In bfloat16 it uses the kernel for CPUs and reads a stored expert's bytes as
-    gate, up and down one after the other, whatever their real layout: only the time counts. In other types it uses the
-    family's math."""
-
-    kind: ClassVar[str] = "experts"
-
-    def __init__(self, family: Any, spec: ModelSpec, part: PlacedPart, tokens: Buffer, num_tokens: int) -> None:
-        self.family, self.spec, self.part, self.tokens, self.num_tokens = family, spec, part, tokens, num_tokens
-        self.reads, self.writes = part.keys, (tokens,)
-
-    def work(self) -> Work:
-        spec = self.spec
-        moved = self.num_tokens * 2 * spec.hidden_dim * spec.dtype_bytes
-        return Work(flops=2 * self.num_tokens * spec.expert_params, host_bytes=self.part.layout.nbytes + moved)
-
-    @property
-    def cost_key(self) -> str:
-        return f"{self.kind} x1"
-
-    def cost_features(self) -> tuple[float, ...]:
-        """Return the tokens of a batch that, evenly routed, brings one expert as many tokens as this op has. The gpu
-        lane's `Experts` has the same feature."""
-        return (self.num_tokens * self.spec.num_experts / self.spec.experts_per_token,)
-
-    def run(self, ctx: Context, packet: int) -> Any:
-        spec = self.spec
-        rows = ctx.tensor(self.tokens, (2, self.num_tokens, spec.hidden_dim), spec.dtype)
-        if spec.dtype != "bfloat16":
-            rows[1].copy_(self.family.expert(spec, weights(ctx, self.part), rows[0]))
-            return
-        size, shape = spec.expert_dim * spec.hidden_dim, (spec.expert_dim, spec.hidden_dim)
-        flat = ctx.tensor(self.part.buffer, (3 * size,), "bfloat16")
-        gate, up = flat[:size].view(shape), flat[size : 2 * size].view(shape)
-        kernels.expert_ffn(
-            rows[0], gate, up, flat[2 * size :].view(shape[::-1]), rows[1], num_threads=ctx.num_threads()
-        )
 
 
 class Fill(Op):
@@ -114,9 +73,6 @@ class LayerProbes:
             "bench kept hidden", max_tokens * spec.hidden_dim * spec.dtype_bytes
         )
         self.staging = machine.tiers["device"].reserve("bench kv staging", _STAGING_BYTES)
-        self.rows = machine.tiers["pinned"].reserve(
-            "bench expert rows", 2 * max_tokens * spec.hidden_dim * spec.dtype_bytes
-        )
         self.staged = self._pageable_part()
         self._in_device_kv: tuple[InFlight, InFlight] | None = None  # see `pair`
         self.ops = OpBench(engine, self.stream, self.acts)
@@ -244,7 +200,8 @@ class LayerProbes:
         pinned memory."""
         spec, family = self.engine.spec, self.engine.family
         share = -(-num_tokens * spec.experts_per_token // spec.num_experts)
-        emit.submit(CPU, CpuExpert(family, spec, self._stored_expert(), self.rows, share))
+        source, target = self.acts[0].host_normed, self.acts[0].host_moe_out
+        emit.submit(CPU, Expert(family, spec, self._stored_expert(), source, target, share, on_host=True))
         if self.staged is not None:
             emit.submit(PIN, self.stage())
 
@@ -274,7 +231,6 @@ class LayerProbes:
         tiers = self.engine.machine.tiers
         tiers["device"].release(self.staging)
         self.kv.close()
-        tiers["pinned"].release(self.rows)
         tiers["pinned"].release(self.kept)
         if self.staged is not None:
             tiers["host"].release(self.staged[0].buffer)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import harness.engine.ops
-from harness.calibration.probes import CpuExpert
 from harness.engine.activations import Activations
 from harness.engine.batch import assemble
 from harness.engine.ops import collective, compute, data, expert_rows, host, paged, warm_up
@@ -176,10 +175,6 @@ CASES: list[tuple[Op, Work]] = [
     (
         memory_ops.AllGather((buffer, acts.hidden), 1, nbytes=4096, layer=0),
         Work(device_bytes=2 * 2048, link_bytes=2048),
-    ),
-    (
-        CpuExpert(None, SPEC, experts[0], buffer, 12),
-        Work(flops=2 * 12 * EXPERT, host_bytes=2 * EXPERT + 12 * 2 * 80 * 2),
     ),
 ]
 
