@@ -28,21 +28,23 @@ _TABLES_BYTES = 64_000  # block tables for that cache and two micro-batches, wit
 
 
 class Fill(Op):
-    """Fills keys or values of a cache with random numbers. Attention's results then differ from token to token, and
+    """Fills one layer of a cache with random numbers. Attention's results then differ from token to token, and
     with them the experts that the router chooses; over memory as it happens to be, all tokens may choose the same."""
 
     kind: ClassVar[str] = "fill"
 
-    def __init__(self, buffer: Buffer, cache: KVCache) -> None:
-        self.buffer, self.cache = buffer, cache
-        self.writes = (buffer,)
+    def __init__(self, cache: KVCache, layer: int) -> None:
+        self.cache, self.layer = cache, layer
+        self.writes = cache.layers[layer]
 
     def work(self) -> Work:
         """Return no work: this is set-up, which no cost model times."""
         return Work()
 
     def run(self, ctx: Context, packet: int) -> None:
-        ctx.tensor(self.buffer, self.cache.shape, self.cache.dtype).normal_()
+        assert self.layer is not None
+        for piece in self.cache.views(ctx, self.layer):
+            piece.normal_()
 
 
 class LayerProbes:
@@ -66,8 +68,8 @@ class LayerProbes:
             for i in (0, 1)
         ]
         for cache in filter(None, (self.kv, engine.kv.host)):
-            for buffer in (*cache.keys, *cache.values):
-                machine.submit(GPU if cache.on_device else CPU, Fill(buffer, cache))
+            for layer in range(len(cache.layers)):
+                machine.submit(GPU if cache.on_device else CPU, Fill(cache, layer))
         machine.drain()
         self.kept = machine.tiers["pinned"].reserve(
             "bench kept hidden", max_tokens * spec.hidden_dim * spec.dtype_bytes

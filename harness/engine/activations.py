@@ -15,11 +15,11 @@ ATTENDED_BY = ("prefill", "decode", "decode on device")
 class Activations:
     """The buffers for `max_tokens` tokens of one micro-batch are reserved once and reused pass after pass.
 
-    Device: `MicroBatch.rows`, hidden, q, k, v, attention output, normed hidden, routing. Pinned: the host copies of q,
-    k, v and of the attention output of decode tokens; these are left out where `host` is false, since nothing then
-    attends on the host. `workspace` accounts for temporaries inside ops. `block_tables` has room for all
-    `device_blocks` of a KV cache on the device, if there are any. `spec` is the part of the model that GPU `rank`
-    computes.
+    Device: `MicroBatch.rows`, hidden, q, k, v, what else is cached, attention output, normed hidden, routing. Pinned:
+    the host copies of q, of what is cached (`ModelSpec.kv_pieces`) and of the attention output of decode tokens; these
+    are left out where `host` is false, since nothing then attends on the host. `workspace` accounts for temporaries
+    inside ops. `block_tables` has room for all `device_blocks` of a KV cache on the device, if there are any. `spec` is
+    the part of the model that GPU `rank` computes.
     """
 
     tokens: Buffer
@@ -29,6 +29,7 @@ class Activations:
     q: Buffer
     k: Buffer
     v: Buffer
+    latent: Buffer  # only where a latent is cached in place of k and v
     attention: Buffer
     normed: Buffer
     expert_ids: Buffer
@@ -38,6 +39,7 @@ class Activations:
     host_q: Buffer
     host_k: Buffer
     host_v: Buffer
+    host_latent: Buffer
     host_attention: Buffer
     host_normed: Buffer  # this and the next three: only where experts run on the host
     host_expert_ids: Buffer
@@ -77,6 +79,14 @@ class Activations:
         prefill, decode, on_device = ATTENDED_BY
         return ((self.attention, prefill), (self.attention, decode), (self.attention, on_device))
 
+    def new_kv(self, spec: ModelSpec) -> tuple[Buffer, ...]:
+        """Return the device's rows of the new tokens that go into the KV cache, one buffer per piece of it."""
+        return tuple(getattr(self, piece.name) for piece in spec.kv_pieces)
+
+    def host_new_kv(self, spec: ModelSpec) -> tuple[Buffer, ...]:
+        """Return where `new_kv` lies in pinned memory."""
+        return tuple(getattr(self, f"host_{piece.name}") for piece in spec.kv_pieces)
+
     def close(self) -> None:
         """Give all memory back; from then on no op may use it."""
         for buffer in self.all_buffers():
@@ -99,8 +109,9 @@ def state_bytes(spec: ModelSpec) -> Mapping[str, int]:
 
 def attention_bytes(spec: ModelSpec) -> Mapping[str, int]:
     """Return the bytes per token that live from the QKV projection to the output projection, by buffer."""
-    row = spec.dtype_bytes
-    return {"q": spec.q_dim * row, "k": spec.kv_dim * row, "v": spec.kv_dim * row, "attention": spec.o_dim * row}
+    numbers = {"q": spec.q_dim, "k": spec.kv_dim, "v": spec.kv_dim}
+    numbers |= {piece.name: piece.dim for piece in spec.kv_pieces}
+    return {what: dim * spec.dtype_bytes for what, dim in (*numbers.items(), ("attention", spec.o_dim))}
 
 
 def host_attention_bytes(spec: ModelSpec) -> Mapping[str, int]:
@@ -108,8 +119,7 @@ def host_attention_bytes(spec: ModelSpec) -> Mapping[str, int]:
     row = spec.dtype_bytes
     return {
         "host_q": spec.cached_q_dim * row,
-        "host_k": spec.cached_k_dim * row,
-        "host_v": spec.cached_v_dim * row,
+        **{f"host_{piece.name}": piece.dim * row for piece in spec.kv_pieces},
         "host_attention": spec.cached_o_dim * row,
     }
 

@@ -1,13 +1,14 @@
 """Keep a paged KV cache in host or device memory: block bookkeeping (torch-free) and the buffers behind it.
 
-The layout of one layer is [block, kv_head, block_size, head_dim] for keys and the same for values: a block holds
-`block_size` tokens of every KV head, and a block number means the same place in every layer.
+`ModelSpec.kv_pieces` says what is cached of a token: keys and values, or a latent. A piece's layout in one layer is
+[block, head, block_size, width]: a block holds `block_size` tokens of every head, and a block number means the same
+place in every layer and piece.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from harness.machine.base import CPU, Context, Lane, LaneKind, Machine, Op, Work
 from harness.memory.tiers import DEVICE, Buffer, device_tier
@@ -127,7 +128,7 @@ class BlockAllocator:
 
 
 class KVCache:
-    """Holds blocks with memory behind them: for each layer one key and one value buffer, in `tier`. The tier is
+    """Holds blocks with memory behind them: for each layer one buffer per piece of `pieces`, in `tier`. The tier is
     "pinned", or "device" for the memory of GPU `rank`.
 
     A cache made `like` another one has blocks of the same numbers, which the other's allocator hands out: that is how
@@ -158,19 +159,21 @@ class KVCache:
             self.allocator = like.allocator
             like._alike.append(self)
         num_blocks, block_size = self.allocator.num_blocks, self.allocator.block_size
-        self.shape = (num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
-        self.dtype = spec.dtype
+        self.pieces, self.block_size, self.dtype = spec.kv_pieces, block_size, spec.dtype
         self._machine = machine
         self._alike: list[KVCache] = []
         self._lane = Lane(LaneKind.GPU, rank) if self.on_device else CPU
-        layer_bytes = num_blocks * block_size * spec.kv_bytes_per_token // spec.num_layers // 2
         tiers = machine.tiers[device_tier(rank) if self.on_device else tier]
-        self._root = root = tiers.reserve("kv cache", 2 * layer_bytes * spec.num_layers)
-        self.keys: list[Buffer] = []
-        self.values: list[Buffer] = []
+        self._root = root = tiers.reserve("kv cache", num_blocks * block_size * spec.kv_bytes_per_token)
+        self.layers: list[tuple[Buffer, ...]] = []
+        at = 0
         for layer in range(spec.num_layers):
-            self.keys.append(root.sub(f"keys {layer}", 2 * layer * layer_bytes, layer_bytes))
-            self.values.append(root.sub(f"values {layer}", (2 * layer + 1) * layer_bytes, layer_bytes))
+            buffers = []
+            for piece in self.pieces:
+                nbytes = num_blocks * block_size * piece.dim * spec.dtype_bytes
+                buffers.append(root.sub(f"{piece.name} {layer}", at, nbytes))
+                at += nbytes
+            self.layers.append(tuple(buffers))
 
     @property
     def host(self) -> KVCache | None:
@@ -186,6 +189,13 @@ class KVCache:
     def num_device_blocks(self) -> int:
         return self.allocator.num_blocks if self.on_device else 0
 
+    def views(self, ctx: Context, layer: int) -> tuple[Any, ...]:
+        """Return one layer's pieces, each [blocks, num_heads, block_size, width]."""
+        return tuple(
+            ctx.tensor(buffer, (self.allocator.num_blocks, piece.num_heads, self.block_size, piece.width), self.dtype)
+            for piece, buffer in zip(self.pieces, self.layers[layer], strict=True)
+        )
+
     def region(self, layer: int, partition: int) -> tuple[Buffer, int, int]:
         """Return the dependency key of one layer's cache, for the sequences in `partition`."""
         return (self._root, layer, partition)
@@ -198,7 +208,7 @@ class KVCache:
                 cache._poison(sequence.partition, tuple(blocks))  # before another partition takes the blocks
 
     def _poison(self, partition: int, blocks: tuple[int, ...]) -> None:
-        for layer in range(len(self.keys)):
+        for layer in range(len(self.layers)):
             poison = PoisonBlocks(self, layer, partition, blocks)
             self._machine.wait(self._machine.submit(self._lane, poison))
 
@@ -225,5 +235,5 @@ class PoisonBlocks(Op):
 
     def run(self, ctx: Context, packet: int) -> None:
         assert self.layer is not None
-        for buffer in (self.cache.keys[self.layer], self.cache.values[self.layer]):
-            ctx.tensor(buffer, self.cache.shape, self.cache.dtype)[list(self.blocks)] = float("nan")
+        for piece in self.cache.views(ctx, self.layer):
+            piece[list(self.blocks)] = float("nan")

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal
+from functools import cached_property, lru_cache
+from typing import Literal, NamedTuple
 
 from harness.model import parts as model_parts
 from harness.model.dimensions import Dimensions, SpecConfig
 
 Dtype = Literal["float32", "bfloat16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class KvPiece(NamedTuple):
+    """Describes one piece of what the KV cache holds of a token in a layer: `num_heads` rows of `width` numbers.
+
+    The activation buffers of the new tokens' rows have its name.
+    """
+
+    name: str
+    num_heads: int
+    width: int
+
+    @property
+    def dim(self) -> int:
+        return self.num_heads * self.width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,17 +70,12 @@ class ModelSpec(Dimensions):
         """The dimension of all heads' results of attention over the cache."""
         return self.num_heads * self.latent.kv_rank if self.latent else self.o_dim
 
-    @property
-    def cached_k_dim(self) -> int:
-        """The numbers per token and layer in the first half of the cache: keys, or the latent with the shared RoPE
-        key."""
-        return self.latent.kv_rank + self.latent.rope_dim if self.latent else self.kv_dim
-
-    @property
-    def cached_v_dim(self) -> int:
-        """The numbers per token and layer in the second half of the cache: values, or none where the latent stands for
-        them."""
-        return 0 if self.latent else self.kv_dim
+    @cached_property
+    def kv_pieces(self) -> tuple[KvPiece, ...]:
+        """The pieces cached of a token in a layer: keys and values, or the latent with the RoPE key of all heads."""
+        if self.latent:
+            return (KvPiece("latent", 1, self.latent.kv_rank + self.latent.rope_dim),)
+        return tuple(KvPiece(name, self.num_kv_heads, self.head_dim) for name in ("k", "v"))
 
     @property
     def group_size(self) -> int:
@@ -83,8 +93,8 @@ class ModelSpec(Dimensions):
 
     @property
     def kv_bytes_per_token_layer(self) -> int:
-        """The bytes of keys and values, or of the latent and the shared RoPE key, for one token in one layer."""
-        return (self.cached_k_dim + self.cached_v_dim) * self.dtype_bytes
+        """The bytes of all `kv_pieces` of one token in one layer."""
+        return sum(piece.dim for piece in self.kv_pieces) * self.dtype_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -286,7 +286,7 @@ def wrong_partition(root, layer, partition):
 @pytest.mark.parametrize("run", ["experts on the cpu", "a share of the cache on the device"])
 def test_keys_of_the_cache_stand_for_their_layer_and_partition(tiny, monkeypatch, run, wrong):
     monkeypatch.setattr(KVCache, "region", lambda self, *where: wrong(self._root, *where))
-    with pytest.raises(MachineError, match="Undeclared: .*(keys|values) [0-9]"):
+    with pytest.raises(MachineError, match="Undeclared: .*kv cache/(k|v) [0-9]"):
         watch(tiny, run)
 
 

@@ -151,7 +151,7 @@ def undeclared_views(op: Op, touched: Iterable[Buffer]) -> list[str]:
 def _named_by(op: Op, key: Hashable) -> list[Buffer]:
     """Return what a key is about, whatever part of it."""
     if isinstance(key, tuple) and len(key) == 3:
-        return [op.cache.keys[key[1]], op.cache.values[key[1]]]
+        return list(op.cache.layers[key[1]])
     return [key if isinstance(key, Buffer) else key[0]]
 
 
@@ -208,11 +208,11 @@ def _named(op: Op, buffer: Buffer, name: Hashable) -> Iterator[Range]:
 def _blocks(op: Op, root: Buffer, layer: int, partition: int) -> Iterator[Range]:
     """Yield the blocks of a partition's sequences in one layer of a KV cache, as far as the op knows these
     sequences."""
-    assert root is op.cache.keys[0].root, f"{told(op)} declares another cache than its own"
+    assert root is op.cache.layers[0][0].root, f"{told(op)} declares another cache than its own"
     sequences = [] if isinstance(op, PoisonBlocks) else [s for s in op.batch.sequences if s.partition == partition]
     blocks = op.blocks if isinstance(op, PoisonBlocks) else [b for s in sequences for b in s.blocks]
-    for buffer in (op.cache.keys[layer], op.cache.values[layer]):
-        block_bytes = buffer.nbytes // op.cache.shape[0]
+    for buffer in op.cache.layers[layer]:
+        block_bytes = buffer.nbytes // op.cache.allocator.num_blocks
         yield from (_part(buffer, block * block_bytes, (block + 1) * block_bytes) for block in blocks)
 
 

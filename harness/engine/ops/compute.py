@@ -69,7 +69,7 @@ class AttentionIn(ComputeOp):
     ) -> None:
         super().__init__(family, spec, batch, acts, (part,), layer)
         self.reads = (acts.tokens, acts.hidden, *self.weight_keys)
-        self.writes = (acts.q, acts.k, acts.v)
+        self.writes = tuple(dict.fromkeys((acts.q, acts.k, acts.v, *acts.new_kv(spec))))
 
     def work(self) -> Work:
         out_dim = self.spec.q_dim + 2 * self.spec.kv_dim
@@ -81,6 +81,7 @@ class AttentionIn(ComputeOp):
         return (float(self.batch.num_tokens),)
 
     def run(self, ctx: Context, packet: int) -> None:
+        self.require_keys_and_values()
         spec, n = self.spec, self.batch.num_tokens
         positions = device_rows(ctx, self.batch, self.acts)[1]
         hidden = rows(ctx, self.acts.hidden, n, spec.hidden_dim, spec.dtype)
@@ -122,6 +123,7 @@ class PrefillAttention(ComputeOp):
         return (float(len(lens)), float(sum(lens)), float(sum(n * n for n in lens)))
 
     def run(self, ctx: Context, packet: int) -> None:
+        self.require_keys_and_values()
         spec, n, first = self.spec, self.batch.num_tokens, self.batch.num_prefill_tokens
         q = ctx.tensor(self.acts.q, (n, spec.num_heads, spec.head_dim), spec.dtype)[:first]
         k = ctx.tensor(self.acts.k, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)[:first]
@@ -153,7 +155,7 @@ class DecodeAttentionDevice(ComputeOp):
     ) -> None:
         super().__init__(family, spec, batch, acts, (part,) if part else (), layer)
         self.rows, self.staging, self.there, self.part = rows, staging, batch.on_host, part
-        self.reads = (acts.tokens, acts.q, acts.k, acts.v, staging, *self.weight_keys)
+        self.reads = (acts.tokens, acts.q, *acts.new_kv(spec), staging, *self.weight_keys)
         self.writes = ((acts.attention, "decode"), staging)
 
     def work(self) -> Work:
@@ -169,6 +171,7 @@ class DecodeAttentionDevice(ComputeOp):
         return (float(len(self.rows)), float(self._num_read))
 
     def run(self, ctx: Context, packet: int) -> None:
+        self.require_keys_and_values()
         spec, n, first = self.spec, self.batch.num_tokens, self.batch.num_prefill_tokens
         q = ctx.tensor(self.acts.q, (n, spec.num_heads, spec.head_dim), spec.dtype)
         k = ctx.tensor(self.acts.k, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from harness.engine.activations import Activations
@@ -23,6 +24,15 @@ class MicroBatchOp(Op):
         assert batch.num_tokens <= acts.max_tokens, f"{batch.num_tokens} tokens do not fit {acts.max_tokens}"
         self.spec, self.batch, self.acts, self.layer = spec, batch, acts, layer
         self.micro_batch = batch.index
+
+    def require_keys_and_values(self) -> None:
+        """Raise ValueError where the model caches anything but keys and values, on which alone this op can compute."""
+        names = [piece.name for piece in self.spec.kv_pieces]
+        if names != ["k", "v"]:
+            raise ValueError(
+                f"model.spec.latent: must be null for {self.kind!r}, which computes on keys and values of heads; "
+                f"{self.spec.name} caches {', '.join(names)}"
+            )
 
 
 def device_rows(ctx: Context, batch: MicroBatch, acts: Activations) -> Any:
@@ -56,7 +66,7 @@ class UploadTokens(MicroBatchOp):
 
 
 class OffloadQkv(MicroBatchOp):
-    """Copy keys and values of all tokens and queries of decode tokens, device -> host (MoE-Lens §6.4, CGOPipe
+    """Copy what is cached of all tokens and queries of decode tokens, device -> host (MoE-Lens §6.4, CGOPipe
     OffloadQKV). Only those of sequences whose KV cache lies on the host are copied. `queries` is false where the device
     attends."""
 
@@ -67,8 +77,8 @@ class OffloadQkv(MicroBatchOp):
     ) -> None:
         super().__init__(spec, batch, acts, layer)
         self.num_queries = batch.on_host.num_decode if queries else 0
-        self.reads = (acts.q, acts.k, acts.v)
-        self.writes = (acts.host_q, acts.host_k, acts.host_v)
+        self.reads = (acts.q, *acts.new_kv(spec))
+        self.writes = (acts.host_q, *acts.host_new_kv(spec))
 
     def work(self) -> Work:
         spec, there = self.spec, self.batch.on_host
@@ -80,15 +90,17 @@ class OffloadQkv(MicroBatchOp):
         return (float(self.batch.on_host.num_tokens), float(self.num_queries))
 
     def run(self, ctx: Context, packet: int) -> None:
-        n, there = self.batch.num_tokens, self.batch.on_host
-        for source, target, width, ranges in (
-            (self.acts.k, self.acts.host_k, self.spec.kv_dim, there.ranges),
-            (self.acts.v, self.acts.host_v, self.spec.kv_dim, there.ranges),
-            (self.acts.q, self.acts.host_q, self.spec.q_dim, [there.decode] if self.num_queries else []),
-        ):
-            for rows in ranges:
-                on_device = ctx.tensor(source, (n, width), self.spec.dtype)
-                ctx.move(ctx.tensor(target, (n, width), self.spec.dtype)[rows], on_device[rows])
+        if self.num_queries:
+            self.require_keys_and_values()
+            self._move(ctx, self.acts.q, self.acts.host_q, self.spec.q_dim, [self.batch.on_host.decode])
+        new, host_new = self.acts.new_kv(self.spec), self.acts.host_new_kv(self.spec)
+        for piece, source, target in zip(self.spec.kv_pieces, new, host_new, strict=True):
+            self._move(ctx, source, target, piece.dim, self.batch.on_host.ranges)
+
+    def _move(self, ctx: Context, source: Buffer, target: Buffer, dim: int, ranges: Iterable[slice]) -> None:
+        shape, dtype = (self.batch.num_tokens, dim), self.spec.dtype
+        for rows in ranges:
+            ctx.move(ctx.tensor(target, shape, dtype)[rows], ctx.tensor(source, shape, dtype)[rows])
 
 
 class LoadAttention(MicroBatchOp):
@@ -108,6 +120,7 @@ class LoadAttention(MicroBatchOp):
         return (float(self.batch.on_host.num_decode),)
 
     def run(self, ctx: Context, packet: int) -> None:
+        self.require_keys_and_values()
         n, rows = self.batch.num_tokens, self.batch.on_host.decode
         source = ctx.tensor(self.acts.host_attention, (n, self.spec.q_dim), self.spec.dtype)
         target = ctx.tensor(self.acts.attention, (n, self.spec.q_dim), self.spec.dtype)
@@ -115,11 +128,11 @@ class LoadAttention(MicroBatchOp):
 
 
 class LoadKv(MicroBatchOp):
-    """Copy the cached keys and values of decoding sequences, host blocks -> contiguous device staging, one by one.
+    """Copy what is cached of decoding sequences, host blocks -> contiguous device staging, one by one.
 
-    Staging layout: for each entry of `KvReads` keys [kv_heads, tokens, head_dim], then its values. The newest token's
-    place is filled with whatever the cache holds there, so that a sequence is one contiguous copy. The newest keys and
-    values are on the device already, and so the rest can be fetched before they are computed.
+    Staging layout: for each entry of `KvReads` one piece of the cache after another, each [num_heads, tokens, width].
+    The newest token's place is filled with whatever the cache holds there, so that a sequence is one contiguous copy.
+    Its rows are on the device already, and so the rest can be fetched before they are computed.
     """
 
     kind: ClassVar[str] = "load kv"
@@ -145,16 +158,14 @@ class LoadKv(MicroBatchOp):
 
     def run(self, ctx: Context, packet: int) -> None:
         assert self.layer is not None
-        keys = ctx.tensor(self.cache.keys[self.layer], self.cache.shape, self.spec.dtype)
-        values = ctx.tensor(self.cache.values[self.layer], self.cache.shape, self.spec.dtype)
-        heads, block_size, head_dim = self.cache.shape[1:]
-        staging = ctx.tensor(self.to, (2 * self._num_tokens * heads * head_dim,), self.spec.dtype)
+        pieces, num_tokens = self.cache.views(ctx, self.layer), self._num_tokens
+        staging = ctx.tensor(self.to, (sum(num_tokens * piece.dim for piece in self.cache.pieces),), self.spec.dtype)
         reads, at = self.there.reads.among(self.rows.start, self.rows.stop), 0
         for table, length in zip(reads.tables, reads.lens.tolist(), strict=True):
-            blocks = table[: -(-length // block_size)].tolist()
-            for source in (keys, values):
-                target = staging[at : at + heads * length * head_dim].view(heads, length, head_dim)
-                ctx.move(target, source[blocks].transpose(0, 1).reshape(heads, -1, head_dim)[:, :length])
+            blocks = table[: -(-length // self.cache.block_size)].tolist()
+            for source, (_, heads, width) in zip(pieces, self.cache.pieces, strict=True):
+                target = staging[at : at + heads * length * width].view(heads, length, width)
+                ctx.move(target, source[blocks].transpose(0, 1).reshape(heads, -1, width)[:, :length])
                 at += target.numel()
 
 

@@ -12,6 +12,7 @@ from harness.engine.ops.views import attend_each, attention_weights
 from harness.machine.arenas import tensor_of
 from harness.machine.base import Context, Work
 from harness.memory.placed import PlacedPart
+from harness.memory.tiers import Buffer
 from harness.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -27,21 +28,28 @@ class KvOp(MicroBatchOp):
         self.cache = cache
         self.kv_keys = tuple(cache.region(layer, p) for p in batch.partitions)
 
-    def cached(self, ctx: Context) -> tuple[Any, Any]:
-        """Return the layer's keys and values, each [blocks, kv_heads, block_size, head_dim]."""
+    def cached(self, ctx: Context) -> tuple[Any, ...]:
+        """Return the layer's pieces of the cache, each [blocks, num_heads, block_size, width]."""
         assert self.layer is not None
-        keys = ctx.tensor(self.cache.keys[self.layer], self.cache.shape, self.cache.dtype)
-        return keys, ctx.tensor(self.cache.values[self.layer], self.cache.shape, self.cache.dtype)
+        return self.cache.views(ctx, self.layer)
+
+    def new_rows(self, ctx: Context, buffers: tuple[Buffer, ...]) -> list[Any]:
+        """Return what these buffers hold of the new tokens for each piece, [tokens, num_heads, width]."""
+        n, dtype = self.batch.num_tokens, self.spec.dtype
+        return [
+            ctx.tensor(buffer, (n, piece.num_heads, piece.width), dtype)
+            for piece, buffer in zip(self.cache.pieces, buffers, strict=True)
+        ]
 
 
 class AppendKv(KvOp):
-    """Writes new keys and values into their blocks, for all tokens whose cache lies in host memory."""
+    """Writes the rows of new tokens into their blocks, for all tokens whose cache lies in host memory."""
 
     kind: ClassVar[str] = "append kv"
 
     def __init__(self, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int, cache: KVCache) -> None:
         super().__init__(spec, batch, acts, layer, cache)
-        self.reads, self.writes = (acts.host_k, acts.host_v), self.kv_keys
+        self.reads, self.writes = acts.host_new_kv(spec), self.kv_keys
 
     def work(self) -> Work:
         return Work(host_bytes=2 * self.batch.on_host.num_tokens * self.spec.kv_bytes_per_token_layer)
@@ -50,13 +58,20 @@ class AppendKv(KvOp):
         return (float(self.batch.on_host.num_tokens),)
 
     def run(self, ctx: Context, packet: int) -> None:
-        shape = (self.batch.num_tokens, self.spec.num_kv_heads, self.spec.head_dim)
-        k = ctx.tensor(self.acts.host_k, shape, self.spec.dtype)
-        v = ctx.tensor(self.acts.host_v, shape, self.spec.dtype)
-        keys, values = self.cached(ctx)
+        new, cached = self.new_rows(ctx, self.acts.host_new_kv(self.spec)), self.cached(ctx)
         slots = tensor_of(self.batch.slots)
         for rows in self.batch.on_host.ranges:
-            kernels.kv_append(k[rows], v[rows], keys, values, slots[rows])
+            _append([piece[rows] for piece in new], cached, slots[rows])
+
+
+def _append(new: list[Any], cached: tuple[Any, ...], slots: Any) -> None:
+    """Scatter rows with the kernel for two pieces of the same shape, or for one whose row all heads share."""
+    if len(cached) == 2:
+        (k, v), (k_cache, v_cache) = new, cached
+        kernels.kv_append(k, v, k_cache, v_cache, slots)
+    else:
+        [latent], [latent_cache] = new, cached
+        kernels.latent_append(latent.squeeze(1), latent_cache.squeeze(1), slots)
 
 
 class AttentionOverCache(KvOp):
@@ -110,11 +125,13 @@ class DecodeAttention(AttentionOverCache):
         return (float(self.batch.on_host.num_decode), float(self.batch.on_host.num_context_tokens))
 
     def run(self, ctx: Context, packet: int) -> None:
+        self.require_keys_and_values()
         spec, here = self.spec, self.batch.on_host
         shape = (self.batch.num_tokens, spec.num_heads, spec.head_dim)
         q = ctx.tensor(self.acts.host_q, shape, spec.dtype)[here.decode]
         out = ctx.tensor(self.acts.host_attention, shape, spec.dtype)[here.decode]
-        paged_attention(self.options(ctx), q, *self.cached(ctx), here.reads, out, num_threads=ctx.num_threads())
+        keys, values = self.cached(ctx)
+        paged_attention(self.options(ctx), q, keys, values, here.reads, out, num_threads=ctx.num_threads())
 
 
 def paged_attention(

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class AppendKvOnDevice(KvOp):
-    """Writes new keys and values into their blocks, for all tokens whose cache lies in device memory."""
+    """Writes the rows of new tokens into their blocks, for all tokens whose cache lies in device memory."""
 
     kind: ClassVar[str] = "append kv (device)"
 
     def __init__(self, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int, cache: KVCache) -> None:
         super().__init__(spec, batch, acts, layer, cache)
-        self.reads, self.writes = (acts.tokens, acts.k, acts.v), self.kv_keys
+        self.reads, self.writes = (acts.tokens, *acts.new_kv(spec)), self.kv_keys
 
     def work(self) -> Work:
         return Work(device_bytes=2 * self.batch.on_device.num_tokens * self.spec.kv_bytes_per_token_layer)
@@ -36,13 +36,10 @@ class AppendKvOnDevice(KvOp):
         return (float(self.batch.on_device.num_tokens),)
 
     def run(self, ctx: Context, packet: int) -> None:
-        spec, block_size = self.spec, self.cache.shape[2]
-        shape = (self.batch.num_tokens, spec.num_kv_heads, spec.head_dim)
-        keys, values = self.cached(ctx)
+        block_size = self.cache.block_size
         slots = device_rows(ctx, self.batch, self.acts)[2]
         blocks, inside = slots // block_size, slots % block_size
-        for source, target in ((self.acts.k, keys), (self.acts.v, values)):
-            new = ctx.tensor(source, shape, spec.dtype)
+        for new, target in zip(self.new_rows(ctx, self.acts.new_kv(self.spec)), self.cached(ctx), strict=True):
             for rows in self.batch.on_device.ranges:
                 target[blocks[rows], :, inside[rows]] = new[rows]
 
@@ -78,6 +75,7 @@ class DecodeAttentionPaged(AttentionOverCache):
         return (float(self.batch.on_device.num_decode), float(self.batch.on_device.num_context_tokens))
 
     def run(self, ctx: Context, packet: int) -> None:
+        self.require_keys_and_values()
         spec, rows = self.spec, self.batch.on_device.decode
         shape = (self.batch.num_tokens, spec.num_heads, spec.head_dim)
         q = ctx.tensor(self.acts.q, shape, spec.dtype)[rows]
@@ -118,7 +116,7 @@ class DecodeAttentionPaged(AttentionOverCache):
         attend_each(reads, q, out, attend)
 
     def _attend(self, w: Any, q: Any, keys: Any, values: Any, table: np.ndarray, length: int) -> Any:
-        _, heads, block_size, head_dim = self.cache.shape
+        _, heads, block_size, head_dim = keys.shape
         blocks = table[: -(-length // block_size)].tolist()
         k, v = (x[blocks].transpose(0, 1).reshape(heads, -1, head_dim) for x in (keys, values))
         return self.family.decode_attention(self.spec, w, q, k, v, length, self.layer)

@@ -1,8 +1,8 @@
-"""Blocks against a model, planted corruption, and where keys and values of a layer lie."""
+"""Blocks against a model, planted corruption, and where the pieces of a layer lie."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +14,9 @@ from harness.engine.sequences import Sequence, State
 from harness.machine.base import CPU
 from harness.machine.shuffled import ShuffledMachine
 from harness.memory.kv_cache import BlockAllocator, KVCache
+from harness.model.dimensions import LatentAttention
 from harness.workload.request import Request
+from tests.unit.engine.fakes import SPEC as FAKE
 from tests.unit.machine.ops import FreeOp
 
 NUM_BLOCKS, BLOCK_SIZE = 12, 4
@@ -147,51 +149,57 @@ def test_a_sequence_cannot_release_what_another_holds():
         allocator.release(b)
 
 
-SPEC = SimpleNamespace(
-    num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32", kv_bytes_per_token_layer=2 * 8 * 4,
-    kv_bytes_per_token=3 * 2 * 8 * 4,
-)  # fmt: skip
+SPEC = replace(FAKE, head_dim=4)
+LATENT = replace(
+    SPEC, head_dim=10, latent=LatentAttention(kv_rank=9, nope_dim=6, rope_dim=4, value_dim=6), num_kv_heads=4
+)
+NUMBERS = {SPEC: 2 * 2 * 4, LATENT: 9 + 4}  # cached of a token in a layer
 
 
 class Write(FreeOp):
-    """One value into every place of a layer's keys or values."""
+    """One value into every place of a layer's piece."""
 
-    def __init__(self, buffer, shape, value):
-        self.buffer, self.shape, self.value = buffer, shape, value
+    def __init__(self, cache, layer, piece, value):
+        self.cache, self.of_layer, self.piece, self.value = cache, layer, piece, value
 
     def run(self, ctx, packet):
-        ctx.tensor(self.buffer, self.shape, "float32").fill_(self.value)
+        self.cache.views(ctx, self.of_layer)[self.piece].fill_(self.value)
 
 
 class Read(FreeOp):
-    def __init__(self, buffer, shape):
-        self.buffer, self.shape = buffer, shape
+    def __init__(self, cache, layer, piece):
+        self.cache, self.of_layer, self.piece = cache, layer, piece
 
     def run(self, ctx, packet):
-        return ctx.tensor(self.buffer, self.shape, "float32").clone()
+        return self.cache.views(ctx, self.of_layer)[self.piece].clone()
 
 
-@pytest.fixture
-def cache():
+@pytest.fixture(params=NUMBERS, ids=["keys and values", "latent"])
+def cache(request):
     machine = ShuffledMachine(capacities_bytes={"pinned": 100_000}, seed=0)
-    block_bytes = BLOCK_SIZE * SPEC.kv_bytes_per_token
-    return machine, KVCache(machine, SPEC, capacity_bytes=5 * block_bytes + block_bytes - 1, block_size=BLOCK_SIZE)
+    block_bytes = BLOCK_SIZE * 3 * NUMBERS[request.param] * 4
+    capacity_bytes = 5 * block_bytes + block_bytes - 1
+    return machine, KVCache(machine, request.param, capacity_bytes=capacity_bytes, block_size=BLOCK_SIZE)
 
 
-def test_capacity_is_cut_to_whole_blocks_and_accounted_for(cache):
+def places(kv):
+    return [(layer, piece) for layer, buffers in enumerate(kv.layers) for piece in range(len(buffers))]
+
+
+def test_capacity_is_cut_to_whole_blocks_and_accounted_for(cache, request):
     machine, kv = cache
+    numbers = NUMBERS[request.node.callspec.params["cache"]]
     assert kv.allocator.num_blocks == 5
-    assert machine.tiers["pinned"].holders() == {"kv cache": 5 * BLOCK_SIZE * SPEC.kv_bytes_per_token}
+    assert machine.tiers["pinned"].holders() == {"kv cache": 5 * BLOCK_SIZE * 3 * numbers * 4}
 
 
-def test_layers_keys_and_values_lie_apart(cache):
+def test_layers_and_pieces_lie_apart(cache):
     machine, kv = cache
-    buffers = [*kv.keys, *kv.values]
-    for value, buffer in enumerate(buffers):
-        machine.submit(CPU, Write(buffer, kv.shape, value))
+    for value, place in enumerate(places(kv)):
+        machine.submit(CPU, Write(kv, *place, value))
     machine.drain()
-    for value, buffer in enumerate(buffers):
-        assert (machine.wait(machine.submit(CPU, Read(buffer, kv.shape))) == value).all()
+    for value, place in enumerate(places(kv)):
+        assert (machine.wait(machine.submit(CPU, Read(kv, *place))) == value).all()
 
 
 def test_released_blocks_are_poisoned_in_every_layer_and_no_others(cache):
@@ -199,13 +207,13 @@ def test_released_blocks_are_poisoned_in_every_layer_and_no_others(cache):
     a, b = sequence(0), sequence(1)
     kv.allocator.grow(a, 7)
     kv.allocator.grow(b, 7)
-    for buffer in (*kv.keys, *kv.values):
-        machine.wait(machine.submit(CPU, Write(buffer, kv.shape, 1.0)))
+    for place in places(kv):
+        machine.wait(machine.submit(CPU, Write(kv, *place, 1.0)))
     freed = list(a.blocks)
     a.state = State.FINISHED
     kv.release(a)
-    for buffer in (*kv.keys, *kv.values):
-        content = machine.wait(machine.submit(CPU, Read(buffer, kv.shape)))
+    for place in places(kv):
+        content = machine.wait(machine.submit(CPU, Read(kv, *place)))
         assert torch.isnan(content[freed]).all()
         assert (content[b.blocks] == 1).all()
     kv.allocator.check_integrity([a, b])
