@@ -77,7 +77,7 @@ def test_the_router_of_probed_micro_batches_sends_tokens_everywhere(tiny):
     with closing(emulated()) as machine:
         engine = engine_on(machine, tiny, [], kv_blocks=400, block_size=16)
         assert engine.kv.host is not None
-        for buffer in (*engine.kv.host.keys, *engine.kv.host.values):
+        for buffer in (each for layer in engine.kv.host.layers for each in layer):
             machine.submit(CPU, Poison(buffer))
         probes = LayerProbes(engine, max_tokens=64, packet_bytes=100_000)
         emit, pair = Emitter(engine, serial=True), probes.pair(Shape(contexts=(20,) * 32))
