@@ -18,8 +18,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from harness.command_line import explained, require_single_choices
-from harness.commands import FAILED, USAGE_ERROR, VERSION, require_known_options
+from harness.cli.arguments import FAILED, USAGE_ERROR, VERSION, require_known_options
+from harness.cli.overrides import explained, require_single_choices
 from harness.interrupts import interruption_behind, interrupts_kept, leave, told
 
 OPTIONS = (  # Hydra's; --help and --version say what is the project's own
@@ -36,7 +36,7 @@ class JobFailed(Exception):
 def run(cfg: DictConfig) -> float:
     """Run one job and return the median throughput of its repeats, so that optimising sweepers have something to
     maximise."""
-    from harness.experiment import run_experiment
+    from harness.run.experiment import run_experiment
     from harness.settings import repeats_of
 
     runs: list[tuple[dict[str, Any], Path]] = []
@@ -93,8 +93,8 @@ def main() -> int:
 def tell(error: Exception) -> int:
     """Print what went wrong in one line, and return the exit code. An error that nobody foresaw is raised again, with
     its traceback."""
-    from harness.experiment import RunFailed
     from harness.record.files import RecordError
+    from harness.run.experiment import RunFailed
 
     if (mistake := explained(error, sys.argv[1:])) is not None:
         print(f"error: {mistake}", file=sys.stderr)

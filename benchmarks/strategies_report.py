@@ -27,10 +27,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.support.runs import Row, report, run  # noqa: E402
-from harness.command_line import composed_values  # noqa: E402
+from harness.cli.overrides import composed_values  # noqa: E402
 from harness.config import ConfigError  # noqa: E402
-from harness.plan import make_plan  # noqa: E402
-from harness.planning import DoesNotFit  # noqa: E402
+from harness.plan.__main__ import make_plan  # noqa: E402
+from harness.plan.planning import DoesNotFit  # noqa: E402
 from harness.record.files import read_json  # noqa: E402
 from harness.record.summary import accuracy  # noqa: E402
 

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 import pytest
 
 from harness.machine.base import CPU, D2H, GPU, H2D, Lane, LaneKind, Op, Ticket, Work
-from harness.machine.costs import LaneCost, Roofline
 from harness.machine.simulated import SimulatedMachine
+from harness.machine.virtual.costs import LaneCost, Roofline
 
 NUM_LAYERS, NUM_PASSES, NUM_EXPERTS = 32, 32, 8
 NUM_ROUNDS = 15

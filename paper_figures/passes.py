@@ -11,7 +11,7 @@ import numpy as np
 
 from harness.engine import loop
 from harness.machine.base import Machine, Span
-from harness.plan import Plan, make_plan
+from harness.plan.planning import Plan, make_plan
 from harness.record.metrics import pass_activity
 from harness.record.passes import PassRecord
 from paper_figures.support import composed

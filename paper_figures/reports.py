@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.commands import CommandParser
+from harness.cli.arguments import CommandParser
 from harness.config import ConfigError
 from harness.record.provenance import code_version, environment, shown_command
 from paper_figures.drawing import Draw

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.commands import CommandParser, whole_number
+from harness.cli.arguments import CommandParser, whole_number
 from harness.config import ConfigError
 from harness.interrupts import exit_code
 from harness.machine.base import Span

@@ -46,6 +46,9 @@ QUICK = {  # file below tests/ -> regular expression that the names of its quick
     "unit/strategies/test_scheduling.py": ALL,
     "unit/strategies/test_split.py": ALL,
     "unit/strategies/test_steps.py": ALL,
+    "unit/strategies/test_table5.py": ALL,
+    "unit/test_report.py": ALL,
+    "unit/test_validate.py": "figures|median|report|marked|kinds",
     "unit/verify/test_reference.py": ALL,
     "unit/workload/test_workload_build.py": ALL,
 }

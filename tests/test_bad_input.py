@@ -15,7 +15,7 @@ import pytest
 
 import run
 from harness.calibration.local import table_path
-from harness.command_line import composed_values, explained
+from harness.cli.overrides import composed_values, explained
 from harness.config import ConfigError
 from harness.model import zoo
 from harness.model.config import ModelConfig

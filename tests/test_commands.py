@@ -10,11 +10,12 @@ from hydra._internal.utils import get_args_parser
 
 import harness
 import run
-from harness import plan, validate
-from harness.command_line import composed_values
+from harness.cli.overrides import composed_values
 from harness.engine.strategy import weights_tier
 from harness.hardware import calibrate
+from harness.plan import __main__ as plan
 from harness.settings import load_strategy, parse_settings
+from harness.validate import __main__ as validate
 from tests.composing import names_in
 from tests.test_architecture import module_name, sources
 
@@ -129,8 +130,8 @@ def test_a_plan_for_a_real_machine_takes_the_papers_number_of_requests(overrides
 
 
 def test_an_experiment_may_ask_for_the_datasets_default_number(tmp_path, monkeypatch):
-    monkeypatch.setattr("harness.plan.CONF", copytree(plan.CONF, tmp_path / "conf"))
-    monkeypatch.setattr("harness.command_line.CONF", tmp_path / "conf")
+    monkeypatch.setattr("harness.plan.__main__.CONF", copytree(plan.CONF, tmp_path / "conf"))
+    monkeypatch.setattr("harness.cli.overrides.CONF", tmp_path / "conf")
     text = "# @package _global_\nexperiment: {name: small, description: x}\ndataset: {num_requests: 80}\n"
     (tmp_path / "conf" / "experiment" / "small.yaml").write_text(text)
     assert plan.planned_values(["hardware=a40", "experiment=small"])["dataset"]["num_requests"] == 80

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.commands import CommandParser
+from harness.cli.arguments import CommandParser
 from harness.model.zoo import ensure
 from harness.settings import load_strategy, parse_settings
 from paper_figures import reports

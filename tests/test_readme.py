@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import strategies
-from harness.experiment import run_experiment
+from harness.run.experiment import run_experiment
 from tests.composing import composed
 from tests.conftest import ROOT
 

@@ -19,15 +19,15 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerFast
 
-from harness import report
 from harness.config import ConfigError
 from harness.engine.ops import host
 from harness.engine.ops.experts import Experts
-from harness.experiment import RunFailed, run_experiment
-from harness.machine.arenas import Arenas
+from harness.machine.threads.arenas import Arenas
 from harness.model.zoo import ensure
 from harness.record.files import RecordError
 from harness.record.store import read_run
+from harness.run import report
+from harness.run.experiment import RunFailed, run_experiment
 from harness.settings import parse_settings
 from tests.conftest import ROOT
 from tests.kernels.eventually import eventually

@@ -11,14 +11,14 @@ from benchmarks.gpu_stages.plan import Scale
 from benchmarks.gpu_stages.runs import strategy_overrides
 from harness.calibration.local import identity, link_rates, table_path
 from harness.calibration.measure import measure_all
-from harness.command_line import composed_values
+from harness.cli.overrides import composed_values
 from harness.machine.base import LaneKind
 from harness.machine.build import load_machine
 from harness.model.planned import planned_model
-from harness.plan import make_plan
+from harness.plan.planning import make_plan
 from harness.record.provenance import code_version, environment
 from harness.record.summary import accuracy
-from harness.session import Session
+from harness.run.session import Session
 from harness.settings import parse_settings
 
 

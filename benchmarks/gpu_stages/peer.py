@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_stages.plan import MODEL, ROOT, Scale, free_host_gb
-from harness.command_line import composed_values
-from harness.session import Session
+from harness.cli.overrides import composed_values
+from harness.run.session import Session
 
 _SPARE_GB = 4.0  # of host memory, beside the weights
 

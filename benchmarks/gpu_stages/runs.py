@@ -12,15 +12,15 @@ import torch
 
 from benchmarks.gpu_stages.plan import MODEL, Scale, tiny_models
 from benchmarks.gpu_stages.record import DeviceLost, boxed
-from harness.command_line import composed_values, explained
-from harness.experiment import RunFailed, run_experiment
+from harness.cli.overrides import composed_values, explained
 from harness.machine.build import load_machine
 from harness.machine.cuda import device_lost
 from harness.memory.weights import stored_bytes
 from harness.model.gpu_kernels import warm_up
 from harness.model.planned import planned_model
 from harness.record.files import read_json
-from harness.session import Session
+from harness.run.experiment import RunFailed, run_experiment
+from harness.run.session import Session
 from harness.settings import parse_settings
 
 _KEPT = (

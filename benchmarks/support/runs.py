@@ -11,8 +11,8 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from harness.experiment import run_experiment
 from harness.record.provenance import code_version, environment, shown_command
+from harness.run.experiment import run_experiment
 
 ROOT = Path(__file__).resolve().parents[2]
 QUIET = ("wandb.mode=disabled", "progress=false")

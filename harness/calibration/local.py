@@ -25,7 +25,7 @@ from harness.model.cache import cache_folder, make_writable
 from harness.model.loading import LoadedModel
 from harness.model.spec import ModelSpec
 from harness.record.provenance import code_version, environment, fingerprint
-from harness.session import Session
+from harness.run.session import Session
 from harness.settings import Settings
 
 Log = Callable[[str], None]
@@ -38,7 +38,7 @@ _RATES = ("cpu_gflop_s", "cpu_gb_s", "gpu_gflop_s")
 _SOURCES = (
     *("kernels", "harness/bench", "harness/calibration", "harness/engine", "harness/memory", "harness/model/families"),
     *("harness/model/functional.py", "harness/model/linear.py"),
-    *(f"harness/machine/{name}.py" for name in ("arenas", "base", "emulated", "hazards", "host_context", "queues")),
+    *("harness/machine/threads", *(f"harness/machine/{name}.py" for name in ("base", "emulated", "hazards", "queues"))),
 )
 
 

@@ -16,9 +16,9 @@ from harness.engine.ops import data, expert_rows, paged
 from harness.engine.ops.experts import Expert
 from harness.machine.base import CPU, D2H, GPU, H2D, PIN, Context, Op, Ticket, Work
 from harness.memory.kv_cache import KVCache
-from harness.memory.ops import StagePage
 from harness.memory.placed import PlacedPart
 from harness.memory.tiers import DEVICE, Buffer
+from harness.memory.transfers import StagePage
 from harness.memory.weights import WeightStream
 
 Pair = tuple[InFlight, InFlight]  # the second one finds weights that the first one has just read

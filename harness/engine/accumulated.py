@@ -24,9 +24,9 @@ from harness.engine.ops.expert_rows import (
 )
 from harness.engine.ops.experts import Expert
 from harness.machine.base import CPU, D2H, GPU, H2D, Ticket
-from harness.memory.ops import Poison
 from harness.memory.placed import PlacedPart
 from harness.memory.tiers import DEVICE, PINNED, Buffer
+from harness.memory.transfers import Poison
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,15 +10,16 @@ from typing import Literal
 import numpy as np
 
 from harness.engine.activations import ATTENDED_BY, Activations
-from harness.engine.fan_out import FanOut, on_each_gpu, on_one_gpu
+from harness.engine.gpus import collectives as collective
+from harness.engine.gpus.fan_out import FanOut, on_each_gpu, on_one_gpu
 from harness.engine.in_flight import InFlight
-from harness.engine.ops import collective, compute, data, expert_rows, host, paged
+from harness.engine.ops import compute, data, expert_rows, host, paged
 from harness.engine.ops.experts import Experts
 from harness.machine.base import CPU, D2H, GPU, H2D, Lane, Op, Ticket
 from harness.memory.kv_cache import KVCache
-from harness.memory.ops import AllGather, Poison
 from harness.memory.placed import PlacedPart
 from harness.memory.tiers import Buffer
+from harness.memory.transfers import AllGather, Poison
 from harness.memory.weights import WeightStream
 
 __all__ = ["Emitter", "InFlight"]

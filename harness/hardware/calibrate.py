@@ -20,8 +20,8 @@ from rich.text import Text
 from harness.calibration.fitting import typical_by_features
 from harness.calibration.local import measure, table_path
 from harness.calibration.table import ALONE, BESIDE_GPU, BESIDE_GPU_AND_LINK, BESIDE_LINK, CalibrationTable, Company
-from harness.command_line import composed_values
-from harness.commands import CommandParser
+from harness.cli.arguments import CommandParser
+from harness.cli.overrides import composed_values
 from harness.interrupts import exit_code
 from harness.machine.base import LaneKind
 from harness.model.cache import CACHE_VARIABLE, make_writable

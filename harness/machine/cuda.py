@@ -20,18 +20,18 @@ import torch
 from harness.config import ConfigError, config, require
 from harness.hardware.profile import HardwareConfig
 from harness.machine.base import D2H, GPU, H2D, Lane, LaneKind, MachineError, Op, Span, Ticket, Work
-from harness.machine.device.arenas import DeviceArenas
 from harness.machine.device.clock import DeviceClock
 from harness.machine.device.context import DeviceContext
 from harness.machine.device.issuing import DEVICE_LANES, IssueBoard
 from harness.machine.device.lanes import Depth, DeviceLane, DeviceStream, Launched
 from harness.machine.device.links import link_rates_gb_s
+from harness.machine.device.memory import DeviceArenas
 from harness.machine.device.numa import Node, node_of
 from harness.machine.device.pinned import HostMemory, Progress
 from harness.machine.device.runtime import DeviceError, DeviceRuntime, TorchCudaRuntime
 from harness.machine.device.staging import StagingRing
-from harness.machine.host_context import HostContext
-from harness.machine.threaded import ThreadedMachine, share_of
+from harness.machine.threads.context import HostContext
+from harness.machine.threads.machine import ThreadedMachine, share_of
 from harness.model.spec import ModelSpec
 
 _never_freed: list[object] = []  # memory of machines whose device did not come to rest: it may still be written

@@ -9,11 +9,11 @@ import torch
 
 from harness.config import config, require
 from harness.hardware.profile import HardwareConfig
-from harness.machine.arenas import Arenas
 from harness.machine.base import Lane, LaneKind
-from harness.machine.host_context import HostContext, LaneRate
 from harness.machine.queues import Board
-from harness.machine.threaded import ThreadedMachine
+from harness.machine.threads.arenas import Arenas
+from harness.machine.threads.context import HostContext, LaneRate
+from harness.machine.threads.machine import ThreadedMachine
 from harness.model.spec import ModelSpec
 
 

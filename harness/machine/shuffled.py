@@ -14,10 +14,10 @@ import torch
 
 from harness.config import config
 from harness.hardware.profile import HardwareConfig
-from harness.machine.arenas import Arenas
 from harness.machine.base import Lane, Machine, MachineError, Op, Span, Ticket, TicketState
-from harness.machine.host_context import HostContext
 from harness.machine.queues import Board
+from harness.machine.threads.arenas import Arenas
+from harness.machine.threads.context import HostContext
 from harness.memory.tiers import Buffer
 from harness.model.spec import ModelSpec
 

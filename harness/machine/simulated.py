@@ -14,12 +14,12 @@ from typing import Any, ClassVar, Literal, Protocol
 from harness.config import config, require
 from harness.hardware.profile import HardwareConfig
 from harness.machine.base import EstimatedShares, Lane, LaneKind, Machine, MachineError, Op, Ticket, TicketState
-from harness.machine.contention import Contention, MeasuredTogether, MemorySharing, SharedMemory
-from harness.machine.costs import Costs, LaneCost, MeasuredCosts, Roofline
 from harness.machine.hazards import Hazards
 from harness.machine.queues import dump, withdraw
-from harness.machine.simulation import host_bytes_s, profile_costs
-from harness.machine.span_log import SpanLog, Totals, TotalsByKind
+from harness.machine.virtual.contention import Contention, MeasuredTogether, MemorySharing, SharedMemory
+from harness.machine.virtual.costs import Costs, LaneCost, MeasuredCosts, Roofline
+from harness.machine.virtual.span_log import SpanLog, Totals, TotalsByKind
+from harness.machine.virtual.world import host_bytes_s, profile_costs
 from harness.memory.tiers import Buffer, make_tiers
 from harness.model.spec import ModelSpec
 from kernels.simulation import virtual_lanes

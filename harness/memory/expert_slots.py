@@ -12,9 +12,9 @@ from typing import Protocol
 
 from harness.machine.base import Lane, LaneKind, Machine
 from harness.memory.occupancy import Places
-from harness.memory.ops import CopyWeights
 from harness.memory.placed import PlacedPart
 from harness.memory.tiers import device_tier
+from harness.memory.transfers import CopyWeights
 from harness.memory.weights import WeightStore
 
 Key = tuple[int, int]  # (layer, expert)

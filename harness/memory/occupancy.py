@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from harness.machine.base import Lane, LaneKind, Machine, Op, Ticket
-from harness.memory.ops import Poison, fetched
 from harness.memory.tiers import Buffer
+from harness.memory.transfers import Poison, fetched
 
 Key = TypeVar("Key", bound=Hashable)
 Label = TypeVar("Label")

@@ -12,9 +12,9 @@ from collections import Counter
 
 from harness.machine.base import PIN, Lane, LaneKind, Machine
 from harness.memory.occupancy import Places
-from harness.memory.ops import CopyPage, StagePage
 from harness.memory.placed import PlacedPart
 from harness.memory.tiers import PINNED, Buffer, device_tier
+from harness.memory.transfers import CopyPage, StagePage
 from harness.memory.weights import Resident, WeightStore
 from harness.model.layout import ALIGNMENT_BYTES
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from harness.machine.base import H2D, Lane, LaneKind, Machine, Ticket
 from harness.memory.occupancy import Places
-from harness.memory.ops import CopyShare, CopyWeights, ReadPart, share_of
 from harness.memory.placed import PartSource, PlacedPart
 from harness.memory.tiers import PAGEABLE, PINNED, Buffer, device_tier
+from harness.memory.transfers import CopyShare, CopyWeights, ReadPart, share_of
 
 if TYPE_CHECKING:
     from harness.model.layout import PartLayout

@@ -13,12 +13,12 @@ import torch
 
 from harness.config import ConfigError
 from harness.model import families
+from harness.model.checkpoint_files import FLOAT_DTYPES, Shards, checkpoint_error, read_json
 from harness.model.families.reading import EntriesRead, bad_entry
 from harness.model.hub import resolve_model
 from harness.model.layout import PartLayout, TensorLayout
 from harness.model.quiet import quiet_transformers
 from harness.model.sharding import shard_spec, share_start
-from harness.model.shards import FLOAT_DTYPES, Shards, checkpoint_error, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

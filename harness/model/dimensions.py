@@ -65,7 +65,7 @@ class WeightFormat:
 
     name: str
     bytes_per_param: float
-    parts: tuple[str, ...]  # names of `harness.model.parts`
+    parts: tuple[str, ...]  # names of `harness.model.sizes`
 
     def __post_init__(self) -> None:
         require(self.bytes_per_param > 0, "bytes_per_param", f"must be > 0, got {self.bytes_per_param}")

@@ -10,11 +10,11 @@ from typing import Any
 
 from harness.config import ConfigError
 from harness.model import families
-from harness.model import parts as model_parts
+from harness.model import sizes as model_parts
+from harness.model.checkpoint_files import read_json
 from harness.model.config import RANDOM, ModelConfig
 from harness.model.layout import PartLayout
 from harness.model.sharding import shard_spec
-from harness.model.shards import read_json
 from harness.model.spec import ModelSpec
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
-from harness.model import parts as model_parts
+from harness.model import sizes as model_parts
 from harness.model.dimensions import Dimensions, SpecConfig
 
 Dtype = Literal["float32", "bfloat16"]
@@ -147,7 +147,7 @@ class ModelSpec(Dimensions):
 
     @property
     def parts(self) -> Mapping[str, model_parts.Part]:
-        """Parameters, bytes and FLOPs by the names of `harness.model.parts`."""
+        """Parameters, bytes and FLOPs by the names of `harness.model.sizes`."""
         return _parts(self)
 
     @property

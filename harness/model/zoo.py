@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from harness.config import ConfigError, file_name
 from harness.model import families
 from harness.model.cache import cache_folder, make_once
+from harness.model.checkpoint_files import read_json
 from harness.model.config import ModelConfig
 from harness.model.hub import resolve_model
 from harness.model.quiet import quiet_transformers
 from harness.model.recipe import RandomRecipe
-from harness.model.shards import read_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -17,8 +17,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from harness.command_line import CONF
-from harness.commands import USAGE_ERROR, CommandParser
+from harness.cli.arguments import USAGE_ERROR, CommandParser
+from harness.cli.overrides import CONF
 from harness.interrupts import exit_code
 from harness.record.comparing.folders import Value, find, leaves
 from harness.record.comparing.output import as_csv, as_json, as_markdown, print_left_out, print_table

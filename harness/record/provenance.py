@@ -52,6 +52,7 @@ def fingerprint(sources: Iterable[str], root: Path | None = None) -> str:
     for source in sources:
         place = folder / source
         files = [place] if place.is_file() else sorted(p for p in place.rglob("*") if p.suffix in _SOURCE_SUFFIXES)
+        assert files, f"{source}: no source below {folder}"  # it has moved, and would count for nothing
         for path in files:
             digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]

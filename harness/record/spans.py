@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from harness.machine.base import Lane, LaneKind, Span, Work
 from harness.machine.packed_spans import PackedSpans
-from harness.machine.span_log import SpanLog
+from harness.machine.virtual.span_log import SpanLog
 
 Window = tuple[float, float]  # [start_s, end_s) on the machine's clock
 Floats = NDArray[np.float64]

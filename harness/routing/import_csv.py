@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.commands import CommandParser, whole_number
+from harness.cli.arguments import CommandParser, whole_number
 from harness.config import ConfigError
 from harness.interrupts import exit_code
 from harness.record.files import RecordError

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from harness.model.checkpoint import Checkpoint
+from harness.model.checkpoint_files import checkpoint_error
 from harness.model.quiet import quiet_transformers
-from harness.model.shards import checkpoint_error
 from harness.model.spec import ModelSpec
 from harness.verify.generations import Generations
 

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from harness.commands import CommandParser
+from harness.cli.arguments import CommandParser
 from harness.interrupts import exit_code
 from harness.record.provenance import code_version, environment
 from paper_figures.passes import columns, planned, simulated_passes

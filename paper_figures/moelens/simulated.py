@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from harness.commands import CommandParser
+from harness.cli.arguments import CommandParser
 from harness.interrupts import exit_code
 from harness.record.summary import accuracy
 from paper_figures.support import REFERENCE, markdown_table, new_figure, read_json, write_json

@@ -16,7 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from harness.commands import CommandParser
+from harness.cli.arguments import CommandParser
 from harness.interrupts import exit_code
 from harness.model.spec import ModelSpec
 from paper_figures.support import hardware_profile, model_spec

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from harness.config import ConfigError
 from harness.memory.tiers import PINNED
 from paper_figures.support import markdown_table, model_spec, new_figure
-from strategies.common.hrm import Level
-from strategies.common.offload_memory import Deployment, Storage, Switches, WeightSizes, WorkloadShape
-from strategies.common.policy import GivenPolicy, Policy
-from strategies.common.policy_cost import CostModel, Rates
-from strategies.common.policy_search import Search, search
+from strategies.offloading.planning.cost import CostModel, Rates
+from strategies.offloading.planning.hrm import Level
+from strategies.offloading.planning.memory import Deployment, Storage, Switches, WeightSizes, WorkloadShape
+from strategies.offloading.planning.policy import GivenPolicy, Policy
+from strategies.offloading.planning.search import Search, search
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from harness.experiment import run_experiment
+from harness.run.experiment import run_experiment
 from paper_figures import timelines
 from paper_figures.support import composed, markdown_table
 

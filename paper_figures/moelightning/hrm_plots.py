@@ -14,7 +14,7 @@ import numpy as np
 from harness.hardware.profile import HardwareConfig
 from harness.model.spec import ModelSpec
 from paper_figures.support import hardware_profile, model_spec, new_figure
-from strategies.common.hrm import Hierarchy, Level
+from strategies.offloading.planning.hrm import Hierarchy, Level
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -18,9 +18,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.commands import CommandParser
+from harness.cli.arguments import CommandParser
 from harness.interrupts import exit_code
-from harness.plan import Plan
+from harness.plan.planning import Plan
 from harness.record.passes import PassRecord
 from paper_figures.moelightning.batches import LONGEST_PROMPT
 from paper_figures.passes import continued_s, planned, simulated_passes

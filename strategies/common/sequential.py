@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from harness.engine import parallel
 from harness.engine.batch import PassPlan, assemble
 from harness.engine.emitter import Emitter, InFlight
 from harness.engine.engine import Engine
+from harness.engine.gpus import resources as parallel
 from harness.engine.strategy import PassResult
 from harness.memory.placed import PlacedPart
 from harness.memory.weights import WeightStream

@@ -7,9 +7,9 @@ from typing import Literal
 from harness.config import config, require
 from harness.engine.engine import Engine
 from harness.engine.strategy import Strategy
-from strategies.common.gpu_attention import gpu_attention
-from strategies.common.offloading import build_offloading, complete_policy
-from strategies.common.offloading_config import OffloadingConfig
+from strategies.offloading.config import OffloadingConfig
+from strategies.offloading.gpu_attention import gpu_attention
+from strategies.offloading.system import build_offloading, complete_policy
 
 
 @config

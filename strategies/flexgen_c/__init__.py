@@ -7,9 +7,9 @@ from typing import ClassVar
 from harness.config import config
 from harness.engine.engine import Engine
 from harness.engine.strategy import Strategy
-from strategies.common.offloading import build_offloading, complete_policy
-from strategies.common.offloading_config import CpuAttentionConfig
 from strategies.flexgen_c.schedule import waiting_for_cpu_attention
+from strategies.offloading.config import CpuAttentionConfig
+from strategies.offloading.system import build_offloading, complete_policy
 
 
 @config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from strategies.common.steps import Steps
+from strategies.offloading.steps import Steps
 
 
 def waiting_for_cpu_attention(steps: Steps) -> Iterator[None]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from harness.engine.engine import Engine
 from harness.engine.strategy import Strategy
-from strategies.common.gpu_attention import gpu_attention
-from strategies.common.offloading import build_offloading, complete_policy
 from strategies.moelightning.cgopipe import cgopipe
 from strategies.moelightning.config import Config
+from strategies.offloading.gpu_attention import gpu_attention
+from strategies.offloading.system import build_offloading, complete_policy
 
 __all__ = ["Config", "build"]
 

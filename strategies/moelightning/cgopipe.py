@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from strategies.common.steps import Steps
+from strategies.offloading.steps import Steps
 
 _AHEAD = 2  # micro-batches that the CPU attends ahead of the GPU
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from harness.config import config
-from strategies.common.offloading_config import OffloadingConfig
+from strategies.offloading.config import OffloadingConfig
 
 
 @config

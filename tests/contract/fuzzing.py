@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config import ConfigError
-from harness.experiment import RunFailed, run_experiment
+from harness.run.experiment import RunFailed, run_experiment
 from tests.composing import composed
 
 MICRO_BATCHED = ("moelightning", "fastdecode", "flexgen_c", "flexgen")

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from harness.machine.arenas import TORCH_DTYPES
 from harness.machine.base import LaneKind
 from harness.machine.simulated import SimulatedMachine
+from harness.machine.threads.arenas import TORCH_DTYPES
 from harness.model import families
-from harness.plan import make_plan
+from harness.plan.planning import make_plan
 from tests.composing import composed
 
 DEVICE = torch.device("meta")

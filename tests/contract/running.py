@@ -13,8 +13,8 @@ from harness.engine.sequences import Sequence, State
 from harness.engine.strategy import Strategy, parallelism, weights_tier
 from harness.machine.base import LaneKind, Machine
 from harness.machine.emulated import EmulatedMachine
-from harness.machine.host_context import LaneRate
 from harness.machine.shuffled import ShuffledMachine
+from harness.machine.threads.context import LaneRate
 from harness.memory.tiers import device_tier
 from harness.model.checkpoint import Checkpoint
 from harness.record.passes import PassRecord

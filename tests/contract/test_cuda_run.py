@@ -9,10 +9,10 @@ import pytest
 from benchmarks.gpu_stages import runs
 from benchmarks.gpu_stages.plan import dry_scale
 from harness.config import ConfigError
-from harness.experiment import RunFailed, run_experiment
 from harness.machine import auto, cuda
 from harness.machine.device import pinned
 from harness.record.files import read_json
+from harness.run.experiment import RunFailed, run_experiment
 from tests.composing import composed
 from tests.fake_device import FakeDevice
 

@@ -8,20 +8,20 @@ from collections.abc import Callable, Hashable
 import pytest
 import yaml
 
-import harness.engine.ops.collective as collective
+import harness.engine.gpus.collectives as collective
 import harness.engine.ops.compute as compute
 import harness.engine.ops.data as data
 import harness.engine.ops.expert_rows as expert_rows
 import harness.engine.ops.experts as experts
 import harness.engine.ops.host as host
 import harness.engine.ops.paged as paged
-import harness.memory.ops as memory_ops
+import harness.memory.transfers as memory_ops
 from harness.engine.engine import Engine
 from harness.engine.strategy import Strategy
 from harness.machine.base import MachineError, Op
 from harness.memory.kv_cache import KVCache
 from harness.memory.tiers import device_tier
-from harness.plan import make_plan
+from harness.plan.planning import make_plan
 from tests.composing import composed
 from tests.conftest import ROOT
 from tests.contract.running import CAPACITIES_BYTES, check_tokens, engine_on, requests, run_to_end, strategy_of

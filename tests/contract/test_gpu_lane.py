@@ -19,9 +19,9 @@ from harness.engine.ops import on_gpu, views
 from harness.engine.ops.compute import AttentionOut
 from harness.engine.ops.paged import DecodeAttentionPaged
 from harness.engine.ops.warm_up import WarmUp
-from harness.machine.arenas import TORCH_DTYPES, tensor_of
+from harness.machine.threads.arenas import TORCH_DTYPES, tensor_of
 from harness.model import families, functional
-from harness.plan import make_plan
+from harness.plan.planning import make_plan
 from tests.composing import composed
 from tests.contract.gpu_ops import CASES, DEVICE, MetaContext, submitted, weight_views
 from tests.contract.watching import Watched, undeclared_views
@@ -57,7 +57,7 @@ class Watch(TorchDispatchMode):
 
 def numbers(values, device):
     """As if they had come by way of pinned memory."""
-    return torch.empty(values.shape, dtype=torch.from_numpy(values).dtype, device=device)
+    return torch.empty(values.shape, dtype=torch.from_numpy(values[:0].copy()).dtype, device=device)
 
 
 def tensors(values) -> list[torch.Tensor]:

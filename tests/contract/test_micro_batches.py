@@ -12,7 +12,7 @@ from harness.config import ConfigError
 from harness.machine.base import CPU, D2H, GPU, H2D, PIN
 from harness.machine.shuffled import ShuffledMachine
 from harness.model.checkpoint import Checkpoint
-from strategies.common.micro_batch_pipeline import MicroBatchPipeline
+from strategies.offloading.pipeline import MicroBatchPipeline
 from tests.conftest import ROOT
 from tests.contract.running import CAPACITIES_BYTES, check_tokens, engine_on, requests, run_to_end, strategy_of
 

@@ -19,7 +19,7 @@ from harness.engine.ops.experts import Experts
 from harness.engine.ops.host import DecodeAttention
 from harness.machine.base import MachineError
 from harness.machine.shuffled import ShuffledMachine
-from harness.memory.ops import CopyWeights
+from harness.memory.transfers import CopyWeights
 from harness.memory.weights import WeightStream
 from harness.model.checkpoint import Checkpoint
 from strategies.moelens import vslpipe

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.plan import make_plan
+from harness.plan.planning import make_plan
 from tests.composing import composed, names_in
 
 STRATEGIES = names_in("strategy")
@@ -113,7 +113,7 @@ def test_shares_of_a_layer_meet_on_every_gpu():
 
 
 def test_a_run_on_the_simulated_machine_is_recorded_like_any_other(tmp_path):
-    from harness.experiment import run_experiment
+    from harness.run.experiment import run_experiment
 
     values = composed(
         "machine=simulated", "model=mixtral-8x7b", "hardware=a40", "kv_cache_gb=2", "dataset.num_requests=8",

@@ -9,9 +9,9 @@ import pytest
 
 from harness.engine.emitter import Emitter
 from harness.machine.base import CPU, D2H, GPU, H2D, LaneKind
-from harness.machine.costs import LaneCost, Roofline
 from harness.machine.simulated import SimulatedMachine
-from harness.machine.simulation import World
+from harness.machine.virtual.costs import LaneCost, Roofline
+from harness.machine.virtual.world import World
 from harness.model.planned import planned_model
 from harness.routing.kinds.uniform import UniformRouting
 from harness.routing.predictors import StatedPredictor

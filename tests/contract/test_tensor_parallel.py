@@ -9,11 +9,11 @@ import torch
 import yaml
 
 from harness.engine.engine import Engine
+from harness.engine.gpus.collectives import AllReduce
 from harness.engine.kv_placement import place_kv
-from harness.engine.ops.collective import AllReduce
 from harness.machine.base import GPU, HOST_KINDS, Lane, LaneKind, MachineError
-from harness.machine.host_context import HostContext
 from harness.machine.shuffled import ShuffledMachine
+from harness.machine.threads.context import HostContext
 from harness.memory.tiers import device_tier
 from tests.conftest import ROOT
 from tests.contract.running import check_tokens, emulated, engine_on, requests, run_to_end, shuffled, strategy_of

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from harness.plan import make_plan
+from harness.plan.planning import make_plan
 from tests.composing import composed
 from tests.conftest import ROOT
 from tests.contract.running import check_tokens, emulated, engine_on, requests, run_to_end, shuffled

@@ -19,8 +19,8 @@ from harness.engine.activations import ATTENDED_BY
 from harness.machine.base import Op
 from harness.machine.shuffled import ShuffledMachine
 from harness.memory.kv_cache import PoisonBlocks
-from harness.memory.ops import AllGather, CopyShare, Poison, fetched, share_of
 from harness.memory.tiers import Buffer
+from harness.memory.transfers import AllGather, CopyShare, Poison, fetched, share_of
 
 EVERY_BIT = 0xFF
 Range = tuple[Buffer, int, int]  # root, first byte, end

@@ -4,12 +4,12 @@ from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
-from harness import report
 from harness.engine.sequences import Sequence, State
 from harness.memory.tiers import Tier
 from harness.record.passes import PassRecord
-from harness.report import RunState, request_row
-from harness.session import Session
+from harness.run import report
+from harness.run.report import RunState, request_row
+from harness.run.session import Session
 from harness.workload.request import Request
 from tests.composing import composed
 

@@ -9,12 +9,12 @@ import pytest
 
 from harness import settings
 from harness.config import ConfigError
-from harness.experiment import run_experiment
 from harness.machine import build, simulated
 from harness.machine.auto import Config as Auto
-from harness.plan import make_plan
+from harness.plan.planning import make_plan
 from harness.record.store import read_run
-from harness.session import Session
+from harness.run.experiment import run_experiment
+from harness.run.session import Session
 from harness.settings import Settings, load_strategy
 from tests.composing import composed
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
-from harness import validate
-from harness.command_line import composed_values
+from harness.cli.overrides import composed_values
 from harness.settings import load_strategy, parse_settings
-from harness.validate import Report, settings_of
-from harness.validation_report import aggregates, by_kind, compared, figures, markdown, verdict
+from harness.validate import __main__ as validate
+from harness.validate.__main__ import Report, settings_of
+from harness.validate.report import aggregates, by_kind, compared, figures, markdown, verdict
 from tests.composing import names_in
 
 SUMMARY = {

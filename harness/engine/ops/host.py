@@ -9,8 +9,8 @@ from harness.engine.activations import Activations
 from harness.engine.batch import KvReads, MicroBatch
 from harness.engine.ops.data import MicroBatchOp
 from harness.engine.ops.views import attend_each, attention_weights
-from harness.machine.arenas import tensor_of
 from harness.machine.base import Context, Work
+from harness.machine.threads.arenas import tensor_of
 from harness.memory.placed import PlacedPart
 from harness.memory.tiers import Buffer
 from harness.model.spec import ModelSpec

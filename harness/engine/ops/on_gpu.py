@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness.machine.arenas import tensor_of
+from harness.machine.threads.arenas import tensor_of
 from harness.model.functional import AttentionOptions
 from harness.model.spec import ModelSpec
 from kernels import triton as gpu

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from harness.machine.arenas import tensor_of
 from harness.machine.base import Lane, LaneKind
-from harness.machine.device.arenas import DeviceArenas
+from harness.machine.device.memory import DeviceArenas
 from harness.machine.device.runtime import DeviceRuntime
 from harness.machine.device.staging import Slot
+from harness.machine.threads.arenas import tensor_of
 from harness.memory.tiers import Buffer
 
 TakeSlot = Callable[[int], Slot | None]

@@ -9,7 +9,7 @@
 
 namespace kernels::simulation {
 
-// The row as numpy reads it: harness/machine/span_log.py has the same columns.
+// The row as numpy reads it: harness/machine/virtual/span_log.py has the same columns.
 struct SpanRow {
   int64_t ticket;
   double start_s, end_s;

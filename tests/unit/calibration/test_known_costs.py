@@ -12,9 +12,9 @@ from harness.calibration.measure import measure_all
 from harness.calibration.table import ALONE, BESIDE_GPU, LINKS, CalibrationTable
 from harness.engine.sequences import Sequence
 from harness.machine.base import D2H, GPU, H2D, LaneKind, Work
-from harness.machine.contention import MeasuredTogether
 from harness.machine.simulated import SimulatedMachine
-from harness.machine.simulation import World
+from harness.machine.virtual.contention import MeasuredTogether
+from harness.machine.virtual.world import World
 from harness.routing.kinds.uniform import UniformRouting
 from tests.contract.running import CAPACITIES_BYTES, engine_on
 from tests.unit.record.recorded import span

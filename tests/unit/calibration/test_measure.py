@@ -17,20 +17,20 @@ from harness.calibration.local import CalibrationTable, identity, link_rates, lo
 from harness.calibration.measure import measure_all
 from harness.calibration.probes import LayerProbes
 from harness.calibration.table import ALONE, BESIDE_GPU, BESIDE_GPU_AND_LINK, BESIDE_LINK
-from harness.command_line import composed_values
+from harness.cli.overrides import composed_values
 from harness.config import ConfigError
 from harness.engine.emitter import Emitter
 from harness.engine.engine import Engine
 from harness.hardware.calibrate import report
 from harness.machine.base import CPU, GPU, LaneKind
-from harness.machine.costs import Roofline
 from harness.machine.emulated import resource
 from harness.machine.simulated import SimulatedMachine
-from harness.machine.simulation import World
 from harness.machine.turn import Turn
-from harness.memory.ops import Poison
+from harness.machine.virtual.costs import Roofline
+from harness.machine.virtual.world import World
+from harness.memory.transfers import Poison
 from harness.model.planned import planned_model
-from harness.plan import make_plan
+from harness.plan.planning import make_plan
 from harness.record.terminal import told_estimated
 from harness.routing.kinds.uniform import UniformRouting
 from harness.settings import parse_settings

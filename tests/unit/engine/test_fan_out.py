@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 
 from harness.engine.engine import Engine
-from harness.engine.fan_out import FanOut, on_each_gpu, on_one_gpu
+from harness.engine.gpus.fan_out import FanOut, on_each_gpu, on_one_gpu
 from harness.engine.in_flight import InFlight
 from harness.machine.base import GPU, Lane, LaneKind
 from tests.unit.machine.ops import Quick

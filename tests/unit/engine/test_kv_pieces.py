@@ -12,8 +12,8 @@ from harness.engine.batch import assemble
 from harness.engine.ops import compute, data, host, paged
 from harness.engine.sequences import State
 from harness.machine.base import CPU, D2H, GPU, H2D
-from harness.machine.host_context import HostContext
 from harness.machine.shuffled import ShuffledMachine
+from harness.machine.threads.context import HostContext
 from harness.memory.kv_cache import KVCache
 from harness.model.dimensions import LatentAttention
 from tests.unit.engine.fakes import SPEC, sequences

@@ -14,9 +14,9 @@ from harness.engine.batch import assemble
 from harness.engine.ops.compute import Head
 from harness.engine.ops.experts import Expert, Experts
 from harness.engine.ops.views import weights
-from harness.machine.arenas import tensor_of
 from harness.machine.base import CPU, GPU
-from harness.machine.host_context import HostContext
+from harness.machine.threads.arenas import tensor_of
+from harness.machine.threads.context import HostContext
 from harness.memory.placed import PlacedPart
 from harness.model import families
 from tests.unit.engine.fakes import SPEC, engine, sequences

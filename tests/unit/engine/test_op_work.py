@@ -12,13 +12,14 @@ import pytest
 import harness.engine.ops
 from harness.engine.activations import Activations
 from harness.engine.batch import assemble
-from harness.engine.ops import collective, compute, data, expert_rows, host, paged, warm_up
+from harness.engine.gpus import collectives as collective
+from harness.engine.ops import compute, data, expert_rows, host, paged, warm_up
 from harness.engine.ops.experts import Expert, Experts
 from harness.engine.sequences import State
 from harness.machine.base import LaneKind, Op, Work
-from harness.machine.costs import LaneCost, Roofline
 from harness.machine.simulated import SimulatedMachine
-from harness.memory import ops as memory_ops
+from harness.machine.virtual.costs import LaneCost, Roofline
+from harness.memory import transfers as memory_ops
 from harness.memory.kv_cache import BlockAllocator, KVCache
 from harness.memory.weights import WeightStore
 from harness.model.planned import PlannedModel

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from harness.plan import make_plan
+from harness.plan.planning import make_plan
 from harness.record.spans import Spans
 from harness.routing.build import build_routing
 from harness.routing.kinds.skewed import SkewedRouting

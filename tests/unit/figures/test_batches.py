@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from harness.plan import make_plan
+from harness.plan.planning import make_plan
 from paper_figures.moelightning import hrm_accuracy, systems, table4, table5
 from paper_figures.moelightning.batches import Case, row
 from paper_figures.moelightning.published import FIG7_TOK_S, GENERATED, POLICIES, TABLE5

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from strategies.common.hrm import Bound, Hierarchy, Level
+from strategies.offloading.planning.hrm import Bound, Hierarchy, Level
 from tests.conftest import ROOT
 
 RATES = st.floats(1e6, 1e15)
@@ -147,5 +147,5 @@ def test_a_task_of_two_sources_by_hand():
 
 
 def test_it_needs_no_torch():
-    code = "import sys, strategies.common.hrm; sys.exit('torch' in sys.modules)"
+    code = "import sys, strategies.offloading.planning.hrm; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.plan import make_plan
+from harness.plan.planning import make_plan
 from paper_figures.moelens import simulate as runner
 from paper_figures.moelens.simulated import FOLDER, markdown, runs, summarize
 from paper_figures.support import composed, read_json

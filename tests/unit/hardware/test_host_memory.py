@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from harness.config import ConfigError
-from harness.planning import draft_plan
-from harness.session import Session
+from harness.plan.planning import draft_plan
+from harness.run.session import Session
 from harness.settings import Settings, parse_settings
 from tests.composing import composed
 

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from harness.machine.arenas import Arenas
+from harness.machine.threads.arenas import Arenas
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from harness.config import ConfigError
 from harness.machine.base import CPU, D2H, GPU, H2D, PIN, Lane, LaneKind, Op, Work
 from harness.machine.build import load_machine
-from harness.machine.contention import MeasuredTogether, MemorySharing, SharedMemory
-from harness.machine.costs import LaneCost, Roofline
 from harness.machine.simulated import SimulatedMachine
-from harness.machine.simulation import profile_costs
+from harness.machine.virtual.contention import MeasuredTogether, MemorySharing, SharedMemory
+from harness.machine.virtual.costs import LaneCost, Roofline
+from harness.machine.virtual.world import profile_costs
 from harness.settings import parse_settings
 from tests.composing import composed
 from tests.unit.engine.fakes import SPEC

@@ -44,7 +44,7 @@ def test_an_error_that_the_device_finds_later_names_what_was_under_way(cuda, dev
 
 def test_a_device_that_hangs_is_reported_and_its_memory_is_kept(cuda, device, monkeypatch):
     monkeypatch.setattr(cuda_module, "_never_freed", [])
-    monkeypatch.setattr("harness.machine.threaded.CLOSE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("harness.machine.threads.machine.CLOSE_TIMEOUT_S", 0.3)
     machine = cuda(watchdog_s=0.3)
     device.hold(True)
     ticket = machine.submit(GPU, Quick())

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.machine import threaded
 from harness.machine.base import CPU, D2H, GPU, H2D, MachineError, Op, Ticket, Work
 from harness.machine.emulated import EmulatedMachine
 from harness.machine.shuffled import ShuffledMachine
+from harness.machine.threads import machine as threaded
 from tests.kernels.eventually import GIVE_UP_S, eventually
 from tests.unit.machine.ops import Gated, Quick, Raising, Sleeping
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from harness.machine.base import CPU, D2H, GPU, H2D, Lane, LaneKind, Span, Ticket, Work
-from harness.machine.costs import LaneCost, Roofline
 from harness.machine.packed_spans import PackedSpans
 from harness.machine.queues import Board
 from harness.machine.shuffled import ShuffledMachine
 from harness.machine.simulated import SimulatedMachine
+from harness.machine.virtual.costs import LaneCost, Roofline
 from harness.record.metrics import kind_totals, utilization
 from tests.unit.machine.ops import Quick
 

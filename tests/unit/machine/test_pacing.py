@@ -8,7 +8,7 @@ import time
 import pytest
 
 from harness.machine.base import CPU, D2H, GPU, H2D, LaneKind, Op, Work
-from harness.machine.host_context import LaneRate
+from harness.machine.threads.context import LaneRate
 from tests.kernels.eventually import GIVE_UP_S
 from tests.unit.machine.ops import FreeOp
 

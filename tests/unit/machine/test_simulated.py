@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.machine.base import CPU, D2H, GPU, H2D, LaneKind, MachineError, Op, Ticket, Work
-from harness.machine.costs import LaneCost, Roofline
 from harness.machine.simulated import SimulatedMachine
+from harness.machine.virtual.costs import LaneCost, Roofline
 
 
 class Unit(Op):

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from harness.experiment import run_experiment
 from harness.machine.build import load_machine
 from harness.machine.turn import Turn
 from harness.record.files import read_json
 from harness.record.terminal import print_summary
-from harness.report import disturbed
+from harness.run.experiment import run_experiment
+from harness.run.report import disturbed
 from tests.composing import composed
 from tests.conftest import ROOT
 

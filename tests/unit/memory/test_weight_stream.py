@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from harness.machine.base import GPU, H2D, Lane, LaneKind
 from harness.machine.emulated import EmulatedMachine
 from harness.machine.shuffled import ShuffledMachine
-from harness.memory.ops import AllGather, CopyShare, share_of
 from harness.memory.tiers import device_tier
+from harness.memory.transfers import AllGather, CopyShare, share_of
 from harness.memory.weights import Resident, WeightStore, WeightStream, slot_sizes
 from tests.unit.machine.ops import Gated, Quick
 from tests.unit.memory.parts import NUM_LAYERS, PARTS, FakeSource, ReadBytes, content, machine, read_bytes

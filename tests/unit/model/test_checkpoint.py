@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from harness.config import ConfigError
 from harness.model.checkpoint import Checkpoint, part_views
-from harness.model.shards import INDEX_FILE, Shards
+from harness.model.checkpoint_files import INDEX_FILE, Shards
 
 W1 = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
 Q = "model.layers.0.self_attn.q_proj.weight"

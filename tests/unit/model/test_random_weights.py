@@ -10,7 +10,7 @@ from harness.model import random_weights
 from harness.model.checkpoint import part_views
 from harness.model.loading import load_model
 from harness.model.random_weights import RandomWeights
-from harness.session import Session
+from harness.run.session import Session
 from harness.settings import parse_settings
 from tests.composing import composed
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.config import ConfigError, parse
 from harness.model.config import ModelConfig
-from harness.model.parts import PART_NAMES
+from harness.model.sizes import PART_NAMES
 from harness.model.spec import ModelSpec
 from tests.unit.model.published import PUBLISHED
 

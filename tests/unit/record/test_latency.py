@@ -6,10 +6,10 @@ from fractions import Fraction
 import pytest
 from recorded import facts, link_bound_run
 
-from harness.experiment import run_experiment
 from harness.record.latency import latency
 from harness.record.store import read_run
 from harness.record.summary import build_summary
+from harness.run.experiment import run_experiment
 from tests.composing import composed
 
 

@@ -12,12 +12,12 @@ import pytest
 from offline_file import read_offline_file
 
 from harness.config import ConfigError, parse
-from harness.experiment import run_experiment
 from harness.record import wandb_sink
 from harness.record.store import read_run
 from harness.record.wandb_child import flat
 from harness.record.wandb_rows import PassRows
 from harness.record.wandb_sink import WandbConfig, WandbSink
+from harness.run.experiment import run_experiment
 from tests.composing import composed
 from tests.kernels.eventually import GIVE_UP_S, eventually
 

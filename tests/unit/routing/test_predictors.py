@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-import harness.machine.simulation as simulation
+import harness.machine.virtual.world as simulation
 from harness.config import ConfigError
-from harness.machine.simulation import World
+from harness.machine.virtual.world import World
 from harness.routing.build import build_predictor, build_routing
 from harness.routing.trace_file import PredictionHeader, TraceRow
 from tests.unit.routing.models import MODEL, SYNTHETIC, Model, header, random_experts, write

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.engine.sequences import Life
-from harness.experiment import run_experiment
 from harness.record.store import read_run
 from harness.routing.build import build_routing
 from harness.routing.kinds.trace import read_trace
 from harness.routing.recording import FILE_NAME, last_routing, recording
+from harness.run.experiment import run_experiment
 from tests.composing import composed
 from tests.unit.engine.fakes import SPEC, sequences
 from tests.unit.routing.models import steady

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from harness.engine import loop
 from harness.engine.strategy import Strategy
 from harness.memory.kv_cache import BlockAllocator
-from strategies.common.blocks_in_flight import BlockShare, TakingTurns, dealt_out
-from strategies.common.request_batching import BatchScheduler
 from strategies.common.side_by_side import SideBySide
 from strategies.common.static_batches import StaticBatches
+from strategies.offloading.batches_in_flight import BlockShare, TakingTurns, dealt_out
+from strategies.offloading.request_batching import BatchScheduler
 from tests.unit.engine.fakes import FakePipeline, engine, sequences
 from tests.unit.memory.test_kv_cache import sequence
 

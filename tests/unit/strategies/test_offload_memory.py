@@ -9,17 +9,18 @@ import pytest
 from harness.engine.activation_pool import ActivationPool
 from harness.engine.assembly import assemble_engine
 from harness.machine.base import LaneKind
-from harness.machine.costs import LaneCost, Roofline
 from harness.machine.simulated import SimulatedMachine
+from harness.machine.virtual.costs import LaneCost, Roofline
 from harness.memory.kv_cache import KVCache
 from harness.memory.paged_weights import PagedWeights
 from harness.memory.tiers import device_tier
 from harness.memory.weights import Resident, WeightStore
 from harness.model.planned import PlannedModel
-from strategies.common.gpu_attention import gpu_attention
-from strategies.common.hrm import Level
-from strategies.common.micro_batch_pipeline import MicroBatchPipeline
-from strategies.common.offload_memory import (
+from strategies.offloading.gpu_attention import gpu_attention
+from strategies.offloading.pipeline import MicroBatchPipeline
+from strategies.offloading.planning.cost import CostModel, Rates
+from strategies.offloading.planning.hrm import Level
+from strategies.offloading.planning.memory import (
     Deployment,
     Storage,
     WeightSizes,
@@ -30,9 +31,8 @@ from strategies.common.offload_memory import (
     pool_sizes,
     shortfalls,
 )
-from strategies.common.offload_planner import OffloadPlan, deployment_of
-from strategies.common.policy import Policy
-from strategies.common.policy_cost import CostModel, Rates
+from strategies.offloading.planning.planner import OffloadPlan, deployment_of
+from strategies.offloading.planning.policy import Policy
 from tests.unit.model.test_spec_sizes import spec_of
 
 SPEC = spec_of("mixtral-8x7b")

@@ -12,17 +12,17 @@ from harness.engine.engine import Engine
 from harness.engine.sequences import Sequence
 from harness.hardware.profile import HardwareConfig
 from harness.machine.simulated import Config, build
-from harness.machine.simulation import World
+from harness.machine.virtual.world import World
 from harness.memory.kv_cache import KVCache
 from harness.memory.weights import Resident, WeightStore
 from harness.model.planned import PlannedModel
 from harness.routing.kinds.uniform import UniformRouting
 from harness.workload.request import Request
-from strategies.common import offload_planner
-from strategies.common.offload_memory import fits
-from strategies.common.offload_planner import deployment_of, plan_policy
-from strategies.common.policy import GivenPolicy
-from strategies.common.rate_probe import RateProbe
+from strategies.offloading.planning import planner as offload_planner
+from strategies.offloading.planning.memory import fits
+from strategies.offloading.planning.planner import deployment_of, plan_policy
+from strategies.offloading.planning.policy import GivenPolicy
+from strategies.offloading.planning.rate_probe import RateProbe
 from tests.composing import composed
 from tests.unit.model.test_spec_sizes import spec_of
 

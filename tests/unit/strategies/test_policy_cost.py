@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from harness.model.sharding import shard_spec
-from strategies.common.hrm import Level
-from strategies.common.offload_memory import Deployment, Storage, Switches, WeightSizes, WorkloadShape
-from strategies.common.offload_prediction import predict
-from strategies.common.policy import Policy
-from strategies.common.policy_cost import CostModel, OpSeconds, Rates
+from strategies.offloading.planning.cost import CostModel, OpSeconds, Rates
+from strategies.offloading.planning.hrm import Level
+from strategies.offloading.planning.memory import Deployment, Storage, Switches, WeightSizes, WorkloadShape
+from strategies.offloading.planning.policy import Policy
+from strategies.offloading.planning.prediction import predict
 from tests.unit.model.test_spec_sizes import spec_of
 
 SPEC = spec_of("mixtral-8x7b")

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from scipy.optimize import OptimizeResult
 
 from harness.config import ConfigError
-from strategies.common import policy_search
-from strategies.common.hrm import Level
-from strategies.common.offload_memory import (
+from strategies.offloading.planning import search as policy_search
+from strategies.offloading.planning.cost import CostModel, OpSeconds, Rates
+from strategies.offloading.planning.hrm import Level
+from strategies.offloading.planning.memory import (
     Deployment,
     Storage,
     WeightSizes,
@@ -22,9 +23,8 @@ from strategies.common.offload_memory import (
     held_bytes,
     kv_bytes_per_sequence,
 )
-from strategies.common.policy import GivenPolicy, Policy
-from strategies.common.policy_cost import CostModel, OpSeconds, Rates
-from strategies.common.policy_search import Search, search
+from strategies.offloading.planning.policy import GivenPolicy, Policy
+from strategies.offloading.planning.search import Search, search
 from tests.unit.engine.fakes import SPEC
 from tests.unit.model.test_spec_sizes import spec_of
 

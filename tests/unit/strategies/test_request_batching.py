@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.engine.sequences import Sequence, State
-from strategies.common.offload_memory import WorkloadShape, micro_batch_kv_tokens
-from strategies.common.request_batching import (
+from strategies.offloading.planning.memory import WorkloadShape, micro_batch_kv_tokens
+from strategies.offloading.request_batching import (
     Batching,
     BatchLimits,
     BatchScheduler,

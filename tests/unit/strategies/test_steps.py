@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from strategies.common.steps import Steps
+from strategies.offloading.steps import Steps
 
 
 def steps_of(num_layers: int, num_micro_batches: int) -> Steps:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.planning import draft_plan
+from harness.plan.planning import draft_plan
 from tests.composing import composed
 
 PUBLISHED = {  # experiment: mu, N, tok/s

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.config import ConfigError
 from harness.model.checkpoint import Checkpoint
-from harness.model.shards import INDEX_FILE, SINGLE_FILE
+from harness.model.checkpoint_files import INDEX_FILE, SINGLE_FILE
 from harness.verify import reference
 from harness.verify.oracle import verify
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 import kernels
-from harness.machine.arenas import Arenas, tensor_of
 from harness.machine.base import Lane, Work
+from harness.machine.threads.arenas import Arenas, tensor_of
 from harness.memory.tiers import Buffer
 
 _CREDIT_S = 2e-3  # back-to-back packets may make up for this much lateness of the thread, so that the rate holds

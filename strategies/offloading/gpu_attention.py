@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from strategies.common.steps import Steps
+from strategies.offloading.steps import Steps
 
 
 def gpu_attention(steps: Steps) -> Iterator[None]:

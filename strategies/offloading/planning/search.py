@@ -21,10 +21,10 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from harness.config import ConfigError
 from harness.memory.tiers import told_bytes
-from strategies.common.linear_terms import BATCH, Linear
-from strategies.common.offload_memory import KV_CACHE, Deployment, Switches, demands, fits, held_bytes, shortfalls
-from strategies.common.policy import GivenPolicy, Policy
-from strategies.common.policy_cost import CostModel, LayerTime
+from strategies.offloading.planning.cost import CostModel, LayerTime
+from strategies.offloading.planning.linear_terms import BATCH, Linear
+from strategies.offloading.planning.memory import KV_CACHE, Deployment, Switches, demands, fits, held_bytes, shortfalls
+from strategies.offloading.planning.policy import GivenPolicy, Policy
 
 _NUM_UNKNOWNS = 4  # those of `Linear.coefficients`
 _MARGIN = 1e-6  # of a tier's capacity: larger than the solver's tolerance

@@ -24,21 +24,22 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+import harness
 from harness.calibration.local import measure, table_path
 from harness.calibration.table import CalibrationTable
 from harness.calibration.undisturbed import MAX_TAKEN_SHARE
-from harness.command_line import composed_values
-from harness.commands import CommandParser, whole_number
+from harness.cli.arguments import CommandParser, whole_number
+from harness.cli.overrides import composed_values
 from harness.config import ConfigError
-from harness.experiment import run_experiment
 from harness.interrupts import exit_code
 from harness.model.planned import planned_model
-from harness.plan import make_plan
+from harness.plan.planning import make_plan
 from harness.record.provenance import code_version, environment, fingerprint, shown_command
+from harness.run.experiment import run_experiment
 from harness.settings import parse_settings
-from harness.validation_report import AIMS, aggregates, compared, figures, markdown, verdict
+from harness.validate.report import AIMS, aggregates, compared, figures, markdown, verdict
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(harness.__file__).resolve().parents[1]
 SOURCES = ("harness", "kernels", "strategies", "conf")  # what a run's numbers depend on
 QUIET = ("verify=off", "wandb.mode=disabled", "progress=false")
 EMULATED = ("machine=emulated", "hardware=laptop")

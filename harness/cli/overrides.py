@@ -13,9 +13,10 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+import harness
 from harness.config import ConfigError
 
-CONF = Path(__file__).resolve().parents[1] / "conf"
+CONF = Path(harness.__file__).resolve().parents[1] / "conf"
 
 
 def composed_values(overrides: Sequence[str]) -> dict[str, Any]:

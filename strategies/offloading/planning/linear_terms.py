@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strategies.common.policy import Policy
+from strategies.offloading.planning.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,18 +8,18 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 
-from harness.engine import parallel
 from harness.engine.activation_pool import ActivationPool, PooledActivations
 from harness.engine.batch import MicroBatch, PassPlan, assemble
 from harness.engine.emitter import Emitter
 from harness.engine.engine import Engine
+from harness.engine.gpus import resources as parallel
 from harness.engine.in_flight import InFlight, PassTickets
 from harness.engine.sequences import Sequence
 from harness.engine.strategy import PassResult
 from harness.memory.paged_weights import PagedWeights
 from harness.memory.tiers import Buffer, device_tier
-from strategies.common.micro_batch_memory import MicroBatchMemory
-from strategies.common.steps import Schedule, Steps, zigzag
+from strategies.offloading.planning.micro_batch_memory import MicroBatchMemory
+from strategies.offloading.steps import Schedule, Steps, zigzag
 
 
 @dataclass(frozen=True, kw_only=True)

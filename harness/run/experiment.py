@@ -31,9 +31,9 @@ from harness.record.store import RunFolder, run_id
 from harness.record.terminal import Progress
 from harness.record.wandb_rows import PassRows
 from harness.record.wandb_sink import WandbSink
-from harness.report import Others, RunState, record_failure, report_run, request_row, what_is_wrong
 from harness.routing.recording import recording
-from harness.session import Session
+from harness.run.report import Others, RunState, record_failure, report_run, request_row, what_is_wrong
+from harness.run.session import Session
 from harness.verify.collect import generated_sequence
 from harness.verify.records import VerifyReport
 

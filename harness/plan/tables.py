@@ -11,7 +11,7 @@ from rich.text import Text
 
 from harness.engine.strategy import Strategy
 from harness.memory.tiers import RAM
-from harness.planning import DoesNotFit, Plan
+from harness.plan.planning import DoesNotFit, Plan
 from harness.record.terminal import human_bytes, number, told_accuracy, told_estimated
 from harness.workload.config import DatasetConfig
 

@@ -24,8 +24,8 @@ from harness.engine.activations import (
 )
 from harness.memory.tiers import PAGEABLE, PINNED, RAM
 from harness.model.spec import ModelSpec
-from strategies.common.linear_terms import BATCH, DEVICE_SEQUENCES, RESIDENT_WEIGHTS, Linear
-from strategies.common.policy import Policy
+from strategies.offloading.planning.linear_terms import BATCH, DEVICE_SEQUENCES, RESIDENT_WEIGHTS, Linear
+from strategies.offloading.planning.policy import Policy
 
 if TYPE_CHECKING:
     from harness.engine.sequences import Sequence

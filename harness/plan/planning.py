@@ -19,7 +19,7 @@ from harness.memory.tiers import MemoryCapacityError
 from harness.model.loading import LoadedModel
 from harness.record.passes import PassRecord
 from harness.record.summary import RunFacts, build_summary
-from harness.session import Session
+from harness.run.session import Session
 from harness.settings import Settings
 from harness.workload.request import Workload
 

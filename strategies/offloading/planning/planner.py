@@ -13,9 +13,9 @@ from harness.engine.engine import Engine
 from harness.engine.sequences import Sequence
 from harness.engine.strategy import Prediction
 from harness.memory.tiers import PAGEABLE, PINNED
-from strategies.common.blocks_in_flight import like_shares
-from strategies.common.micro_batch_memory import MicroBatchMemory
-from strategies.common.offload_memory import (
+from strategies.offloading.batches_in_flight import like_shares
+from strategies.offloading.planning.cost import CostModel, Overlap
+from strategies.offloading.planning.memory import (
     KV_CACHE,
     Deployment,
     Storage,
@@ -27,11 +27,11 @@ from strategies.common.offload_memory import (
     micro_batch_kv_tokens,
     pool_sizes,
 )
-from strategies.common.offload_prediction import predict
-from strategies.common.policy import GivenPolicy, Policy
-from strategies.common.policy_cost import CostModel, Overlap
-from strategies.common.policy_search import Search, search
-from strategies.common.rate_probe import RateProbe
+from strategies.offloading.planning.micro_batch_memory import MicroBatchMemory
+from strategies.offloading.planning.policy import GivenPolicy, Policy
+from strategies.offloading.planning.prediction import predict
+from strategies.offloading.planning.rate_probe import RateProbe
+from strategies.offloading.planning.search import Search, search
 
 _MARGIN = 1e-9  # a resident expert must not be lost to the last bit of its share
 

@@ -21,10 +21,10 @@ from typing import Literal
 
 from harness.memory.tiers import PAGEABLE, PINNED
 from harness.model.spec import ModelSpec
-from strategies.common.hrm import Level
-from strategies.common.linear_terms import BATCH, DEVICE_SEQUENCES, MICRO_BATCHES, Linear
-from strategies.common.offload_memory import Deployment, Switches, streamed_bytes
-from strategies.common.policy import Policy
+from strategies.offloading.planning.hrm import Level
+from strategies.offloading.planning.linear_terms import BATCH, DEVICE_SEQUENCES, MICRO_BATCHES, Linear
+from strategies.offloading.planning.memory import Deployment, Switches, streamed_bytes
+from strategies.offloading.planning.policy import Policy
 
 Overlap = Literal["all", "weights apart", "nothing"]
 

@@ -12,13 +12,13 @@ from harness.engine.sequences import Sequence
 from harness.engine.strategy import Strategy
 from harness.memory.kv_cache import Blocks
 from harness.memory.paged_weights import kept_share
-from strategies.common.blocks_in_flight import TakingTurns, dealt_out
-from strategies.common.micro_batch_pipeline import MicroBatchPipeline
-from strategies.common.offload_planner import OffloadPlan, plan_policy
-from strategies.common.policy import GivenPolicy
-from strategies.common.policy_cost import Overlap
-from strategies.common.request_batching import BatchScheduler
-from strategies.common.steps import Schedule
+from strategies.offloading.batches_in_flight import TakingTurns, dealt_out
+from strategies.offloading.pipeline import MicroBatchPipeline
+from strategies.offloading.planning.cost import Overlap
+from strategies.offloading.planning.planner import OffloadPlan, plan_policy
+from strategies.offloading.planning.policy import GivenPolicy
+from strategies.offloading.request_batching import BatchScheduler
+from strategies.offloading.steps import Schedule
 
 
 def complete_policy(

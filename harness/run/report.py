@@ -21,7 +21,7 @@ from harness.record.store import RunFolder
 from harness.record.summary import RunFacts, build_summary
 from harness.record.trace import write_trace
 from harness.record.wandb_sink import WandbSink
-from harness.session import Session
+from harness.run.session import Session
 from harness.verify.records import VerifyReport
 
 MAX_PROMPT_CHARACTERS = 4000  # of a prompt in requests.jsonl

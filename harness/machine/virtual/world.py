@@ -14,7 +14,7 @@ import numpy as np
 from harness.config import ConfigError
 from harness.hardware.profile import HardwareConfig
 from harness.machine.base import LaneKind
-from harness.machine.costs import LaneCost, Roofline
+from harness.machine.virtual.costs import LaneCost, Roofline
 from harness.model.spec import ModelSpec
 
 if TYPE_CHECKING:

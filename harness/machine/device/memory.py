@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from harness.machine.arenas import Arenas
 from harness.machine.device.pinned import HostMemory, Progress
 from harness.machine.device.runtime import DeviceError, DeviceRuntime
+from harness.machine.threads.arenas import Arenas
 from harness.memory.tiers import Buffer
 
 

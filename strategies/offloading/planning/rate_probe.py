@@ -14,16 +14,16 @@ from dataclasses import replace
 
 from harness.bench.op_bench import Once, OpBench, Timed
 from harness.bench.shapes import Shape
-from harness.engine import parallel
 from harness.engine.activations import Activations
 from harness.engine.emitter import InFlight
 from harness.engine.engine import Engine
+from harness.engine.gpus import resources as parallel
 from harness.engine.limits import SLACK_BYTES, tokens_that_fit
 from harness.engine.ops.data import OffloadQkv, UploadTokens
 from harness.machine.base import D2H, H2D, Ticket
 from harness.memory.paged_weights import PagedWeights
-from strategies.common.hrm import Level
-from strategies.common.policy_cost import OpSeconds, Rates
+from strategies.offloading.planning.cost import OpSeconds, Rates
+from strategies.offloading.planning.hrm import Level
 
 _MANY_TOKENS = 1024  # these saturate the GPU's arithmetic, where its memory holds them
 _FEW_TOKENS_AN_EXPERT = 2  # with so few, reading the weights takes longer than arithmetic

@@ -19,11 +19,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from harness.command_line import CONF, composed_values
-from harness.commands import FAILED, CommandParser, whole_number
+from harness.cli.arguments import FAILED, CommandParser, whole_number
+from harness.cli.overrides import CONF, composed_values
 from harness.interrupts import exit_code
-from harness.plan_tables import does_not_fit_table, memory_and_policy_tables, throughput_table
-from harness.planning import DoesNotFit, Plan, draft_plan, make_plan, simulated
+from harness.plan.planning import DoesNotFit, Plan, draft_plan, make_plan, simulated
+from harness.plan.tables import does_not_fit_table, memory_and_policy_tables, throughput_table
 from harness.record.terminal import Progress
 
 __all__ = ["DoesNotFit", "Plan", "draft_plan", "main", "make_plan", "simulated"]

@@ -20,7 +20,7 @@ from harness.engine.strategy import Strategy, parallelism, weights_tier, whole_l
 from harness.machine.base import Machine
 from harness.machine.build import LoadedMachine, load_machine
 from harness.machine.simulated import SimulatedMachine
-from harness.machine.simulation import World
+from harness.machine.virtual.world import World
 from harness.memory.placed import PartSource
 from harness.memory.tiers import PAGEABLE, PINNED, told_bytes
 from harness.memory.weights import least_weight_bytes, stored_bytes

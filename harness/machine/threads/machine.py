@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from harness.machine.arenas import Arenas
 from harness.machine.base import Lane, LaneKind, Machine, MachineError, Op, Span, Ticket, TicketState, Work
-from harness.machine.host_context import HostContext
 from harness.machine.packed_spans import PackedSpans
 from harness.machine.queues import Board
-from harness.machine.signal import Signal
+from harness.machine.threads.arenas import Arenas
+from harness.machine.threads.context import HostContext
+from harness.machine.threads.signal import Signal
 from harness.memory.tiers import Buffer
 from harness.model.linear import cpu_products
 

@@ -7,7 +7,7 @@ from functools import partial
 
 from harness.config import config, require
 from harness.memory.tiers import PAGEABLE, PINNED
-from strategies.common.policy import GivenPolicy
+from strategies.offloading.planning.policy import GivenPolicy
 
 
 @config

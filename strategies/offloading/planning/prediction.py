@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from harness.engine.strategy import Prediction
-from strategies.common.offload_memory import Switches
-from strategies.common.policy import Policy
-from strategies.common.policy_cost import CostModel
+from strategies.offloading.planning.cost import CostModel
+from strategies.offloading.planning.memory import Switches
+from strategies.offloading.planning.policy import Policy
 
 
 def predict(cost: CostModel, policy: Policy) -> Prediction:

@@ -1,0 +1,1 @@
+"""Take a run from its settings to its records."""

@@ -1,0 +1,1 @@
+"""Measure how far to trust the simulator, strategy by strategy."""
