@@ -7,10 +7,16 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from harness.config import require
 from harness.engine.batch import MicroBatch, PassPlan
 from harness.engine.in_flight import InFlight
 from harness.engine.sequences import Sequence
 from harness.memory.tiers import PINNED
+
+
+def require_packet_mb(packet_mb: float) -> None:
+    """Refuse packets of transfers below 1 KB: a strategy's Config asks this of its `packet_mb`."""
+    require(packet_mb >= 1e-3, "packet_mb", f"must be at least 0.001, got {packet_mb:g}")
 
 
 def weights_tier(config: Any) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from harness.config import config, require
+from harness.config import config
+from harness.machine.base import require_watchdog_s
 from harness.machine.cuda import device_found
 
 
@@ -18,7 +19,7 @@ class Config:
     poison: bool = False
 
     def __post_init__(self) -> None:
-        require(self.watchdog_s > 0, "watchdog_s", f"must be > 0, got {self.watchdog_s}")
+        require_watchdog_s(self.watchdog_s)
 
 
 def choose(config: Config) -> dict[str, Any]:

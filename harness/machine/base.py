@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
+from harness.config import require
+
 if TYPE_CHECKING:
     from harness.memory.tiers import Buffer, Tier
 
@@ -213,6 +215,11 @@ class Span:
     end_s: float
     cpu_s: float
     work: Work  # this packet's share
+
+
+def require_watchdog_s(watchdog_s: float) -> None:
+    """Refuse a watchdog without time: a machine's Config asks this of its `watchdog_s`."""
+    require(watchdog_s > 0, "watchdog_s", f"must be > 0, got {watchdog_s}")
 
 
 class MachineError(RuntimeError):

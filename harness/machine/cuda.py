@@ -19,7 +19,7 @@ import torch
 
 from harness.config import ConfigError, config, require
 from harness.hardware.profile import HardwareConfig
-from harness.machine.base import D2H, GPU, H2D, Lane, LaneKind, MachineError, Op, Span, Ticket, Work
+from harness.machine.base import D2H, GPU, H2D, Lane, LaneKind, MachineError, Op, Span, Ticket, Work, require_watchdog_s
 from harness.machine.device.clock import DeviceClock
 from harness.machine.device.context import DeviceContext
 from harness.machine.device.issuing import DEVICE_LANES, IssueBoard
@@ -31,7 +31,7 @@ from harness.machine.device.pinned import HostMemory, Progress
 from harness.machine.device.runtime import DeviceError, DeviceRuntime, TorchCudaRuntime
 from harness.machine.device.staging import StagingRing
 from harness.machine.threads.context import HostContext
-from harness.machine.threads.machine import ThreadedMachine, share_of
+from harness.machine.threads.machine import ThreadedMachine, packet_work
 from harness.model.spec import ModelSpec
 
 _never_freed: list[object] = []  # memory of machines whose device did not come to rest: it may still be written
@@ -54,7 +54,7 @@ class Config:
     cpu_threads: int | None = None
 
     def __post_init__(self) -> None:
-        require(self.watchdog_s > 0, "watchdog_s", f"must be > 0, got {self.watchdog_s}")
+        require_watchdog_s(self.watchdog_s)
         for name in ("copies_in_flight", "gpu_ops_in_flight"):
             require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
         require(self.launch_mb >= 0, "launch_mb", f"must be >= 0, got {self.launch_mb:g}")
@@ -186,7 +186,7 @@ class CudaMachine(ThreadedMachine):
         try:
             self._runtime.record(first, stream.handle)
             try:
-                share = share_of(op.work(), op.packets)
+                share = packet_work(op.work(), op.packets)
                 count = min(stream.depth.packets(share), op.packets - packet)
                 for number in range(packet, packet + count):
                     self._run(stream, partial(_run_packet, op, context, number, result), ticket.lane)

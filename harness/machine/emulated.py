@@ -9,7 +9,7 @@ import torch
 
 from harness.config import config, require
 from harness.hardware.profile import HardwareConfig
-from harness.machine.base import Lane, LaneKind
+from harness.machine.base import Lane, LaneKind, require_watchdog_s
 from harness.machine.queues import Board
 from harness.machine.threads.arenas import Arenas
 from harness.machine.threads.context import HostContext, LaneRate
@@ -49,7 +49,7 @@ class Config:
     poison: bool = False
 
     def __post_init__(self) -> None:
-        require(self.watchdog_s > 0, "watchdog_s", f"must be > 0, got {self.watchdog_s}")
+        require_watchdog_s(self.watchdog_s)
 
 
 def resource() -> str:

@@ -55,11 +55,6 @@ def device_tier(rank: int) -> str:
     return f"{DEVICE}{rank}" if rank else DEVICE
 
 
-def gpu_of(tier: str) -> int:
-    """Return the rank of the GPU whose memory `tier` is, or 0 for host memory, of which there is one."""
-    return int(tier.removeprefix(DEVICE) or 0) if tier.startswith(DEVICE) else 0
-
-
 def make_tiers(
     capacities_bytes: Mapping[str, int],
     back: Callable[[Buffer], None] | None = None,

@@ -151,18 +151,11 @@ class ModelSpec(Dimensions):
         return _parts(self)
 
     @property
-    def layer_params(self) -> int:
-        """The parameters of one MoE layer: attention, norms, router, experts and shared experts."""
-        return self._layer_sum("params")
-
-    @property
     def layer_bytes(self) -> int:
-        return self._layer_sum("nbytes")
-
-    def _layer_sum(self, size: str) -> int:
+        """The bytes of one MoE layer: attention, norms, router, experts and shared experts."""
         names = (model_parts.ATTENTION, model_parts.NORMS, model_parts.ROUTER, model_parts.SHARED_EXPERTS)
-        once = sum(int(getattr(self.parts[name], size)) for name in names)
-        return once + self.num_experts * int(getattr(self.parts[model_parts.EXPERT], size))
+        once = sum(self.parts[name].nbytes for name in names)
+        return once + self.num_experts * self.parts[model_parts.EXPERT].nbytes
 
     @property
     def num_params(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from harness.config import config, require
+from harness.engine.strategy import require_packet_mb
 
 
 @config
@@ -18,5 +19,5 @@ class Config:
     prefetch: bool = True
 
     def __post_init__(self) -> None:
-        require(self.packet_mb >= 1e-3, "packet_mb", f"must be at least 0.001, got {self.packet_mb:g}")
+        require_packet_mb(self.packet_mb)
         require(self.batch_size is None or self.batch_size > 0, "batch_size", "must be > 0 or null")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from harness.config import config, require
+from harness.engine.strategy import require_packet_mb
 
 
 @config
@@ -18,7 +19,7 @@ class Config:
     profile_repeats: int = 3
 
     def __post_init__(self) -> None:
-        require(self.packet_mb >= 1e-3, "packet_mb", f"must be at least 0.001, got {self.packet_mb:g}")
+        require_packet_mb(self.packet_mb)
         require(self.n_real is None or self.n_real > 0, "n_real", f"must be > 0 or null, got {self.n_real}")
         require(self.gpu_kv_staging_mb > 0, "gpu_kv_staging_mb", f"must be > 0, got {self.gpu_kv_staging_mb}")
         require(self.profile_repeats >= 1, "profile_repeats", f"must be >= 1, got {self.profile_repeats}")

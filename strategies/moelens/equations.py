@@ -55,11 +55,6 @@ def prefills_per_pass(p: float, g: int, *, num_blocks: int, block_size: int) -> 
     return num_blocks / sum(ceil((p + i) / block_size) for i in range(g + 1))  # Eq. 8
 
 
-def decodes_per_pass_apart(p: float, g: int, *, num_blocks: int, block_size: int) -> float:
-    """Return how many sequences decode in parallel where prefill and decode are kept apart (with overlap: g q)."""
-    return num_blocks / ceil((p + g) / block_size)  # Eq. 9, right side
-
-
 @dataclass(frozen=True)
 class Stage2:
     """The answer of Stage 2 is the generated tokens per second, and what bounds them."""

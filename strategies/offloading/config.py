@@ -6,6 +6,7 @@ from dataclasses import field
 from functools import partial
 
 from harness.config import config, require
+from harness.engine.strategy import require_packet_mb
 from harness.memory.tiers import PAGEABLE, PINNED
 from strategies.offloading.planning.policy import GivenPolicy
 
@@ -19,7 +20,7 @@ class OffloadingConfig:
     policy: GivenPolicy = field(default_factory=partial(GivenPolicy, gpu_ffn=True))  # Table 1; null: searched
 
     def __post_init__(self) -> None:
-        require(self.packet_mb >= 1e-3, "packet_mb", f"must be at least 0.001, got {self.packet_mb:g}")
+        require_packet_mb(self.packet_mb)
 
     @property
     def weights_tier(self) -> str:

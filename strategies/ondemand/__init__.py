@@ -7,7 +7,7 @@ from typing import ClassVar
 from harness.config import config, require
 from harness.engine.engine import Engine
 from harness.engine.limits import longest_sequence, tokens_that_fit
-from harness.engine.strategy import Strategy
+from harness.engine.strategy import Strategy, require_packet_mb
 from strategies.common.sequential import SequentialPipeline
 from strategies.common.static_batches import StaticBatches
 
@@ -25,7 +25,7 @@ class Config:
     max_pass_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        require(self.packet_mb >= 1e-3, "packet_mb", f"must be at least 0.001, got {self.packet_mb:g}")
+        require_packet_mb(self.packet_mb)
         require(self.max_pass_tokens is None or self.max_pass_tokens > 0, "max_pass_tokens", "must be > 0 or null")
 
 

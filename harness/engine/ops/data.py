@@ -14,8 +14,6 @@ from harness.model.spec import ModelSpec
 if TYPE_CHECKING:
     from harness.memory.kv_cache import KVCache
 
-_POISON_BYTE = 0xFF
-
 
 class MicroBatchOp(Op):
     """An op on one micro-batch in its activation buffers."""

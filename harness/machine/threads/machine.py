@@ -236,7 +236,7 @@ class ThreadedMachine(Machine):
         error: BaseException | None = None
         self._lock.release()
         try:
-            share = share_of(op.work(), op.packets)
+            share = packet_work(op.work(), op.packets)
             value = op.run_packet(context, packet)
             if ticket.lane.kind in _COMPUTE_LANES:
                 context.pace_compute(share, start_s)
@@ -270,7 +270,7 @@ class ThreadedMachine(Machine):
             condition.notify()
 
 
-def share_of(work: Work, packets: int) -> Work:
+def packet_work(work: Work, packets: int) -> Work:
     """Return the work of one packet."""
     if packets == 1:
         return work
