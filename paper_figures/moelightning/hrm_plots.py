@@ -46,7 +46,7 @@ def l4_levels(hardware: HardwareConfig, dtype: str, *, peak: bool, attention: bo
 def attention_intensity(spec: ModelSpec, context: int, kv_bits: int) -> float:
     """Return the FLOPs per byte of decode attention: keys and values once, with the query and the result of each
     sequence."""
-    cache_bytes = context * (spec.cached_k_dim + spec.cached_v_dim) * kv_bits / 8
+    cache_bytes = context * sum(piece.dim for piece in spec.kv_pieces) * kv_bits / 8
     return context * spec.decode_pair_flops / (cache_bytes + (spec.q_dim + spec.o_dim) * spec.dtype_bytes)
 
 

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from tests.composing import composed
 from tests.conftest import ROOT
 from tests.contract.gpu_ops import DEVICE, MetaContext, submitted, weight_views
 
@@ -61,7 +62,7 @@ def main(names: list[str]) -> None:
     from harness.model.gpu_kernels import warm_up
     from kernels.triton import warming
 
-    patch, wanted = pytest.MonkeyPatch(), set()
+    patch, wanted, block_size = pytest.MonkeyPatch(), set(), composed()["kv_block_tokens"]
     driver.set_active(AnyGpu())
     run = JITFunction.run
     patch.setattr(JITFunction, "run", lambda self, *given, **options: run(self, *given, **options | {"warmup": True}))
@@ -77,7 +78,7 @@ def main(names: list[str]) -> None:
 
     def warm() -> None:
         for spec in {op.spec for op in ops}:
-            warm_up(spec, DEVICE, ops[0].batch.block_size)
+            warm_up(spec, DEVICE, block_size)
 
     def passes() -> None:
         for op in ops:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -110,8 +112,8 @@ def test_strategies_machines_and_preemption_record_the_same(runs):
 def test_a_recorded_run_can_be_replayed(runs):
     _, folder = runs[0]
     recorded = read_trace(folder / FILE_NAME)
-    model = SPEC.__class__(**{**vars(SPEC), "num_layers": recorded.header.layers,
-        "num_experts": recorded.header.experts, "experts_per_token": recorded.header.k})  # fmt: skip
+    header = recorded.header
+    model = replace(SPEC, num_layers=header.layers, num_experts=header.experts, experts_per_token=header.k)
     routing = build_routing({"name": "trace", "path": str(folder / FILE_NAME)}, model, 0)
     assert routing.source.startswith("recorded: routing.jsonl (emulated run;")
     length = int(recorded.starts[1])
