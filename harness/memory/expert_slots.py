@@ -34,7 +34,8 @@ class ExpertSlots:
     """Holds `num_slots` slots in the memory of GPU `rank`, each large enough for any expert of the model.
 
     `hits`, `misses`, `evictions` and `withdrawals` count since the start, for a strategy's records: a hit is an expert
-    that is there, or on its way, when it is acquired.
+    that is there, or on its way, when it is acquired. A queued prefetch that is withdrawn because its expert has become
+    urgent counts as a withdrawal, and the expert as a miss.
     """
 
     def __init__(
@@ -68,9 +69,12 @@ class ExpertSlots:
     def acquire(self, layer: int, expert: int, *, urgent: bool = False) -> PlacedPart:
         """Return the expert on the device and hold it until `release`; it is fetched if it is not there.
 
-        Ops that read its keys run after its transfer. AssertionError where every slot is held.
+        An `urgent` expert overtakes what is queued on the link, even where its own prefetch stands in the queue. Ops
+        that read its keys run after its transfer. AssertionError where every slot is held.
         """
         key = (layer, expert)
+        if urgent and key in self._places and not self._places.tickets(key)[0].urgent:
+            self.withdraw(*key)  # it has not begun: fetched again below, ahead of what is queued
         if key in self._places:
             self.hits += 1
         else:

@@ -9,6 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.machine.base import LaneKind
+from harness.machine.simulated import SimulatedMachine
+from harness.machine.virtual.costs import LaneCost, Roofline
 from harness.memory.expert_slots import ExpertSlots, Key, num_slots_that_fit
 from harness.memory.tiers import MemoryCapacityError
 from harness.memory.weights import WeightStore, WeightStream
@@ -38,7 +41,7 @@ def slots_on(device, num_slots: int) -> ExpertSlots:
     return ExpertSlots(device, store, num_slots=num_slots, packet_bytes=64, replacement=Oldest())
 
 
-ACTIONS = ("use", "hold", "release", "prefetch", "fill", "withdraw", "evict")
+ACTIONS = ("use", "hurry", "hold", "release", "prefetch", "fill", "withdraw", "evict")
 steps = st.lists(st.tuples(st.sampled_from(ACTIONS), st.sampled_from(KEYS)), max_size=40)
 
 
@@ -51,10 +54,10 @@ def test_readers_see_their_own_expert(seed, num_slots, poison, steps):
     for what, key in steps:
         there = key in slots
         match what:
-            case "use" | "hold" if there or len(set(held)) < num_slots:
-                reads.append((key, read_bytes(device, slots.acquire(*key))))
+            case "use" | "hurry" | "hold" if there or len(set(held)) < num_slots:
+                reads.append((key, read_bytes(device, slots.acquire(*key, urgent=what == "hurry"))))
                 held += [key] if what == "hold" else []
-                if what == "use":
+                if what != "hold":
                     slots.release(*key)
                 assert key in slots
             case "release" if key in held:
@@ -91,6 +94,48 @@ def test_a_prefetch_that_has_not_begun_is_withdrawn_and_costs_nothing():
     assert slots.arrived((0, 0)) and not slots.arrived((0, 1))
     assert not slots.withdraw(0, 0), "it is there already"
     assert (slots.hits, slots.misses, slots.evictions, slots.withdrawals) == (0, 0, 0, 1)
+
+
+def arrivals_s(*prefetched: Key, hurried: Key) -> tuple[dict[Key, float], ExpertSlots]:
+    """Return when each expert arrives on a link at 1 kB/s, where one is acquired as urgent after the prefetches."""
+    costs = Roofline(lanes={kind: LaneCost(link_bytes_s=1000.0) for kind in LaneKind})
+    capacities = {"device": 1 << 20, "pinned": 1 << 20, "host": 1 << 20}
+    device = SimulatedMachine(capacities_bytes=capacities, costs=costs, host_bytes_s=1e12)
+    slots, tickets, submit = slots_on(device, 6), {}, device.submit
+
+    def noted(lane, op, **how):
+        if op.kind == "weights":
+            tickets[op.layer, op.source.layout.expert] = ticket = submit(lane, op, **how)
+            return ticket
+        return submit(lane, op, **how)
+
+    device.submit = noted
+    for key in prefetched:
+        slots.prefetch(*key)
+    slots.acquire(*hurried, urgent=True)
+    device.drain()
+    return {key: ticket.finished_s for key, ticket in tickets.items()}, slots
+
+
+@pytest.mark.parametrize("hurried", [(0, 10), (2, 1)])
+def test_an_urgent_expert_overtakes_prefetches_whether_or_not_it_is_one_of_them(hurried):
+    prefetched = ((0, 0), (0, 1), (2, 0), (0, 10))
+    arrived_s, slots = arrivals_s(*prefetched, hurried=hurried)
+    assert min(arrived_s.values()) == arrived_s[hurried] < 0.6, "before all others, which take 0.5 s and more each"
+    assert (slots.hits, slots.misses, slots.withdrawals) == (0, 1, int(hurried in prefetched))
+
+
+def test_an_urgent_expert_is_not_fetched_twice():
+    """One that has begun to arrive is a hit, and so is one whose transfer is urgent already."""
+    device = machine()
+    device._eager = 0.0  # nothing runs before something is waited for
+    slots = slots_on(device, 3)
+    slots.prefetch(0, 0)
+    device.drain()
+    for key, expected in (((0, 0), (1, 0, 0)), ((0, 1), (1, 1, 0)), ((0, 1), (2, 1, 0))):
+        slots.acquire(*key, urgent=True)
+        slots.release(*key)
+        assert (slots.hits, slots.misses, slots.withdrawals) == expected
 
 
 def test_misuse_is_an_error_at_once():
