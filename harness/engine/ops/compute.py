@@ -264,7 +264,9 @@ class Combine(ComputeOp):
         self.reads, self.writes = (acts.hidden, *sums), (acts.hidden,)
 
     def work(self) -> Work:
-        return Work(device_bytes=self.batch.num_tokens * self.spec.hidden_dim * (2 * self.spec.dtype_bytes + 4))
+        # For each sum a kernel of its own reads it, and reads and writes the hidden states.
+        values = self.batch.num_tokens * self.spec.hidden_dim * len(self.sums)
+        return Work(device_bytes=values * (2 * self.spec.dtype_bytes + 4))
 
     def cost_features(self) -> tuple[float, ...]:
         return (float(self.batch.num_tokens),)

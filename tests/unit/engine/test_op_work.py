@@ -117,6 +117,10 @@ CASES: list[tuple[Op, Work]] = [
         Work(flops=2 * 20 * EXPERT, host_bytes=EXPERT * 2 + 20 * (80 + 3 * 112 + 80) * 2),
     ),
     (compute.Combine(*own, 0, (acts.moe_out,)), Work(device_bytes=N * 80 * (2 + 4 + 2))),
+    (  # hidden states are read and written once for each buffer of sums
+        compute.Combine(*own, 0, (acts.moe_out, buffer, other.moe_out)),
+        Work(device_bytes=3 * N * 80 * (2 + 4 + 2)),
+    ),
     (compute.Head(*own, store.head), Work(flops=2 * 5 * 80 * 400, device_bytes=2 * (80 * 400 + 80))),
     (
         compute.DecodeAttentionDevice(*own, 0, range(1, 3), acts.moe_out, None),
