@@ -45,12 +45,14 @@ class AccumulatedBatch:
 
     In a layer, `begin`, then `add` each micro-batch behind its router; run experts by `expert` or `expert_on_host`;
     then `take_sums` for each micro-batch, and `combine` adds them to the residual stream. Rows are numbered from 0 in
-    the order of `add`. Slices of at most `slice_tokens` go round through `num_stagings` sets of buffers.
+    the order of `add`. Slices of at most `slice_tokens` go round through `num_stagings` sets of buffers. It is for an
+    engine of one GPU, the first of the machine. AssertionError where several GPUs share the model.
     """
 
     def __init__(
         self, engine: Engine, emit: Emitter, *, max_tokens: int, slice_tokens: int, num_stagings: int = 2
     ) -> None:
+        assert not engine.rank and not engine.peers, "tokens accumulate for one GPU, the machine's first"
         self._spec, self._family, self._emit = engine.spec, engine.family, emit
         self.max_tokens, self.slice_tokens, self.num_tokens = max_tokens, slice_tokens, 0
         self._layer, self._turn, self._poisons = 0, 0, engine.machine.poisons

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from harness.engine.accumulated import AccumulatedBatch
 from harness.engine.emitter import Emitter
 from harness.machine.base import CPU, D2H, GPU, H2D, LaneKind
 from harness.machine.simulated import SimulatedMachine
@@ -42,6 +44,13 @@ def test_sketch_gives_the_same_tokens(tiny, sketch, make):
     report = check_tokens(tiny, engine.sequences)
     assert report.checked == len(work)
     assert report.ok, report.first_mismatch
+
+
+def test_tokens_of_several_gpus_do_not_accumulate(tiny):
+    engine = engine_on(shuffled(0), tiny, requests(2, vocab_size=tiny.spec.vocab_size), kv_blocks=40)
+    for several in (replace(engine, peers=(replace(engine, rank=1),)), replace(engine, rank=1)):
+        with pytest.raises(AssertionError, match="one GPU"):
+            AccumulatedBatch(several, Emitter(several), max_tokens=8, slice_tokens=4)
 
 
 def test_sums_of_the_host_never_overwrite_those_of_the_device(tiny, monkeypatch):
