@@ -70,24 +70,28 @@ class AccumulatedBatch:
             for turn in range(num_stagings)
         ]
 
-    def begin(self, layer: int, num_tokens: int) -> None:
-        """Expect `num_tokens` tokens in all, and set their sums to 0."""
+    def begin(self, layer: int, num_tokens: int) -> Ticket:
+        """Expect `num_tokens` tokens in all, and set their sums to 0; the ticket is of the latter."""
         assert num_tokens <= self.max_tokens, f"{num_tokens} tokens do not fit {self.max_tokens}"
         self._layer, self.num_tokens = layer, 0
         if self._poisons:
             for buffer in (self._rows, self._sums):
                 self._emit.submit(GPU, Poison(buffer))
-        self._emit.submit(CPU, ClearSums(self._spec, self._sums, num_tokens, layer))
+        return self._emit.submit(CPU, ClearSums(self._spec, self._sums, num_tokens, layer))
 
-    def add(self, it: InFlight) -> range:
-        """Bring a micro-batch's rows, which its router has seen, to host memory, and return the rows' numbers. The
-        outputs that all tokens get are added to the residual stream, so that the sums may take their place."""
+    def add(self, it: InFlight) -> tuple[range, list[Ticket]]:
+        """Bring a micro-batch's rows, which its router has seen, to host memory.
+
+        The outputs that all tokens get are added to the residual stream, so that the sums may take their place. Returns
+        the rows' numbers, and the tickets of that sum, where the layer has such outputs, and of the copy.
+        """
         n = it.batch.num_tokens
         rows = range(self.num_tokens, self.num_tokens + n)
         self.num_tokens = rows.stop
-        self._emit.add_common(it, self._layer)
-        self._emit.submit(D2H, OffloadRows(self._spec, it.acts.normed, self._part(self._rows, rows), n, self._layer))
-        return rows
+        common = self._emit.add_common(it, self._layer)
+        op = OffloadRows(self._spec, it.acts.normed, self._part(self._rows, rows), n, self._layer)
+        copied = self._emit.submit(D2H, op)
+        return rows, [common, copied] if common else [copied]
 
     def expert(self, part: PlacedPart, tokens: np.ndarray, weights: np.ndarray) -> list[Ticket]:
         """Run an expert that lies on the device over rows `tokens` (int64), slice by slice; `weights` (float32) are the

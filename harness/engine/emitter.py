@@ -278,19 +278,20 @@ class Emitter(FanOut):
         device. Their sums begin at 0, so call it once for each layer. Nothing is submitted where there are no experts.
 
         `load_expert_sums` brings their results back; where these are all experts of the layer, `moe_out` is free for
-        the results. `routed` is as in `experts`.
+        the results. `routed` is as in `experts`. Returns the tickets in the order of submission: of `add_common`, of
+        the copy of the input, and of each expert.
         """
-        if experts is None and not self._spec.is_dense(layer):
-            self.add_common(it, layer)
-        return self._experts_on_host(it, layer, experts, routed)
+        whole = experts is None and not self._spec.is_dense(layer)
+        common = self.add_common(it, layer) if whole else None
+        return [*([common] if common else []), *self._experts_on_host(it, layer, experts, routed)]
 
-    def add_common(self, it: InFlight, layer: int) -> None:
+    def add_common(self, it: InFlight, layer: int) -> Ticket | None:
         """Add the outputs that all tokens get, in a layer that has such, to the residual stream. `moe_out` is then free
         for sums of the host, and no expert of the layer may run on the device."""
-        if self._spec.has_common_mlp(layer):
-            self.combine(it, layer)
+        common = self.combine(it, layer) if self._spec.has_common_mlp(layer) else None
         for each in it.gpus or (it,):
             each.owes_sums = False
+        return common
 
     @on_each_gpu
     def _experts_on_host(
@@ -300,7 +301,7 @@ class Emitter(FanOut):
         numbers = list(parts if experts is None else experts)
         if not numbers:
             return []
-        self.submit(D2H, expert_rows.OffloadExpertInput(self._spec, it.batch, it.acts, layer))
+        copied = self.submit(D2H, expert_rows.OffloadExpertInput(self._spec, it.batch, it.acts, layer))
         ops = [
             Experts(
                 *(self._family, self._spec, it.batch, it.acts, (parts[number],), (number,), layer, routed),
@@ -309,7 +310,7 @@ class Emitter(FanOut):
             )
             for at, number in enumerate(numbers)
         ]
-        return [self.submit(CPU, op) for op in ops]
+        return [copied, *(self.submit(CPU, op) for op in ops)]
 
     @on_each_gpu
     def load_expert_sums(self, it: InFlight, layer: int, to: Buffer | list[Buffer | None] | None = None) -> Ticket:

@@ -46,6 +46,36 @@ def test_sketch_gives_the_same_tokens(tiny, sketch, make):
     assert report.ok, report.first_mismatch
 
 
+@pytest.mark.parametrize(
+    ("sketch", "owner", "step"),
+    [
+        (module_batching, AccumulatedBatch, "begin"),
+        (module_batching, AccumulatedBatch, "add"),
+        (expert_placement, Emitter, "experts_on_host"),
+    ],
+)
+def test_a_step_returns_the_ticket_of_all_that_it_submits(monkeypatch, sketch, owner, step):
+    engine, _ = simulated_engine("deepseek-v2-lite", 2)
+    submitted, of_steps, plain, submit = [], [], getattr(owner, step), engine.machine.submit
+
+    def noted(*args, **how):
+        submitted.append(submit(*args, **how))
+        return submitted[-1]
+
+    def checked(*args, **how):
+        before = len(submitted)
+        result = plain(*args, **how)
+        tickets = result[1] if isinstance(result, tuple) else result
+        assert (tickets if isinstance(tickets, list) else [tickets]) == submitted[before:]
+        of_steps.extend(submitted[before:])
+        return result
+
+    engine.machine.submit = noted
+    monkeypatch.setattr(owner, step, checked)
+    run_to_end(engine, sketch.build)
+    assert of_steps
+
+
 def test_tokens_of_several_gpus_do_not_accumulate(tiny):
     engine = engine_on(shuffled(0), tiny, requests(2, vocab_size=tiny.spec.vocab_size), kv_blocks=40)
     for several in (replace(engine, peers=(replace(engine, rank=1),)), replace(engine, rank=1)):

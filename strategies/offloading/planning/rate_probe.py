@@ -20,7 +20,7 @@ from harness.engine.engine import Engine
 from harness.engine.gpus import resources as parallel
 from harness.engine.limits import SLACK_BYTES, tokens_that_fit
 from harness.engine.ops.data import OffloadQkv, UploadTokens
-from harness.machine.base import D2H, H2D, Ticket
+from harness.machine.base import CPU, D2H, H2D, Ticket
 from harness.memory.paged_weights import PagedWeights
 from strategies.offloading.planning.cost import OpSeconds, Rates
 from strategies.offloading.planning.hrm import Level
@@ -186,7 +186,7 @@ class RateProbe:
     def _experts_on_host(self, bench: OpBench, num_tokens: int) -> Once:
         it, layer = bench.behind_attention(Shape(prompts=(num_tokens,)), self._layer), self._layer
         bench.emit.attention_out(it, layer, bench.weights.part(layer, "attention_out"))
-        return lambda: bench.emit.experts_on_host(it, layer)
+        return lambda: [ticket for ticket in bench.emit.experts_on_host(it, layer) if ticket.lane == CPU]
 
     def _matrices(self, bench: OpBench, num_tokens: int) -> Once:
         """Prepare a layer's projections, router and experts."""

@@ -68,7 +68,7 @@ class ModuleBatching:
             emit.append_kv(it, layer)
             emit.decode_attention(it, layer)
             emit.attention_out(it, layer, stream.part(i, "attention_out"))
-            rows.append(self._tokens.add(it))
+            rows.append(self._tokens.add(it)[0])
             routes.append(emit.route(it, layer))
         for name in _DENSE:
             stream.release(i, name)
