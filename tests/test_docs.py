@@ -59,6 +59,19 @@ def test_files_named_in_it_exist(page):
     assert [name for name in named if "layerwise" not in name and not (ROOT / name).exists()] == []
 
 
+def unknown_modules(text: str, known: set[str]) -> list[str]:
+    """List the files of Python that a text names without a folder and that are not among the known names."""
+    return [name for name in re.findall(r"`(\w+\.py)`", text) if name not in known]
+
+
+def test_modules_named_without_their_folder_exist():
+    folders = ("harness", "strategies", "kernels", "tests", "benchmarks", "paper_figures")
+    known = {path.name for path in ROOT.glob("*.py")}
+    known |= {path.name for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    assert unknown_modules("`queues.py`, `gone.py`, `harness/gone.py`, gone.py", known) == ["gone.py"]
+    assert unknown_modules((ROOT / "docs/architecture.md").read_text(encoding="utf-8"), known) == []
+
+
 def test_the_life_of_a_request_has_eight_steps_and_every_step_its_files():
     page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     section = page.split("\n## The life of a request\n")[1].split("\n## ")[0]
