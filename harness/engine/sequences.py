@@ -1,5 +1,4 @@
-"""A request on its way through the engine, as torch-free bookkeeping in program order. Torch-free bookkeeping in
-program order."""
+"""Keep a request's state on its way through the engine: torch-free bookkeeping in program order."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class HostTimes(Protocol):
 
 class SimulatedMachine(Machine):
     """The simulated machine runs ops in virtual time, which moves only inside `wait`, `wait_any`, `now`, `cancel` and
-    `drain`. Virtual time moves only inside `wait`, `wait_any`, `now`, `cancel` and `drain`.
+    `drain`.
 
     Of `contention` and `host_bytes_s` (short for plain max-min fairness) exactly one is given. With `keep_spans` at
     "totals" only sums by lane and kind of op are kept (`totals`), for runs whose spans would fill the memory.

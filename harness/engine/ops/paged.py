@@ -87,8 +87,7 @@ class DecodeAttentionPaged(AttentionOverCache):
             (self.by_kernel if q.device.type == "cpu" else self.by_family)(ctx, q, keys, values, out)
 
     def _by_gpu_kernel(self, ctx: Context, q: Any, keys: Any, values: Any, out: Any) -> None:
-        """Attend for all sequences in one launch. Only the host knows blocks and positions of shadows. Blocks and
-        positions of shadows are known to the host alone."""
+        """Attend for all sequences in one launch. Only the host knows blocks and positions of shadows."""
         here = self.batch.on_device
         positions = device_rows(ctx, self.batch, self.acts)[1, here.decode]
         blocks = ctx.tensor(self.tables, here.flat_blocks.shape, "int32")
