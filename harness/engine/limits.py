@@ -37,7 +37,7 @@ def least_bytes(
     weights_tier: str = PINNED,
     whole_layers: bool = True,
 ) -> dict[str, dict[str, int]]:
-    """Return the bytes, by tier and name, that a strategy needs at the least.
+    """Return the bytes, by tier and name, that the harness asks for at the least, whatever the strategy could do with.
 
     The model lies in `weights_tier` and the KV cache in pinned memory. The device holds the ends of the model, two
     layers (see `least_weight_bytes`), and one micro-batch that holds the longest sequence.

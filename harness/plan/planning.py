@@ -28,7 +28,7 @@ _SIZES = ("hardware.device_memory_gb", "hardware.pinned_memory_gb", "hardware.ho
 
 
 class DoesNotFit(RuntimeError):
-    """Memory does not suffice. `needed` is what every strategy needs at the least, by tier and name, `there_is` the
+    """Memory does not suffice. `needed` is what the harness asks for at the least, by tier and name, `there_is` the
     capacities; the message is the error of who asked for too much."""
 
     def __init__(self, message: str, needed: Mapping[str, Mapping[str, int]], there_is: Mapping[str, int]) -> None:
