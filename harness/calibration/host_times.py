@@ -49,7 +49,8 @@ def _submit_and_wake(engine: Engine, probes: LayerProbes, max_tokens: int) -> tu
         emit.embed(it)
     probes.overlapped(emit, its, 2, experts_apart=True)
     last = emit.head(its[0])
-    num_transfers = 4 * len(probes.stream.part_names(0))  # of two layers and of the two behind them
+    layers = range(probes.layer, probes.layer + 4)  # the two layers and the two behind them
+    num_transfers = sum(len(probes.stream.part_names(index)) for index in layers)
     submit_s = (time.monotonic() - start_s) / (len(emit.tickets) + num_transfers)
     machine.wait(last)
     back_s = machine.now()

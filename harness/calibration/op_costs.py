@@ -123,7 +123,7 @@ class OpCosts:
         for apart in (False, True):
             for it in its:
                 emit.embed(it)
-            self._probes.serial(emit, its, 0, experts_apart=apart)
+            self._probes.serial(emit, its, self._probes.layer, experts_apart=apart)
             self._engine.machine.wait(emit.head(its[0]))
         self._end()
         self.handovers_s += [_gap_s(a, b) for a, b in pairwise(emit.tickets) if a.lane != b.lane]
@@ -149,7 +149,7 @@ class OpCosts:
         machine, probes = self._engine.machine, self._probes
         with probes.background(gpu=LaneKind.GPU in company, link=LaneKind.H2D in company) as background:
             emit = Recording(self._engine, serial=True)
-            probes.host_side(emit, probes.batch(0, shape), 0)
+            probes.host_side(emit, probes.batch(0, shape), probes.layer)
             while not emit.tickets[-1].done:
                 background.feed()
                 time.sleep(_FEED_EVERY_S)

@@ -20,6 +20,7 @@ from harness.memory.placed import PlacedPart
 from harness.memory.tiers import DEVICE, Buffer
 from harness.memory.transfers import StagePage
 from harness.memory.weights import WeightStream
+from harness.model.spec import ModelSpec
 
 Pair = tuple[InFlight, InFlight]  # the second one finds weights that the first one has just read
 _STAGING_BYTES = 4_000_000  # keys and values of one layer on the device: longer contexts are not probed there
@@ -49,7 +50,11 @@ class Fill(Op):
 
 class LayerProbes:
     """Holds device memory for two layers and two micro-batches of `max_tokens`, and submits ops over them. `close`
-    gives the memory back; what the engine's cache held is lost."""
+    gives the memory back; what the engine's cache held is lost.
+
+    Ops of a single layer are those of `layer`, the first one with experts, which is its index in the stream too. Where
+    the link is to be busy meanwhile, it brings what lies at `beside` in the stream.
+    """
 
     RESERVED_BYTES = _STAGING_BYTES + _DEVICE_KV_BYTES + _TABLES_BYTES  # device memory beside layers and activations
 
@@ -57,6 +62,8 @@ class LayerProbes:
         self.engine = engine
         self.packet_bytes = packet_bytes
         machine, spec = engine.machine, engine.spec
+        self.layer = spec.moe_layers[0]
+        self.beside = _index_beside(spec, self.layer)
         self.stream = WeightStream(machine, engine.store, depth=2, packet_bytes=packet_bytes, name="bench slot")
         block_size = engine.kv.allocator.block_size
         self.kv = KVCache(machine, spec, capacity_bytes=_DEVICE_KV_BYTES, block_size=block_size, tier=DEVICE)
@@ -125,12 +132,13 @@ class LayerProbes:
             self.stream.release(layer, name)
 
     def overlapped(self, emit: Emitter, its: Pair, num_layers: int, *, experts_apart: bool) -> None:
-        """Submit layer after layer while the weights of the next ones are on their way, as in every overlapping
-        strategy. Weights are freshly written and the link is busy; the second micro-batch uses the same weights again.
-        """
-        for index in range(min(self.stream.depth, num_layers)):
+        """Submit layer after layer, from `layer` on, while the weights of the next ones are on their way, as in every
+        overlapping strategy. Weights are freshly written and the link is busy; the second micro-batch uses the same
+        weights again."""
+        indices = range(self.layer, self.layer + num_layers)
+        for index in indices[: self.stream.depth]:
             self.stream.request_layer(index)
-        for index in range(num_layers):
+        for index in indices:
             self._chain(emit, its, index, partial(self.stream.part, index), experts_apart=experts_apart)
             for name in self.stream.part_names(index):
                 self.stream.advance(index, name)
@@ -213,7 +221,7 @@ class LayerProbes:
 
     def _stored_expert(self) -> PlacedPart:
         """Return one stored expert after another, so that their weights come from memory and not from a cache."""
-        experts = self.engine.store.experts(len(self.engine.store.layers) - 1)
+        experts = self.engine.store.experts(self.engine.spec.moe_layers[-1])
         self._next_expert = (self._next_expert + 1) % len(experts)
         return experts[self._next_expert]
 
@@ -241,7 +249,7 @@ class LayerProbes:
 
 class Background:
     """Keeps lanes busy: the gpu with layer after layer of a second micro-batch, the link with weights. The layer that
-    the gpu uses lies in the stream's first slot, what the link brings goes to the second."""
+    the gpu uses lies in one slot of the stream, what the link brings goes to the other."""
 
     TOKENS = 200
     AHEAD = 10  # ops that are always queued
@@ -254,7 +262,7 @@ class Background:
         if gpu:
             tokens = min(self.TOKENS, probes.acts[1].max_tokens)
             self._it = probes.batch(1, Shape(prompts=(min(100, tokens),) * max(1, tokens // 100)))
-            probes.stream.request_layer(0)
+            probes.stream.request_layer(probes.layer)
             probes.ops.emit.embed(self._it)
             probes.engine.machine.drain()
         self.feed()
@@ -263,10 +271,10 @@ class Background:
         """Submit more work; this must be called more often than what is queued lasts."""
         self._computing = [t for t in self._computing if not t.done]
         while self._it is not None and len(self._computing) < self.AHEAD:
-            self._computing += self._probes.ops.layer(self._it, 0)
+            self._computing += self._probes.ops.layer(self._it, self._probes.layer)
         if self._link and sum(not t.done for t in self._transfer) < 3:
             self._settle()
-            self._transfer = self._probes.stream.request_layer(1)
+            self._transfer = self._probes.stream.request_layer(self._probes.beside)
 
     def end(self) -> None:
         self._settle()
@@ -277,6 +285,13 @@ class Background:
         for ticket in self._transfer:
             self._probes.engine.machine.wait(ticket)
         if self._transfer:
-            for name in self._probes.stream.part_names(1):
-                self._probes.stream.release(1, name)
+            for name in self._probes.stream.part_names(self._probes.beside):
+                self._probes.stream.release(self._probes.beside, name)
         self._transfer = []
+
+
+def _index_beside(spec: ModelSpec, index: int) -> int:
+    """Return the next index whose layer has experts and lies in the other of a stream's two slots. Where that slot only
+    ever holds dense layers, return the next index."""
+    behind = range(index + 1, index + 2 * spec.num_layers, 2)
+    return next((other for other in behind if not spec.is_dense(other % spec.num_layers)), index + 1)

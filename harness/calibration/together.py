@@ -79,39 +79,40 @@ class Together:
         gpu = probes.batch(0, Shape(prompts=(100,) * max(1, min(400, acts.max_tokens) // 100)))
         contexts = min(48, self._max_context // (128 + self._engine.kv.allocator.block_size), acts.max_tokens)
         cpu = probes.batch(1, Shape(contexts=(128,) * max(1, contexts)))
-        prepare, part = Emitter(self._engine), probes.stream.part
-        probes.stream.request_layer(0)
+        prepare, part, layer = Emitter(self._engine), probes.stream.part, probes.layer
+        probes.stream.request_layer(layer)
         for it in (gpu, cpu):
             prepare.embed(it)
-            prepare.attention_in(it, 0, part(0, "attention_in"))
-            prepare.attention_out(it, 0, part(0, "attention_out"))
-            prepare.offload_qkv(it, 0)
+            prepare.attention_in(it, layer, part(layer, "attention_in"))
+            prepare.attention_out(it, layer, part(layer, "attention_out"))
+            prepare.offload_qkv(it, layer)
         self._engine.machine.drain()
         return gpu, cpu
 
     def _stream(self, lane: Lane, gpu: InFlight, cpu: InFlight) -> Callable[[], None]:
         """Return a function that keeps `lane` supplied when called often."""
-        engine, probes = self._engine, self._probes
+        engine, probes, layer = self._engine, self._probes, self._probes.layer
         open_: list[Ticket] = []
         transferred: list[Lane] = []  # not empty once a layer was requested
 
         def submit() -> list[Ticket]:
             if lane == GPU:
-                ticket = Emitter(engine).experts(gpu, 0, probes.stream.experts(0))
-                return [] if ticket is None else [ticket]
+                ticket = Emitter(engine).experts(gpu, layer, probes.stream.experts(layer))
+                assert ticket is not None, "the probed layer has experts"
+                return [ticket]
             if lane == CPU:
                 assert engine.kv.host is not None, "calibration attends over a cache in host memory"
-                cache, part = engine.kv.host, engine.store.attention[0]
-                op = host.DecodeAttention(engine.family, engine.spec, cpu.batch, cpu.acts, 0, cache, part)
+                cache, part = engine.kv.host, engine.store.attention[layer]
+                op = host.DecodeAttention(engine.family, engine.spec, cpu.batch, cpu.acts, layer, cache, part)
                 return [engine.machine.submit(lane, op)]
             if lane == D2H:
-                return [engine.machine.submit(lane, data.OffloadQkv(engine.spec, gpu.batch, gpu.acts, 0))]
+                return [engine.machine.submit(lane, data.OffloadQkv(engine.spec, gpu.batch, gpu.acts, layer))]
             if lane == PIN:
                 return [engine.machine.submit(lane, probes.stage())]
-            for name in probes.stream.part_names(1) if transferred else ():
-                probes.stream.release(1, name)
+            for name in probes.stream.part_names(probes.beside) if transferred else ():
+                probes.stream.release(probes.beside, name)
             transferred.append(lane)
-            return probes.stream.request_layer(1)
+            return probes.stream.request_layer(probes.beside)
 
         def supply() -> None:
             open_[:] = [t for t in open_ if not t.done]

@@ -72,16 +72,21 @@ class PipelineProfiler:
         self._prompt_tokens = prompt_tokens
         self._repeats = repeats
         self._max_tokens = max_tokens
-        self._stream = WeightStream(engine.machine, engine.store, depth=2, packet_bytes=packet_bytes)
-        self._bench = OpBench(engine, self._stream)
-        last = engine.spec.num_layers - 1  # leading layers may be dense
-        self._probed, self._other = last, max(last - 1, 1 - last)  # what is computed, what is transferred meanwhile
+        # What is computed and what is transferred meanwhile, in a slot each, so that they can be any two layers.
+        self._computed, self._transferred = (
+            WeightStream(engine.machine, engine.store, depth=1, packet_bytes=packet_bytes, name=f"{name} weights")
+            for name in ("computed", "transferred")
+        )
+        self._bench = OpBench(engine, self._computed)
+        layers = engine.spec.moe_layers
+        self._probed, self._other = layers[-1], layers[-2:][0]
         self._transfers_s: list[float] = []  # of a layer, during each computation
 
     def measure(self) -> Profile:
         """Return the profile, which takes some passes of one layer."""
-        layer_transfer_s = min(self._transfer_layer(self._other) for _ in range(self._repeats))
-        self._transfer_layer(self._probed)  # the weights that the probes compute with
+        layer_transfer_s = min(self._arrived(self._request()) for _ in range(self._repeats))
+        self._computed.request_layer(self._probed)  # the weights that the probes compute with
+        self._engine.machine.drain()
         estimate = self._saturating_tokens(layer_transfer_s)
         counts = sorted({int(min(max(estimate * f, 16), self._max_tokens)) for f in _FRACTIONS})
         self._make_room(counts[-1])
@@ -96,7 +101,8 @@ class PipelineProfiler:
 
     def close(self) -> None:
         """Give all buffers back."""
-        self._stream.close()
+        self._computed.close()
+        self._transferred.close()
         for acts in self._bench.acts:
             acts.close()
 
@@ -128,16 +134,16 @@ class PipelineProfiler:
         machine, spec = self._engine.machine, self._engine.spec
         self._bench.acts = [Activations(machine, spec, max_tokens=max_tokens, name=f"profiler {i}") for i in range(2)]
 
-    def _transfer_layer(self, index: int) -> float:
-        """Return the seconds that all parts of one layer take on the link."""
-        return self._arrived(index, self._stream.request_layer(index))
+    def _request(self) -> list[Ticket]:
+        """Request the layer that is only transferred."""
+        return self._transferred.request_layer(self._other)
 
-    def _arrived(self, index: int, tickets: list[Ticket]) -> float:
+    def _arrived(self, tickets: list[Ticket]) -> float:
+        """Wait for that layer's parts and drop them. Return the seconds that they took on the link."""
         for ticket in tickets:
             self._engine.machine.wait(ticket)
-        if index != self._probed:
-            for name in self._stream.part_names(index):
-                self._stream.release(index, name)
+        for name in self._transferred.part_names(self._other):
+            self._transferred.release(self._other, name)
         return length_s(tickets)
 
     def _compute(self, num_tokens: int, *, times: int = 1) -> Timed:
@@ -148,9 +154,9 @@ class PipelineProfiler:
 
     @contextmanager
     def _transferring(self) -> Iterator[None]:
-        tickets = self._stream.request_layer(self._other)
+        tickets = self._request()
         yield
-        self._transfers_s.append(self._arrived(self._other, tickets))
+        self._transfers_s.append(self._arrived(tickets))
 
     def _halves(self, num_tokens: int) -> list[Ticket]:
         """Submit a layer over prompts of the workload's mean length, `num_tokens` in all, half by half."""

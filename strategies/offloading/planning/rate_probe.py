@@ -58,7 +58,7 @@ class RateProbe:
         self._engine, self._packet_bytes = engine, packet_bytes
         self._cpu_ffn, self._extended = cpu_ffn, extended
         self._adds_up = shares_layers and len(engine.ranks) > 1
-        self._layer = engine.spec.num_layers - 1  # leading layers may be dense
+        self._layer = engine.spec.moe_layers[-1]
         fitting = tokens_that_fit(
             engine,
             num_layers_buffered=_LAYERS_BUFFERED,

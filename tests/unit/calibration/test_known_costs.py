@@ -3,18 +3,20 @@ core has to be quiet."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from harness.calibration import host_times, op_costs, together, undisturbed
 from harness.calibration.measure import measure_all
-from harness.calibration.table import ALONE, BESIDE_GPU, LINKS, CalibrationTable
+from harness.calibration.table import ALONE, BESIDE_GPU, BESIDE_LINK, LINKS, CalibrationTable
 from harness.engine.sequences import Sequence
 from harness.machine.base import D2H, GPU, H2D, LaneKind, Work
 from harness.machine.simulated import SimulatedMachine
 from harness.machine.virtual.contention import MeasuredTogether
 from harness.machine.virtual.world import World
+from harness.model.planned import PlannedModel
 from harness.routing.kinds.uniform import UniformRouting
 from tests.contract.running import CAPACITIES_BYTES, engine_on
 from tests.unit.record.recorded import span
@@ -41,8 +43,10 @@ class KnownCosts:
         return own_s(lane.kind, op.cost_features()) + work.link_bytes / LINK_BYTES_S.get(lane.kind, float("inf"))
 
 
-@pytest.fixture(scope="module")
-def found(tiny) -> CalibrationTable:
+@pytest.fixture(scope="module", params=[(), (0, 3), (0, 2)], ids=lambda layers: f"dense{list(layers)}")
+def found(tiny, request) -> CalibrationTable:
+    """A model of four layers, of which some have no experts: the first and the last one, or every second one."""
+    model = PlannedModel(replace(tiny.spec, dense_layers=request.param, dense_dim=32 if request.param else 0))
     machine = SimulatedMachine(
         capacities_bytes=CAPACITIES_BYTES, costs=KnownCosts(), contention=MeasuredTogether.of_slowdowns(SLOWDOWNS)
     )
@@ -63,7 +67,7 @@ def found(tiny) -> CalibrationTable:
         for_pass = lambda *given: spend(PASS_S + LAY_OUT_S * len(given[2]))  # noqa: E731
         patch.setattr(host_times, "assemble", lambda *given: for_pass(*given) if not given[1] else real(*given))
         patch.setattr(Sequence, "accept", lambda *given: spend(ACCEPT_S, accept(*given)))
-        engine = engine_on(machine, tiny, [], kv_blocks=800, block_size=16)
+        engine = engine_on(machine, model, [], kv_blocks=800, block_size=16)
         return measure_all(
             engine, link_bytes_s=LINK_BYTES_S, packet_bytes=30_000, ram_bytes=20_000_000, meta={}, repeats=1
         )
@@ -77,6 +81,11 @@ def test_an_op_alone_costs_what_it_costs_beyond_the_links_time(found):
         for features, seconds in points:
             assert seconds == pytest.approx(own_s(kind, features), rel=1e-6), (key, features)
     assert kinds == set(LaneKind) and set(LINKS) < kinds
+
+
+def test_experts_are_measured_together_and_apart(found):
+    for company in (ALONE, BESIDE_LINK):
+        assert {"gpu: experts x1", "gpu: experts x8"} <= set(found.samples[company])
 
 
 def test_company_costs_at_most_the_whole_slow_down(found):

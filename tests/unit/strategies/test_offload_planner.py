@@ -16,6 +16,7 @@ from harness.machine.virtual.world import World
 from harness.memory.kv_cache import KVCache
 from harness.memory.weights import Resident, WeightStore
 from harness.model.planned import PlannedModel
+from harness.model.spec import ModelSpec
 from harness.routing.kinds.uniform import UniformRouting
 from harness.workload.request import Request
 from strategies.offloading.planning import planner as offload_planner
@@ -30,22 +31,24 @@ SPEC = spec_of("mixtral-8x7b")
 T4 = parse(HardwareConfig, composed("hardware=t4")["hardware"], "hardware")
 
 
-def engine(prompts: list[int], *, new: int = 32, kv_gb: float = 20.0, tier: str = "host") -> Engine:
-    machine = build(Config(), T4, SPEC)
-    routing = UniformRouting(SPEC.num_experts, SPEC.experts_per_token, seed=0)
-    machine.world = World(routing, SPEC.num_experts)
-    store = WeightStore(machine, PlannedModel(SPEC), tier=tier)
+def engine(
+    prompts: list[int], *, new: int = 32, kv_gb: float = 20.0, tier: str = "host", spec: ModelSpec = SPEC
+) -> Engine:
+    machine = build(Config(), T4, spec)
+    routing = UniformRouting(spec.num_experts, spec.experts_per_token, seed=0)
+    machine.world = World(routing, spec.num_experts)
+    store = WeightStore(machine, PlannedModel(spec), tier=tier)
     requests = [
         Request(request_id=i, prompt_ids=(1,) * length, max_new_tokens=new, text=None)
         for i, length in enumerate(prompts)
     ]
     return Engine(
         machine=machine,
-        spec=SPEC,
-        family=PlannedModel(SPEC).family,
+        spec=spec,
+        family=PlannedModel(spec).family,
         store=store,
         resident=Resident(machine, store),
-        kv=KVCache(machine, SPEC, capacity_bytes=int(kv_gb * 1e9)),
+        kv=KVCache(machine, spec, capacity_bytes=int(kv_gb * 1e9)),
         sequences=[Sequence(request) for request in requests],
     )
 
@@ -76,6 +79,20 @@ def test_the_probe_finds_what_an_op_costs_and_what_the_host_has():
     assert rates.gpu.bytes_s == pytest.approx(239.6e9, rel=0.01), "without the launches"
     assert rates.host_bytes_s == 73e9
     assert on.kv.allocator.num_used == 0
+
+
+@pytest.mark.parametrize("dense_layers", [(0,), (31,), (0, 31), tuple(range(0, 32, 2)), tuple(range(1, 32, 2))])
+def test_the_probes_rates_are_those_of_layers_with_experts(dense_layers):
+    """Wherever the dense layers lie, and where the other slot has only such."""
+    spec = replace(SPEC, dense_layers=dense_layers, dense_dim=SPEC.expert_dim)
+    expected, found = (
+        RateProbe(engine([50], spec=each), packet_bytes=10**8, extended=True).measure() for each in (SPEC, spec)
+    )
+    assert found.gpu.flops_s == pytest.approx(expected.gpu.flops_s, rel=0.01)
+    assert found.gpu.bytes_s == pytest.approx(expected.gpu.bytes_s, rel=0.01)
+    assert found.cpu_ffn.bytes_s == pytest.approx(expected.cpu_ffn.bytes_s, rel=0.01)
+    assert found.h2d_bytes_s == pytest.approx(expected.h2d_bytes_s, rel=0.01)
+    assert found.op_s.gpu == pytest.approx(expected.op_s.gpu, rel=0.05)
 
 
 def test_the_probe_makes_do_with_the_host_memory_that_is_left():

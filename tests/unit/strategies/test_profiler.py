@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from harness.config import parse
 from harness.engine.engine import Engine
 from harness.machine.base import GPU, H2D
 from harness.machine.simulated import SimulatedMachine
+from harness.model.planned import PlannedLayout, PlannedModel
 from strategies.moelens.config import Config
 from strategies.moelens.planner import plan_policy
 from strategies.moelens.prediction import predict
@@ -66,6 +68,18 @@ def test_the_line_and_the_transfer_are_found(tiny):
     assert profile.n_real == pytest.approx((layer_s - 2 * PER_HALF_S) / PER_TOKEN_S)
     assert len({tokens for tokens, _ in profile.samples}) > 2
     assert on.machine.tiers["device"].used_bytes == held_bytes
+
+
+@pytest.mark.parametrize("dense_layers", [(0,), (3,), (0, 3), (0, 2), (1, 3)])
+def test_the_line_and_the_transfer_are_those_of_layers_with_experts(tiny, dense_layers):
+    """Wherever the dense layers lie."""
+    spec = replace(tiny.spec, dense_layers=dense_layers, dense_dim=32)
+    on = engine(PlannedModel(spec))
+    profiler = PipelineProfiler(on, prompt_tokens=20, max_tokens=2000, packet_bytes=100_000, repeats=2)
+    profile = profiler.measure()
+    profiler.close()
+    layer_s = sum(part.nbytes for part in PlannedLayout.layer_parts(spec, spec.moe_layers[0])) / LINK_BYTES_S
+    assert profile.n_real == pytest.approx((layer_s - 2 * PER_HALF_S) / PER_TOKEN_S)
 
 
 def test_a_gpu_slower_than_the_link_at_any_count_still_gets_a_plan(tiny):
