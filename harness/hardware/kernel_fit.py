@@ -57,7 +57,7 @@ def fit_latencies(table: Mapping[str, Any], spec: ModelSpec) -> dict[str, RateFi
         ]
 
     # Every micro-batch of the table reaches all experts, so their weights are read once, whatever its size.
-    experts_bytes = spec.num_experts * spec.parts["expert"].nbytes
+    experts_bytes = spec.num_experts * spec.components["expert"].nbytes
     return {
         "h2d_gb_s": fit_rate(by_kv_bytes("kv_transfer_h2d"), with_latency=True),
         "cpu_gb_s": fit_rate(by_kv_bytes("cpu_attention"), with_latency=True),

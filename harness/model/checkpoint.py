@@ -13,12 +13,12 @@ import torch
 
 from harness.config import ConfigError
 from harness.model import families
-from harness.model.checkpoint_files import FLOAT_DTYPES, Shards, checkpoint_error, read_json
+from harness.model.checkpoint_files import FLOAT_DTYPES, WeightFiles, checkpoint_error, read_json
 from harness.model.families.reading import EntriesRead, bad_entry
 from harness.model.hub import resolve_model
 from harness.model.layout import PartLayout, TensorLayout
 from harness.model.quiet import quiet_transformers
-from harness.model.sharding import shard_spec, share_start
+from harness.model.sharding import shard_spec, shard_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -45,7 +45,7 @@ class Checkpoint:
         if "model_type" not in self.config:
             raise checkpoint_error(str(self.folder / "config.json"), "model_type: missing")
         self.family = families.family(str(self.config["model_type"]))
-        self._shards = Shards(self.folder)
+        self._files = WeightFiles(self.folder)
         if self.config.get("quantization_config"):
             raise bad_entry("quantization_config", "must be absent; only weights that are not quantised can be run")
         entries = EntriesRead(self.config)
@@ -57,19 +57,19 @@ class Checkpoint:
         """Return the dtype that config.json names; without an entry, that of the first stored tensor."""
         own = self.config.get("dtype", self.config.get("torch_dtype"))
         if own is None:
-            names = self._shards.names()
-            own = FLOAT_DTYPES[self._shards.header(names[0]).dtype] if names else "float32"
+            names = self._files.names()
+            own = FLOAT_DTYPES[self._files.header(names[0]).dtype] if names else "float32"
         if own not in ("float32", "bfloat16"):
             raise ConfigError("model.dtype", f"the checkpoint is stored as {own}: choose float32 or bfloat16")
         return own
 
     def stored_dtypes(self) -> set[str]:
         """Return the dtypes of the model's tensors as they lie in the files."""
-        return {FLOAT_DTYPES[self._shards.header(name).dtype] for name in self._tensor_names()}
+        return {FLOAT_DTYPES[self._files.header(name).dtype] for name in self._tensor_names()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the model's tensors as they lie in the open files, by their names there: views, no copies."""
-        return {name: self._shards.tensor(name) for name in self._tensor_names()}
+        return {name: self._files.tensor(name) for name in self._tensor_names()}
 
     def _tensor_names(self) -> list[str]:
         return sorted({name for _, part in self.parts() for t in part.tensors for name in t.checkpoint_names})
@@ -96,15 +96,15 @@ class Checkpoint:
         untied = self.family.head_part(replace(self.spec, tie_embeddings=False)).tensors
         for ours, own in zip(tied, untied, strict=True):
             for name, own_name in zip(ours.checkpoint_names, own.checkpoint_names, strict=True):
-                present = own_name != name and own_name in self._shards.names()
-                if present and not torch.equal(self._shards.tensor(name), self._shards.tensor(own_name)):
+                present = own_name != name and own_name in self._files.names()
+                if present and not torch.equal(self._files.tensor(name), self._files.tensor(own_name)):
                     raise checkpoint_error(own_name, f"differs from {name}, though config.json has tie_word_embeddings")
 
     def _validate_tensor(self, tensor: TensorLayout) -> None:
         """Check that stacked checkpoint tensors agree in all dimensions but the first, which must add up."""
         shapes = []
         for name, piece in tensor.pieces:
-            stored = self._shards.header(name).shape
+            stored = self._files.header(name).shape
             if (shape := piece.shape_of(stored)) is None:
                 raise checkpoint_error(name, f"shape must reach {piece.index} by config.json, got {stored}")
             shapes.append(shape)
@@ -118,7 +118,7 @@ class Checkpoint:
             raise checkpoint_error(names, f"must have {tensor.shape[0]} rows together by config.json, got {rows}")
 
     def shard(self, rank: int, num_ranks: int) -> CheckpointShard:
-        """Return the share of this checkpoint that GPU `rank` of `num_ranks` reads. Raises ConfigError where it cannot
+        """Return the shard of this checkpoint that GPU `rank` of `num_ranks` reads. Raises ConfigError where it cannot
         be divided."""
         return CheckpointShard(self, rank, num_ranks)
 
@@ -127,18 +127,18 @@ class Checkpoint:
     ) -> None:
         """Copy the part's tensors to their offsets in `out`, uint8 [part.nbytes] on the CPU, converting the dtype.
 
-        If the part is laid out for one of `num_ranks` GPUs, only the share of `rank` is copied. No other copy is made.
+        If the part is laid out for one of `num_ranks` GPUs, only the shard of `rank` is copied. No other copy is made.
         Raises `ConfigError` naming a tensor that holds NaN or infinity.
         """
         assert out.dtype == torch.uint8 and out.shape == (part.nbytes,), f"{part.name} of layer {layer}: {out.shape}"
         views = part_views(part, out)
         for tensor in part.tensors:
-            pieces = [piece.of(self._shards.tensor(name)) for name, piece in tensor.pieces]
+            pieces = [piece.of(self._files.tensor(name)) for name, piece in tensor.pieces]
             num_rows = sum(piece.shape[0] for piece in pieces)
             in_proportion = [piece.shape[0] * tensor.shape[0] // num_rows for piece in pieces]
             slots = views[tensor.name].split(list(tensor.rows) or in_proportion)
             for name, piece, slot in zip(tensor.checkpoint_names, pieces, slots, strict=True):
-                slot.copy_(_share_of(piece, slot.shape, rank, num_ranks))
+                slot.copy_(_shard_of(piece, slot.shape, rank, num_ranks))
                 if not torch.stack(torch.aminmax(slot)).isfinite().all():
                     raise checkpoint_error(name, "corrupt: holds NaN or infinity")
 
@@ -158,9 +158,9 @@ class Checkpoint:
     def _fingerprint(self) -> str:
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for name in self._tensor_names():
-            sample = self._shards.tensor(name).flatten()[:FINGERPRINT_SAMPLES].double()
-            digest.update(repr((name, self._shards.header(name), sample.tolist())).encode())
-        for path, opened in self._shards.files().items():
+            sample = self._files.tensor(name).flatten()[:FINGERPRINT_SAMPLES].double()
+            digest.update(repr((name, self._files.header(name), sample.tolist())).encode())
+        for path, opened in self._files.files().items():
             digest.update(f"{path.name} {opened.st_size}".encode())
         return digest.hexdigest()[:16]
 
@@ -172,7 +172,7 @@ class Checkpoint:
     def version(self) -> str:
         """Return 16 hex digits over the fingerprint and the files' times of change when they were opened. They are the
         key for anything derived from the files."""
-        times = [opened.st_mtime_ns for opened in self._shards.files().values()]
+        times = [opened.st_mtime_ns for opened in self._files.files().values()]
         return hashlib.sha256(repr((self._fingerprint, times)).encode()).hexdigest()[:16]
 
 
@@ -187,7 +187,7 @@ def part_views(part: PartLayout, region: torch.Tensor) -> dict[str, torch.Tensor
 
 
 class CheckpointShard:
-    """The share of a checkpoint that one of several GPUs has: a source of parts like the checkpoint itself."""
+    """The shard of a checkpoint that one of several GPUs has: a source of parts like the checkpoint itself."""
 
     def __init__(self, whole: Checkpoint, rank: int, num_ranks: int) -> None:
         self.spec = shard_spec(whole.spec, num_ranks)
@@ -198,8 +198,8 @@ class CheckpointShard:
         self._whole.read_part(layer, part, out, rank=self._rank, num_ranks=self._num_ranks)
 
 
-def _share_of(piece: torch.Tensor, shape: torch.Size, rank: int, num_ranks: int) -> torch.Tensor:
+def _shard_of(piece: torch.Tensor, shape: torch.Size, rank: int, num_ranks: int) -> torch.Tensor:
     """Return a view of the part of `piece` that belongs to a rank, of the given shape."""
     for dim, (whole, mine) in enumerate(zip(piece.shape, shape, strict=True)):
-        piece = piece.narrow(dim, share_start(whole, mine, rank, num_ranks), mine)
+        piece = piece.narrow(dim, shard_start(whole, mine, rank, num_ranks), mine)
     return piece

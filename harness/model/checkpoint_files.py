@@ -68,7 +68,7 @@ class _OpenFile:
             raise checkpoint_error(str(self.path), "was changed while it was in use; start again when it is whole")
 
 
-class Shards:
+class WeightFiles:
     """A checkpoint's tensors, by name. Data stay in the page cache: `tensor` is a view of the mapped file, not a
     copy."""
 

@@ -60,12 +60,12 @@ class Router:
 
 @config
 class WeightFormat:
-    """The matrices of some parts are published in this format, scales included; everything else is in the model's
+    """The matrices of some components are published in this format, scales included; everything else is in the model's
     dtype."""
 
     name: str
     bytes_per_param: float
-    parts: tuple[str, ...]  # names of `harness.model.sizes`
+    components: tuple[str, ...]  # names of `harness.model.components`
 
     def __post_init__(self) -> None:
         require(self.bytes_per_param > 0, "bytes_per_param", f"must be > 0, got {self.bytes_per_param}")

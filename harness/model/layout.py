@@ -18,9 +18,9 @@ ALIGNMENT_BYTES = 64  # one cache line; also the alignment that suits AVX-512 lo
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class Section:
     """The units from `start` to `stop` of a dimension that has `of` equal ones. The units are neighbours; where it is
-    interleaved, they are one entry of each `of`. Since a share is given in units, it stays the same where several GPUs
+    interleaved, they are one entry of each `of`. Given in units, a section stays the same where several GPUs
     divide a model's dimensions."""
 
     start: int
@@ -40,9 +40,9 @@ class Share:
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
     """A part of a checkpoint tensor. `index` has for each leading dimension one entry, which drops the dimension, or a
-    share; the last two dimensions are swapped where it is `transposed`."""
+    section; the last two dimensions are swapped where it is `transposed`."""
 
-    index: tuple[int | Share, ...] = ()
+    index: tuple[int | Section, ...] = ()
     transposed: bool = False
 
     def of(self, tensor: Any) -> Any:

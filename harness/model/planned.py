@@ -10,8 +10,18 @@ from typing import Any
 
 from harness.config import ConfigError
 from harness.model import families
-from harness.model import sizes as model_parts
 from harness.model.checkpoint_files import read_json
+from harness.model.components import (
+    ATTENTION,
+    DENSE_MLP,
+    EMBEDDING,
+    EXPERT,
+    FINAL_NORM,
+    HEAD,
+    NORMS,
+    ROUTER,
+    SHARED_EXPERTS,
+)
 from harness.model.config import RANDOM, ModelConfig
 from harness.model.layout import PartLayout
 from harness.model.sharding import shard_spec
@@ -27,17 +37,17 @@ class PlannedLayout:
     @staticmethod
     @lru_cache(maxsize=1024)
     def layer_parts(spec: ModelSpec, layer: int) -> tuple[PartLayout, ...]:
-        parts = spec.parts
-        attention, norms = parts[model_parts.ATTENTION], parts[model_parts.NORMS].nbytes
+        parts = spec.components
+        attention, norms = parts[ATTENTION], parts[NORMS].nbytes
         out_bytes = round(attention.matrix_bytes * spec.attention_out_params / attention.matrix_params)
-        common = (model_parts.DENSE_MLP,) if spec.is_dense(layer) else (model_parts.ROUTER, model_parts.SHARED_EXPERTS)
+        common = (DENSE_MLP,) if spec.is_dense(layer) else (ROUTER, SHARED_EXPERTS)
         behind_bytes = out_bytes + norms // 2 + sum(parts[name].nbytes for name in common if parts[name].count)
         front_bytes = attention.nbytes - out_bytes + norms - norms // 2
         experts = range(0 if spec.is_dense(layer) else spec.num_experts)
         return (
             PartLayout("attention_in", (), front_bytes),
             PartLayout("attention_out", (), behind_bytes),
-            *(PartLayout(f"expert.{e}", (), parts[model_parts.EXPERT].nbytes, e) for e in experts),
+            *(PartLayout(f"expert.{e}", (), parts[EXPERT].nbytes, e) for e in experts),
         )
 
     @staticmethod
@@ -46,13 +56,13 @@ class PlannedLayout:
 
     @staticmethod
     def embedding_part(spec: ModelSpec) -> PartLayout:
-        return PartLayout("embedding", (), spec.parts[model_parts.EMBEDDING].nbytes)
+        return PartLayout("embedding", (), spec.components[EMBEDDING].nbytes)
 
     @staticmethod
     def head_part(spec: ModelSpec) -> PartLayout:
         """Return the head; a tied one lies with the embedding."""
-        head = spec.parts[model_parts.HEAD]
-        return PartLayout("head", (), head.nbytes * head.count + spec.parts[model_parts.FINAL_NORM].nbytes)
+        head = spec.components[HEAD]
+        return PartLayout("head", (), head.nbytes * head.count + spec.components[FINAL_NORM].nbytes)
 
 
 @dataclass(frozen=True)

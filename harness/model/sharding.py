@@ -1,4 +1,4 @@
-"""Compute the share of a model that one of several GPUs has under tensor parallelism (Megatron-LM's split).
+"""Compute the shard of a model that one of several GPUs has under tensor parallelism (Megatron-LM's split).
 Torch-free."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def shard_spec(spec: ModelSpec, num_ranks: int) -> ModelSpec:
     the dimensions cannot be divided.
     """
 
-    def share(name: str) -> int:
+    def divided(name: str) -> int:
         size: int = getattr(spec, name)
         message = f"must divide the model's {name} {size}, got {num_ranks}"
         require(size % num_ranks == 0, "hardware.num_gpus", message)
@@ -28,18 +28,18 @@ def shard_spec(spec: ModelSpec, num_ranks: int) -> ModelSpec:
     require(kv_heads % num_ranks == 0 or num_ranks % kv_heads == 0, "hardware.num_gpus", message)
     return replace(
         spec,
-        num_heads=share("num_heads"),
+        num_heads=divided("num_heads"),
         num_kv_heads=max(1, kv_heads // num_ranks),
-        expert_dim=share("expert_dim"),
-        shared_expert_dim=share("shared_expert_dim"),
-        dense_dim=share("dense_dim"),
+        expert_dim=divided("expert_dim"),
+        shared_expert_dim=divided("shared_expert_dim"),
+        dense_dim=divided("dense_dim"),
     )
 
 
-def share_start(whole: int, mine: int, rank: int, num_ranks: int) -> int:
-    """Return where the share of `mine` out of `whole` begins that rank `rank` has. There are `whole // mine` shares:
+def shard_start(whole: int, mine: int, rank: int, num_ranks: int) -> int:
+    """Return where the shard of `mine` out of `whole` begins that rank `rank` has. There are `whole // mine` shards:
     one for each rank, or one for several neighbouring ranks, or a single one for all ranks."""
-    assert whole % mine == 0, f"{mine} is no share of {whole}"
-    num_shares = whole // mine
-    assert num_ranks % num_shares == 0, f"{num_ranks} ranks cannot have {num_shares} shares"
-    return rank * num_shares // num_ranks * mine
+    assert whole % mine == 0, f"{mine} is no shard of {whole}"
+    num_shards = whole // mine
+    assert num_ranks % num_shards == 0, f"{num_ranks} ranks cannot have {num_shards} shards"
+    return rank * num_shards // num_ranks * mine

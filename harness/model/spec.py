@@ -7,7 +7,20 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
-from harness.model import sizes as model_parts
+from harness.model.components import (
+    ATTENTION,
+    DENSE_MLP,
+    EMBEDDING,
+    EXPERT,
+    FINAL_NORM,
+    HEAD,
+    NORMS,
+    ROUTER,
+    SHARED_EXPERTS,
+    Component,
+    Counted,
+    sized,
+)
 from harness.model.dimensions import Dimensions, SpecConfig
 
 Dtype = Literal["float32", "bfloat16"]
@@ -146,34 +159,34 @@ class ModelSpec(Dimensions):
         return self.is_dense(layer) or self.shared_expert_dim > 0
 
     @property
-    def parts(self) -> Mapping[str, model_parts.Part]:
-        """Parameters, bytes and FLOPs by the names of `harness.model.sizes`."""
-        return _parts(self)
+    def components(self) -> Mapping[str, Component]:
+        """Parameters, bytes and FLOPs by the names of `harness.model.components`."""
+        return _components(self)
 
     @property
     def layer_bytes(self) -> int:
         """The bytes of one MoE layer: attention, norms, router, experts and shared experts."""
-        names = (model_parts.ATTENTION, model_parts.NORMS, model_parts.ROUTER, model_parts.SHARED_EXPERTS)
-        once = sum(self.parts[name].nbytes for name in names)
-        return once + self.num_experts * self.parts[model_parts.EXPERT].nbytes
+        names = (ATTENTION, NORMS, ROUTER, SHARED_EXPERTS)
+        once = sum(self.components[name].nbytes for name in names)
+        return once + self.num_experts * self.components[EXPERT].nbytes
 
     @property
     def num_params(self) -> int:
-        return sum(part.total_params for part in self.parts.values())
+        return sum(part.total_params for part in self.components.values())
 
     @property
     def active_params(self) -> int:
         """The parameters that one token passes, head included; the embedding is a lookup."""
-        return sum(part.active_params for part in self.parts.values())
+        return sum(part.active_params for part in self.components.values())
 
     @property
     def model_bytes(self) -> int:
-        return sum(part.total_bytes for part in self.parts.values())
+        return sum(part.total_bytes for part in self.components.values())
 
     @property
     def flops_per_token(self) -> int:
         """The GEMM FLOPs of one token through all layers and the head, without attention scores."""
-        return sum(part.flops_per_token for part in self.parts.values())
+        return sum(part.flops_per_token for part in self.components.values())
 
     @property
     def flops_per_token_layer(self) -> int:
@@ -211,33 +224,33 @@ class ModelSpec(Dimensions):
 
 
 @lru_cache(maxsize=256)
-def _parts(spec: ModelSpec) -> Mapping[str, model_parts.Part]:
-    """Return every part of `PART_NAMES`, in that order; what the model lacks has count 0.
+def _components(spec: ModelSpec) -> Mapping[str, Component]:
+    """Return every component of `COMPONENT_NAMES`, in that order; what the model lacks has count 0.
 
     The embedding is a lookup: no token passes it. A tied head is passed by every token and stored with the embedding.
-    Raises ConfigError where `spec.weights` names an unknown part.
+    Raises ConfigError where `spec.weights` names an unknown component.
     """
     layers, moe_layers, dense_layers = spec.num_layers, spec.num_moe_layers, len(spec.dense_layers)
     embedding, hidden = spec.vocab_size * spec.hidden_dim, spec.hidden_dim
     shared_layers = moe_layers if spec.shared_expert_dim else 0
     router = hidden * spec.num_experts, spec.num_experts * (spec.router_bias + spec.correction_bias)
     expert_bias = (2 * spec.expert_dim + hidden) if spec.expert_bias else 0
-    counted = model_parts.Counted
+    counted = Counted
     kinds = (
-        counted(model_parts.EMBEDDING, embedding, 0, 1, 0),
-        counted(model_parts.ATTENTION, spec.attention_params, _attention_vectors(spec), layers, layers),
-        counted(model_parts.NORMS, 0, 2 * hidden, layers, layers),
-        counted(model_parts.ROUTER, *router, moe_layers, moe_layers),
+        counted(EMBEDDING, embedding, 0, 1, 0),
+        counted(ATTENTION, spec.attention_params, _attention_vectors(spec), layers, layers),
+        counted(NORMS, 0, 2 * hidden, layers, layers),
+        counted(ROUTER, *router, moe_layers, moe_layers),
         counted(
-            model_parts.EXPERT, spec.expert_params, expert_bias,
+            EXPERT, spec.expert_params, expert_bias,
             moe_layers * spec.num_experts, moe_layers * spec.experts_per_token,
         ),
-        counted(model_parts.SHARED_EXPERTS, spec.shared_expert_params, 0, shared_layers, shared_layers),
-        counted(model_parts.DENSE_MLP, 3 * hidden * spec.dense_dim, 0, dense_layers, dense_layers),
-        counted(model_parts.FINAL_NORM, 0, hidden, 1, 1),
-        counted(model_parts.HEAD, embedding, 0, 0 if spec.tie_embeddings else 1, 1),
+        counted(SHARED_EXPERTS, spec.shared_expert_params, 0, shared_layers, shared_layers),
+        counted(DENSE_MLP, 3 * hidden * spec.dense_dim, 0, dense_layers, dense_layers),
+        counted(FINAL_NORM, 0, hidden, 1, 1),
+        counted(HEAD, embedding, 0, 0 if spec.tie_embeddings else 1, 1),
     )  # fmt: skip
-    return model_parts.sized(kinds, spec.weights, spec.dtype_bytes)
+    return sized(kinds, spec.weights, spec.dtype_bytes)
 
 
 def _attention_vectors(spec: ModelSpec) -> int:

@@ -79,7 +79,7 @@ def _most_micro_batches(spec: ModelSpec, prompt: int, generated: int, size: int,
 
 def _plans(spec: ModelSpec, prompt: int, generated: int, size: int, on: Machine) -> Iterator[ArtifactPlan]:
     """Yield plans with 1, 2, ... micro-batches as long as they fit; r_w is as large as the device allows."""
-    experts = spec.num_experts * spec.parts["expert"].nbytes  # of a layer
+    experts = spec.num_experts * spec.components["expert"].nbytes  # of a layer
     others = spec.num_layers * (spec.q_dim + spec.kv_dim) * 2 * spec.hidden_dim * spec.dtype_bytes
     token = spec.hidden_dim * spec.dtype_bytes
     kv = spec.kv_bytes_per_token_layer

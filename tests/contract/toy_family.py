@@ -20,7 +20,7 @@ from harness.model.dimensions import Router
 from harness.model.families import MoeInput
 from harness.model.families.mixtral import Mixtral
 from harness.model.functional import swiglu
-from harness.model.layout import PartLayout, Share, TensorSlice, TensorSource, lay_out
+from harness.model.layout import PartLayout, Section, TensorSlice, TensorSource, lay_out
 from harness.model.spec import ModelSpec
 
 WINDOW = 5
@@ -46,7 +46,7 @@ class Toy(Mixtral):
 
     def router_sources(self, spec: ModelSpec, prefix: str) -> tuple[TensorSource, ...]:
         module, width, hidden = f"{prefix}shared.", spec.shared_expert_dim, spec.hidden_dim
-        gate, up = (TensorSlice((Share(0, 1, 1), Share(i, i + 1, 2, interleaved=True)), True) for i in (0, 1))
+        gate, up = (TensorSlice((Section(0, 1, 1), Section(i, i + 1, 2, interleaved=True)), True) for i in (0, 1))
         fused = TensorSource("shared_gate_up", (2 * width, hidden), (module + "gate_up",) * 2, (width, width))
         return (
             *super().router_sources(spec, prefix),

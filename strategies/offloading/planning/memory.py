@@ -51,8 +51,8 @@ class WeightSizes:
 
     @classmethod
     def of_spec(cls, spec: ModelSpec) -> WeightSizes:
-        expert = spec.parts["expert"]
-        ends_bytes = sum(spec.parts[name].total_bytes for name in ("embedding", "head", "final_norm"))
+        expert = spec.components["expert"]
+        ends_bytes = sum(spec.components[name].total_bytes for name in ("embedding", "head", "final_norm"))
         return cls(
             layer_bytes=spec.layer_bytes,
             experts_bytes=spec.num_experts * expert.nbytes,

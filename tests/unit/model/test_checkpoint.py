@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from harness.config import ConfigError
 from harness.model.checkpoint import Checkpoint, part_views
-from harness.model.checkpoint_files import INDEX_FILE, Shards
+from harness.model.checkpoint_files import INDEX_FILE, WeightFiles
 
 W1 = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -88,8 +88,8 @@ def test_float16_checkpoints_need_a_choice(tiny_copy):
 
 
 def test_weights_are_views_of_the_mapped_file(tiny):
-    shards = Shards(tiny.folder)
-    assert shards.tensor(Q).data_ptr() == shards.tensor(Q).data_ptr()
+    files = WeightFiles(tiny.folder)
+    assert files.tensor(Q).data_ptr() == files.tensor(Q).data_ptr()
 
 
 def test_tied_embeddings_need_no_lm_head(tiny_copy):

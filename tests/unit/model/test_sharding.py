@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from harness.config import ConfigError
 from harness.model.checkpoint import part_views
 from harness.model.families.mixtral import FAMILY
-from harness.model.sharding import shard_spec, share_start
+from harness.model.sharding import shard_spec, shard_start
 from tests.unit.engine.fakes import SPEC
 
 
@@ -84,7 +84,7 @@ def test_shares_cover_the_whole_once_for_every_copy(mine, num_shares, copies):
     whole, num_ranks = mine * num_shares, num_shares * copies
     covered = [0] * whole
     for rank in range(num_ranks):
-        start = share_start(whole, mine, rank, num_ranks)
+        start = shard_start(whole, mine, rank, num_ranks)
         for place in range(start, start + mine):
             covered[place] += 1
     assert covered == [copies] * whole

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.model.checkpoint import part_views
-from harness.model.layout import ALIGNMENT_BYTES, Share, TensorSlice, TensorSource, lay_out
+from harness.model.layout import ALIGNMENT_BYTES, Section, TensorSlice, TensorSource, lay_out
 
-shares = st.builds(Share, st.integers(0, 3), st.integers(1, 4), st.integers(1, 4), st.booleans())
+shares = st.builds(Section, st.integers(0, 3), st.integers(1, 4), st.integers(1, 4), st.booleans())
 slices = st.builds(TensorSlice, st.lists(st.integers(0, 5) | shares, max_size=2).map(tuple), st.booleans())
 
 
@@ -26,12 +26,12 @@ def test_experts_that_lie_in_one_tensor_are_found():
     """Rows by expert as DBRX has them, transposed; columns of gate and up in turns as gpt-oss has them."""
     experts = torch.randn(4, 6, 10)
     stacked = experts.reshape(24, 10)
-    assert torch.equal(TensorSlice((Share(2, 3, 4),), transposed=True).of(stacked), experts[2].T)
-    up = TensorSlice((3, Share(0, 1, 1), Share(1, 2, 2, interleaved=True)), transposed=True)
+    assert torch.equal(TensorSlice((Section(2, 3, 4),), transposed=True).of(stacked), experts[2].T)
+    up = TensorSlice((3, Section(0, 1, 1), Section(1, 2, 2, interleaved=True)), transposed=True)
     assert torch.equal(up.of(experts), experts[3, :, 1::2].T) and up.shape_of((4, 6, 10)) == (5, 6)
 
 
-@pytest.mark.parametrize("piece", [TensorSlice((4,)), TensorSlice((Share(0, 1, 3),)), TensorSlice((0, 0, 0, 0))])
+@pytest.mark.parametrize("piece", [TensorSlice((4,)), TensorSlice((Section(0, 1, 3),)), TensorSlice((0, 0, 0, 0))])
 def test_what_a_tensor_does_not_have_is_noticed(piece):
     assert piece.shape_of((4, 6, 10)) is None
 

@@ -107,7 +107,8 @@ def test_flops_are_those_that_pytorch_counts(family):
 def test_a_layers_flops_are_the_parts_of_a_moe_layer():
     for family in CONFIGS:
         spec = spec_of(family)
-        of_layers = spec.flops_per_token - spec.parts["head"].flops_per_token - spec.parts["dense_mlp"].flops_per_token
+        outside = sum(spec.components[name].flops_per_token for name in ("head", "dense_mlp"))
+        of_layers = spec.flops_per_token - outside
         attention_of_dense = len(spec.dense_layers) * 2 * spec.attention_params
         assert spec.num_moe_layers * spec.flops_per_token_layer == of_layers - attention_of_dense
 

@@ -33,7 +33,7 @@ from strategies.offloading.planning.memory import (
 )
 from strategies.offloading.planning.planner import OffloadPlan, deployment_of
 from strategies.offloading.planning.policy import Policy
-from tests.unit.model.test_spec_sizes import spec_of
+from tests.unit.model.test_components import spec_of
 
 SPEC = spec_of("mixtral-8x7b")
 LEVEL = Level(name="any", flops_s=1.0, bytes_s=1.0)

@@ -25,7 +25,7 @@ from strategies.offloading.planning.planner import deployment_of, plan_policy
 from strategies.offloading.planning.policy import GivenPolicy
 from strategies.offloading.planning.rate_probe import RateProbe
 from tests.composing import composed
-from tests.unit.model.test_spec_sizes import spec_of
+from tests.unit.model.test_components import spec_of
 
 SPEC = spec_of("mixtral-8x7b")
 T4 = parse(HardwareConfig, composed("hardware=t4")["hardware"], "hardware")

@@ -12,7 +12,7 @@ from strategies.offloading.planning.hrm import Level
 from strategies.offloading.planning.memory import Deployment, Storage, Switches, WeightSizes, WorkloadShape
 from strategies.offloading.planning.policy import Policy
 from strategies.offloading.planning.prediction import predict
-from tests.unit.model.test_spec_sizes import spec_of
+from tests.unit.model.test_components import spec_of
 
 SPEC = spec_of("mixtral-8x7b")
 SHAPE = WorkloadShape.of_lengths(418, 128, longest_prompt=418, num_requests=504)

@@ -26,7 +26,7 @@ from strategies.offloading.planning.memory import (
 from strategies.offloading.planning.policy import GivenPolicy, Policy
 from strategies.offloading.planning.search import Search, search
 from tests.unit.engine.fakes import SPEC
-from tests.unit.model.test_spec_sizes import spec_of
+from tests.unit.model.test_components import spec_of
 
 SIZES = WeightSizes.of_spec(SPEC)
 SHARES = (0.0, 0.25, 0.5, 1.0)

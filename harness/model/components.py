@@ -1,4 +1,4 @@
-"""A model consists of parts with parameters, bytes and FLOPs. Torch-free.
+"""A model consists of components with parameters, bytes and FLOPs. Torch-free.
 
 Matrices multiply tokens and may be stored in a narrow format; vectors are norms, biases, sinks. FLOPs count two per
 multiply-add of the matrices; attention's products with the KV cache depend on the context and are counted separately
@@ -18,12 +18,12 @@ from harness.model.dimensions import WeightFormat
 EMBEDDING, HEAD, FINAL_NORM = "embedding", "head", "final_norm"
 ATTENTION, NORMS, ROUTER, EXPERT = "attention", "norms", "router", "expert"
 SHARED_EXPERTS, DENSE_MLP = "shared_experts", "dense_mlp"
-PART_NAMES = (EMBEDDING, ATTENTION, NORMS, ROUTER, EXPERT, SHARED_EXPERTS, DENSE_MLP, FINAL_NORM, HEAD)
+COMPONENT_NAMES = (EMBEDDING, ATTENTION, NORMS, ROUTER, EXPERT, SHARED_EXPERTS, DENSE_MLP, FINAL_NORM, HEAD)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """One kind of part: its size, how often the model has it, and how often a token passes one."""
+class Component:
+    """One kind of component: its size, how often the model has it, and how often a token passes one."""
 
     name: str
     matrix_params: int
@@ -39,7 +39,7 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """The whole bytes of one part of this kind."""
+        """The whole bytes of one component of this kind."""
         return math.ceil(self.matrix_bytes) + self.vector_bytes
 
     @property
@@ -56,13 +56,13 @@ class Part:
 
     @property
     def flops_per_token(self) -> int:
-        """The FLOPs of one token in all parts of this kind that it passes."""
+        """The FLOPs of one token in all components of this kind that it passes."""
         return 2 * self.passes * self.matrix_params
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """A kind of part before its bytes are known: parameters of one, how many there are, how many a token passes."""
+    """A component before its bytes are known: parameters of one, how many there are, how many a token passes."""
 
     name: str
     matrix_params: int
@@ -71,17 +71,18 @@ class Counted:
     passes: int
 
 
-def sized(kinds: Iterable[Counted], weights: WeightFormat | None, dtype_bytes: int) -> Mapping[str, Part]:
-    """Return the parts by name, with matrices as wide as `weights` stores them and all else of `dtype_bytes`.
+def sized(kinds: Iterable[Counted], weights: WeightFormat | None, dtype_bytes: int) -> Mapping[str, Component]:
+    """Return the components by name, with matrices as wide as `weights` stores them and all else of `dtype_bytes`.
 
-    Raises ConfigError where `weights` names an unknown part.
+    Raises ConfigError where `weights` names an unknown component.
     """
-    unknown = set(weights.parts) - set(PART_NAMES) if weights else set()
-    require(not unknown, "weights.parts", f"must be among {', '.join(PART_NAMES)}, got {', '.join(sorted(unknown))}")
+    unknown = set(weights.components) - set(COMPONENT_NAMES) if weights else set()
+    message = f"must be among {', '.join(COMPONENT_NAMES)}, got {', '.join(sorted(unknown))}"
+    require(not unknown, "weights.components", message)
     table = {}
     for kind in kinds:
-        width = weights.bytes_per_param if weights and kind.name in weights.parts else dtype_bytes
-        table[kind.name] = Part(
+        width = weights.bytes_per_param if weights and kind.name in weights.components else dtype_bytes
+        table[kind.name] = Component(
             **asdict(kind), matrix_bytes=kind.matrix_params * width, vector_bytes=kind.vector_params * dtype_bytes
         )
     return MappingProxyType(table)

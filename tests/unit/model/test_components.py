@@ -10,8 +10,8 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.config import ConfigError, parse
+from harness.model.components import COMPONENT_NAMES
 from harness.model.config import ModelConfig
-from harness.model.sizes import PART_NAMES
 from harness.model.spec import ModelSpec
 from tests.unit.model.published import PUBLISHED
 
@@ -59,7 +59,7 @@ def test_every_model_with_dimensions_is_covered():
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_are_those_of_transformers_part_by_part(name):
     spec, real = spec_of(name), real_sizes(name)
-    assert {part: spec.parts[part].total_params for part in PART_NAMES} == {part: real[part] for part in PART_NAMES}
+    assert {name: each.total_params for name, each in spec.components.items()} == {n: real[n] for n in COMPONENT_NAMES}
     assert spec.num_params == sum(real.values())
 
 
@@ -67,7 +67,7 @@ def test_parameters_are_those_of_transformers_part_by_part(name):
 def test_parameters_are_the_published_ones(name):
     spec, published = spec_of(name), PUBLISHED[name]
     assert spec.num_params / 1e9 == pytest.approx(published.billions, abs=0.051)
-    active = spec.active_params + (spec.parts["embedding"].params if published.counts_embedding else 0)
+    active = spec.active_params + (spec.components["embedding"].params if published.counts_embedding else 0)
     assert active / 1e9 == pytest.approx(published.active_billions, rel=0.025)
 
 
@@ -83,7 +83,7 @@ def test_one_token_passes_the_chosen_experts_and_all_else_but_the_embedding(name
     [("mixtral-8x7b", 336), ("qwen3-30b-a3b", 9), ("deepseek-v2-lite", 16.5), ("moonlight-16b-a3b", 16.5)],
 )
 def test_expert_sizes_are_those_of_prescope_table_2(name, mib):
-    assert spec_of(name).parts["expert"].nbytes == mib * 2**20
+    assert spec_of(name).components["expert"].nbytes == mib * 2**20
 
 
 @pytest.mark.parametrize(("name", "gigabytes"), [("mixtral-8x7b", 94), ("mixtral-8x22b", 282), ("dbrx", 264)])
@@ -105,15 +105,15 @@ def test_a_format_narrows_only_the_matrices_it_names():
     fp8 = spec_of("deepseek-v3")
     plain = replace(fp8, weights=None)
     assert plain.model_bytes == 2 * plain.num_params
-    for part in PART_NAMES:
-        narrow, wide = fp8.parts[part], plain.parts[part]
+    for part in COMPONENT_NAMES:
+        narrow, wide = fp8.components[part], plain.components[part]
         assert narrow.vector_bytes == wide.vector_bytes == 2 * wide.vector_params
         width = 1 + 4 / 128**2 if part in ("attention", "expert", "shared_experts", "dense_mlp") else 2
         assert narrow.matrix_bytes == width * wide.matrix_params
     assert replace(plain, dtype="float32").model_bytes == 4 * plain.num_params
-    unknown = replace(fp8.weights, parts=("experts",))
-    with pytest.raises(ConfigError, match=r"weights\.parts: must be among .*, got experts"):
-        _ = replace(fp8, weights=unknown).parts
+    unknown = replace(fp8.weights, components=("experts",))
+    with pytest.raises(ConfigError, match=r"weights\.components: must be among .*, got experts"):
+        _ = replace(fp8, weights=unknown).components
 
 
 def test_r1_is_v3():
@@ -168,7 +168,7 @@ def test_dimensions_alone_do_not_run():
         ({"qk_norm": "heads"}, "qk_norm: "),
         ({"hidden": 64}, "hidden: "),
         ({"latent": {"kv_rank": 0, "nope_dim": 128, "rope_dim": 64, "value_dim": 128}}, "latent.kv_rank: must be at"),
-        ({"weights": {"name": "x", "bytes_per_param": 0.0, "parts": []}}, "weights.bytes_per_param: must be > 0"),
+        ({"weights": {"name": "x", "bytes_per_param": 0.0, "components": []}}, "weights.bytes_per_param: must be > 0"),
     ],
 )
 def test_impossible_dimensions_name_the_field(change, told):
