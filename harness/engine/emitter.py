@@ -256,34 +256,30 @@ class Emitter(FanOut):
         it: InFlight,
         layer: int,
         parts: dict[int, PlacedPart] | list[dict[int, PlacedPart]],
-        *,
-        routed: np.ndarray | None = None,
     ) -> Ticket | None:
         """Run the given experts (by number) over the tokens routed to them; submits nothing in a layer without experts.
 
-        `routed` (int64 [num_experts]) is how many tokens choose each expert, from a strategy that has seen the routing:
-        the simulated machine then charges for exactly these tokens and these experts' bytes.
+        Once a strategy has seen the routing (`route`), the simulated machine charges for exactly these experts' tokens
+        and bytes.
         """
         parts = self._mine(parts)
         if not parts:
             return None
         it.owes_sums = True
-        op = Experts(self._family, self._spec, it.batch, it.acts, tuple(parts.values()), tuple(parts), layer, routed)
+        op = Experts(self._family, self._spec, it.batch, it.acts, tuple(parts.values()), tuple(parts), layer)
         return self.submit(GPU, op)
 
-    def experts_on_host(
-        self, it: InFlight, layer: int, experts: Iterable[int] | None = None, *, routed: np.ndarray | None = None
-    ) -> list[Ticket]:
+    def experts_on_host(self, it: InFlight, layer: int, experts: Iterable[int] | None = None) -> list[Ticket]:
         """Run some experts (by number; None: all of the layer) on the cpu lane, after their input has come from the
         device. Their sums begin at 0, so call it once for each layer. Nothing is submitted where there are no experts.
 
         `load_expert_sums` brings their results back; where these are all experts of the layer, `moe_out` is free for
-        the results. `routed` is as in `experts`. Returns the tickets in the order of submission: of `add_common`, of
+        the results. Returns the tickets in the order of submission: of `add_common`, of
         the copy of the input, and of each expert.
         """
         whole = experts is None and not self._spec.is_dense(layer)
         common = self.add_common(it, layer) if whole else None
-        return [*([common] if common else []), *self._experts_on_host(it, layer, experts, routed)]
+        return [*([common] if common else []), *self._experts_on_host(it, layer, experts)]
 
     def add_common(self, it: InFlight, layer: int) -> Ticket | None:
         """Add the outputs that all tokens get, in a layer that has such, to the residual stream. `moe_out` is then free
@@ -294,9 +290,7 @@ class Emitter(FanOut):
         return common
 
     @on_each_gpu
-    def _experts_on_host(
-        self, it: InFlight, layer: int, experts: Iterable[int] | None, routed: np.ndarray | None
-    ) -> list[Ticket]:
+    def _experts_on_host(self, it: InFlight, layer: int, experts: Iterable[int] | None) -> list[Ticket]:
         parts = self._engine.store.experts(layer)
         numbers = list(parts if experts is None else experts)
         if not numbers:
@@ -304,7 +298,7 @@ class Emitter(FanOut):
         copied = self.submit(D2H, expert_rows.OffloadExpertInput(self._spec, it.batch, it.acts, layer))
         ops = [
             Experts(
-                *(self._family, self._spec, it.batch, it.acts, (parts[number],), (number,), layer, routed),
+                *(self._family, self._spec, it.batch, it.acts, (parts[number],), (number,), layer),
                 on_host=True,
                 clears=at == 0,
             )

@@ -30,10 +30,9 @@ class Experts(ComputeOp):
     """Run some experts, one after another, each over the tokens routed to it, and add the weighted results to the sums.
 
     `experts` names the experts behind `parts`, ascending. With `on_host` rows and sums are those in host memory, and
-    the cpu lane runs the op. `clears` sets the sums to 0 before. `routed` is how many tokens choose each expert of the
-    layer, where a strategy has seen the routing; without it a machine without tensors is asked (`foresee`). Where the
-    counts are not known, work assumes even routing: the expected tokens, and the expected number of experts that get
-    any.
+    the cpu lane runs the op. `clears` sets the sums to 0 before. A machine without tensors may know how many tokens
+    choose each expert (`foresee`). Otherwise work assumes even routing: the expected tokens, and the expected number of
+    experts that get any.
     """
 
     kind: ClassVar[str] = "experts"
@@ -47,13 +46,13 @@ class Experts(ComputeOp):
         parts: tuple[PlacedPart, ...],
         experts: tuple[int, ...],
         layer: int,
-        routed: np.ndarray | None = None,  # int64 [num_experts]
         *,
         on_host: bool = False,
         clears: bool = False,
     ) -> None:
         super().__init__(family, spec, batch, acts, parts, layer)
-        self.experts, self.routed, self.on_host, self.clears = experts, routed, on_host, clears
+        self.experts, self.on_host, self.clears = experts, on_host, clears
+        self.routed: np.ndarray | None = None  # int64 [num_experts]
         if on_host:
             self._rows = (acts.host_normed, acts.host_expert_ids, acts.host_expert_weights)
         else:
@@ -62,8 +61,7 @@ class Experts(ComputeOp):
         self.reads, self.writes = (*self._rows, *self.weight_keys), (self._sums,)
 
     def foresee(self, world: Any) -> None:
-        if self.routed is None:
-            self.routed = world.expert_counts(self.batch, self.layer)
+        self.routed = world.expert_counts(self.batch, self.layer)
 
     @property
     def _share(self) -> float:

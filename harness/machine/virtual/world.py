@@ -8,6 +8,7 @@ strategy's performance model.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -39,6 +40,7 @@ class World:
         self._drawn: dict[tuple[MicroBatch, int], np.ndarray] = {}
         self._counts: dict[tuple[MicroBatch, int], np.ndarray] = {}
         self._num_choices = 0  # in `_drawn`
+        self._seen: WeakKeyDictionary[MicroBatch, set[int]] = WeakKeyDictionary()  # layers, by micro-batch
 
     def sampled(self, batch: MicroBatch) -> np.ndarray:
         """Return token 0 for each sequence, int64 [sequences]: the simulated machine only times a run."""
@@ -56,11 +58,15 @@ class World:
                 self._num_choices -= self._drawn.pop(next(iter(self._drawn))).size
         return drawn
 
-    def routing_weights(self, batch: MicroBatch, layer: int) -> np.ndarray:
-        """Return the weights of these experts, float32 [tokens, experts_per_token]: equal ones, since no cost depends
-        on them."""
+    def route(self, batch: MicroBatch, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """Show a strategy the routing by which it chooses experts, and remember that it has seen it.
+
+        Returns `routing` and the weights of these experts, float32 [tokens, experts_per_token]: equal ones, since no
+        cost depends on them.
+        """
         chosen = self.routing(batch, layer)
-        return np.full(chosen.shape, 1 / chosen.shape[1], dtype=np.float32)
+        self._seen.setdefault(batch, set()).add(layer)
+        return chosen, np.full(chosen.shape, 1 / chosen.shape[1], dtype=np.float32)
 
     def predicted(self, batch: MicroBatch, layer: int, distance: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """Return which experts of `layer` are predicted for each token, and how likely each is.
@@ -75,9 +81,10 @@ class World:
     def expert_counts(self, batch: MicroBatch, layer: int) -> np.ndarray | None:
         """Return int64 [num_experts], the tokens that choose each expert.
 
-        None where routing is even, so that the expected numbers, which every op knows by itself, are as good.
+        None where routing is even and nobody has seen it: the expected numbers, which every op knows by itself, are
+        then as good.
         """
-        if self._routing.is_even:
+        if self._routing.is_even and layer not in self._seen.get(batch, ()):
             return None
         key = (batch, layer)
         if (counts := self._counts.get(key)) is None:

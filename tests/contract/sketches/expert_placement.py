@@ -109,25 +109,25 @@ class ExpertPlacement:
         self._guessed.clear()
         there = [e for e in active if (layer, e) in self.slots]
         on_host = [e for e in active if e not in there and routed[e] < self._cpu_below]
-        self._emit.experts_on_host(it, layer, on_host, routed=routed)
+        self._emit.experts_on_host(it, layer, on_host)
         for expert in there:
             self.counts["prefetched" if expert else "resident"] += 1
-            self._run(it, layer, expert, routed)
+            self._run(it, layer, expert)
             self.slots.release(layer, expert)
         running: dict[Ticket, int] = {}
         for expert in (e for e in active if e not in there and e not in on_host):
             if len(running) == _ON_DEMAND:  # react to whichever finishes first
                 self.slots.release(layer, running.pop(self._engine.machine.wait_any(list(running))[0]))
-            running[self._run(it, layer, expert, routed)] = expert
+            running[self._run(it, layer, expert)] = expert
         for expert in running.values():
             self.slots.release(layer, expert)
         self.counts["on demand"] += len(active) - len(there) - len(on_host)
         self.counts["cpu"] += len(on_host)
         return bool(on_host)
 
-    def _run(self, it: InFlight, layer: int, expert: int, routed: np.ndarray) -> Ticket:
+    def _run(self, it: InFlight, layer: int, expert: int) -> Ticket:
         part = self.slots.acquire(layer, expert, urgent=True)
-        ticket = self._emit.experts(it, layer, {expert: part}, routed=routed)
+        ticket = self._emit.experts(it, layer, {expert: part})
         assert ticket is not None
         return ticket
 

@@ -127,10 +127,12 @@ def test_the_world_answers_ids_and_weights_with_one_draw(kind):
     draw = routing.experts
     routing.experts = lambda *about: asked.append(about) or draw(*about)
     world = World(routing, MODEL.num_experts)
-    ids, weights, counts = world.routing(BATCH, 2), world.routing_weights(BATCH, 2), world.expert_counts(BATCH, 2)
+    assert (world.expert_counts(BATCH, 2) is None) == routing.is_even, "an even routing that nobody has seen"
+    (ids, weights), counts = world.route(BATCH, 2), world.expert_counts(BATCH, 2)
     assert (ids == world.routing(BATCH, 2)).all() and len(asked) == 1
     assert weights.shape == ids.shape and weights.sum(axis=1) == pytest.approx(1)
-    assert counts is None if routing.is_even else (counts == np.bincount(ids.ravel(), minlength=16)).all()
+    assert (counts == np.bincount(ids.ravel(), minlength=16)).all()
+    assert (world.expert_counts(BATCH, 3) is None) == routing.is_even, "another layer was not seen"
     with pytest.raises(ValueError, match="read-only"):
         ids[0] = 0
 
