@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from typing import Any, Literal
 
@@ -32,6 +33,59 @@ class LatentAttention:
         for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
             require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
         require(self.q_rank is None or self.q_rank >= 1, "q_rank", f"must be at least 1 or null, got {self.q_rank}")
+
+
+@config
+class Yarn:
+    """YaRN stretches RoPE beyond the positions of pre-training (arXiv 2309.00071 §3). The names and defaults are those
+    of transformers' `rope_parameters`."""
+
+    factor: float  # the context is so many times the one of pre-training
+    original_max_position_embeddings: int  # of pre-training
+    beta_fast: float = 32.0  # frequencies that turn more often than this in the original context stay as they are
+    beta_slow: float = 1.0  # those that turn less often are divided by `factor`; between the two lies a ramp
+    truncate: bool = True  # the ends of the ramp are rounded outwards to whole dimensions
+    attention_factor: float | None = None  # of sines and cosines; null: by `factor` and the next two
+    mscale: float | None = None
+    mscale_all_dim: float | None = None  # with latent attention also of the scores
+
+    def __post_init__(self) -> None:
+        positive = ("factor", "original_max_position_embeddings", "beta_slow", "attention_factor")
+        for name in (*positive, "mscale", "mscale_all_dim"):
+            value = getattr(self, name)
+            require(value is None or value > 0, name, f"must be positive, got {value}")
+        least = self.beta_slow
+        require(self.beta_fast >= least, "beta_fast", f"must be at least beta_slow {least}, got {self.beta_fast}")
+
+    @property
+    def table_scale(self) -> float:
+        """The factor of all sines and cosines (§3.4: the square root of 1/t)."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
+        return self._temperature(1.0)
+
+    @property
+    def score_scale(self) -> float:
+        """The factor by which models with latent attention scale queries and keys once more (DeepSeek-V2 §3.1.4)."""
+        return self._temperature(self.mscale_all_dim) if self.mscale_all_dim else 1.0
+
+    def _temperature(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    def ramp(self, theta: float, dim: int) -> tuple[float, float]:
+        """Return the first and the last of `dim` / 2 frequencies of the ramp, as fractions unless they are truncated.
+        `theta` is RoPE's base, above 1."""
+        positions = self.original_max_position_embeddings
+
+        def at(turns: float) -> float:
+            return dim * math.log(positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        first, last = at(self.beta_fast), at(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        return max(first, 0), min(last, dim - 1)
 
 
 @config
@@ -89,6 +143,7 @@ class Dimensions:
     max_positions: int
     rope_theta: float
     norm_eps: float
+    yarn: Yarn | None = None  # how RoPE is stretched; null: it is not
     sliding_window: int | None = None  # tokens a token sees, itself included
     sliding_layers: Literal["all", "even"] = "all"  # which layers the window holds for, counted from 0
     tie_embeddings: bool = False

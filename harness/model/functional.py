@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from harness.model.dimensions import Router
+from harness.model.dimensions import Router, Yarn
 from harness.model.linear import linear
 
 
@@ -23,18 +23,38 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 @lru_cache(maxsize=8)
 def rope_tables(
-    theta: float, head_dim: int, num_positions: int, dtype: torch.dtype, device: torch.device
+    theta: float,
+    head_dim: int,
+    num_positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    yarn: Yarn | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosine and sine, each [positions, 1, head_dim / 2], computed in float32 and rounded to `dtype`."""
-    inverse_frequency = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
-    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse_frequency
-    return tuple(table.to(device, dtype)[:, None, :] for table in (angles.cos(), angles.sin()))  # type: ignore[return-value]
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse_frequencies(theta, head_dim, yarn)
+    scale = yarn.table_scale if yarn else 1.0
+    return tuple((table * scale).to(device, dtype)[:, None, :] for table in (angles.cos(), angles.sin()))  # type: ignore[return-value]
 
 
-def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs (i, i + head_dim / 2) of x [tokens, heads, head_dim]; cos, sin [tokens, 1, head_dim / 2]."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+def inverse_frequencies(theta: float, dim: int, yarn: Yarn | None) -> torch.Tensor:
+    """Return RoPE's angle for each position, of each pair: float32 [dim / 2]."""
+    powers = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if yarn is None:
+        return 1.0 / powers
+    first, last = yarn.ramp(theta, dim)
+    width = last - first or 0.001
+    kept = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - first) / width).clamp(0, 1)
+    return 1.0 / (yarn.factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
+    """Rotate pairs of x [tokens, heads, head_dim]: (i, i + head_dim / 2), or (2i, 2i + 1) where they are `interleaved`.
+
+    cos and sin [tokens, 1, head_dim / 2] may be wider than x; the result is rounded once to x's dtype. It has the first
+    numbers of all pairs, then the second ones, in either case: scores do not depend on the order.
+    """
+    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 class AttentionOptions(NamedTuple):

@@ -212,7 +212,8 @@ class ModelSpec(Dimensions):
     @property
     def attention_scale(self) -> float:
         """The factor by which scores are multiplied before the softmax."""
-        return self.head_dim**-0.5
+        more = self.yarn.score_scale if self.yarn and self.latent else 1.0
+        return self.head_dim**-0.5 * more * more
 
     def window(self, layer: int) -> int | None:
         """Return how many tokens a query sees in `layer`, its own included; None: all."""

@@ -96,7 +96,8 @@ def kernels_left_out(monkeypatch):
 def launches_by_kind(ops: list, called: list[str]) -> dict[str, float]:
     """The most that an op of each kind launches, the head by run. Fails on whatever must not happen within a pass."""
     spec = ops[0].spec
-    functional.rope_tables(spec.rope_theta, spec.head_dim, spec.max_positions, TORCH_DTYPES[spec.dtype], DEVICE)
+    dtype = TORCH_DTYPES[spec.dtype]
+    functional.rope_tables(spec.rope_theta, spec.head_dim, spec.max_positions, dtype, DEVICE, spec.yarn)
     memory, most = MetaContext(spec), defaultdict(int)
     for op in ops:
         called.clear()

@@ -30,7 +30,9 @@ class Decoder:
         q, k, v = (
             x.view(num_tokens, -1, spec.head_dim) for x in qkv.split((spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1)
         )
-        tables = functional.rope_tables(spec.rope_theta, spec.head_dim, spec.max_positions, hidden.dtype, hidden.device)
+        tables = functional.rope_tables(
+            spec.rope_theta, spec.head_dim, spec.max_positions, hidden.dtype, hidden.device, spec.yarn
+        )
         cos, sin = (table[positions] for table in tables)
         return functional.apply_rope(q, cos, sin), functional.apply_rope(k, cos, sin), v.contiguous()
 

@@ -104,6 +104,7 @@ def read_dimensions(
     if head_dim % 2:
         raise bad_entry("head_dim", f"must be even (RoPE rotates pairs), got {head_dim}")
     vocab_size = read.positive_int("vocab_size")
+    max_positions = read.positive_int("max_position_embeddings")
     return {
         "name": name,
         "num_layers": read.positive_int("num_hidden_layers"),
@@ -112,8 +113,8 @@ def read_dimensions(
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
         "vocab_size": vocab_size,
-        "max_positions": read.positive_int("max_position_embeddings"),
-        "rope_theta": read.rope_theta(rope_theta),
+        "max_positions": max_positions,
+        **read.rope(rope_theta, max_positions=max_positions),
         "norm_eps": read.positive_float("rms_norm_eps", norm_eps),
         "tie_embeddings": read.flag("tie_word_embeddings", default=False),
         "eos_token_id": read.eos_token_id(vocab_size),

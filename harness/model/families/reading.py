@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
-from harness.config import ConfigError
+from harness.config import ConfigError, parse
+from harness.model.dimensions import Yarn
 from harness.model.spec import Dtype
 
 
@@ -74,18 +75,40 @@ class ConfigReader:
         if value != expected:
             raise bad_entry(key, f"must be {expected!r}, got {value!r}")
 
-    def rope_theta(self, default: float) -> float:
-        """Return the RoPE base frequency: top-level before transformers 5, inside `rope_parameters` since. Scaled RoPE
-        is refused."""
-        nested = self.entries.get("rope_scaling") or self.entries.get("rope_parameters") or {}
-        if not isinstance(nested, Mapping):
-            raise bad_entry("rope_parameters", f"must be a mapping, got {nested!r}")
+    def rope(self, default_theta: float, *, max_positions: int) -> dict[str, Any]:
+        """Return `rope_theta` and `yarn` as fields of `ModelSpec`, from `rope_scaling` or, as transformers 5 writes it,
+        from `rope_parameters`. The base frequency may stand beside or inside. Other scaling than YaRN's is refused."""
+        key = "rope_scaling" if self.entries.get("rope_scaling") else "rope_parameters"
+        nested = self.entries.get(key) or {}
+        if not isinstance(nested, Mapping) or any(isinstance(value, Mapping) for value in nested.values()):
+            raise bad_entry(key, f"must be a mapping, the same for all layers, got {nested!r}")
         kind = nested.get("rope_type", nested.get("type", "default"))
-        if kind != "default":
-            raise bad_entry("rope_parameters.rope_type", f"must be 'default' for this model family, got {kind!r}")
-        if "rope_theta" in nested:
-            return ConfigReader(nested).positive_float("rope_theta", default)
-        return self.positive_float("rope_theta", default)
+        if kind not in ("default", "yarn"):
+            raise bad_entry(f"{key}.rope_type", f"must be 'default' or 'yarn', got {kind!r}")
+        for entries, name in ((self.entries, "partial_rotary_factor"), (nested, f"{key}.partial_rotary_factor")):
+            if (part := entries.get("partial_rotary_factor", 1.0)) not in (None, 1):
+                raise bad_entry(name, f"must be 1 (RoPE turns all of a head), got {part!r}")
+        theta = ConfigReader(nested if "rope_theta" in nested else self.entries).positive_float(
+            "rope_theta", default_theta
+        )
+        return {"rope_theta": theta, "yarn": self._yarn(key, nested, theta, max_positions) if kind == "yarn" else None}
+
+    def _yarn(self, key: str, nested: Mapping[str, Any], theta: float, max_positions: int) -> Yarn:
+        positions = "original_max_position_embeddings"
+        outside = self.entries.get(positions)  # transformers: this one counts where both are there
+        given = {positions: max_positions} | {
+            name: value for name, value in nested.items() if value is not None or name == "truncate"
+        }
+        given |= {positions: outside} if outside is not None else {}
+        for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):  # 0 is as good as absent there
+            if given.get(name) == 0:
+                del given[name]
+        if theta <= 1:
+            raise bad_entry("rope_theta", f"must be above 1 with YaRN, got {theta}")
+        try:
+            return parse(Yarn, {field.name: given[field.name] for field in fields(Yarn) if field.name in given})
+        except ConfigError as error:
+            raise bad_entry(f"{key}.{error.field}", error.message) from None
 
     def eos_token_id(self, vocab_size: int) -> int | None:
         value = self.entries.get("eos_token_id")

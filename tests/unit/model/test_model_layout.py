@@ -152,8 +152,7 @@ def test_where_both_entries_for_rope_are_there_transformers_choice_counts():
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings: must be true or false"),
         ({"eos_token_id": 32000}, "eos_token_id: must be one token id below vocab_size 32000"),
         ({"eos_token_id": [1, 2]}, "eos_token_id: must be one token id"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_parameters.rope_type: must be 'default'"),
-        ({"rope_parameters": 3}, "rope_parameters: must be a mapping, got 3"),
+        ({"rope_parameters": 3}, "rope_parameters: must be a mapping, the same for all layers, got 3"),
         ({"model_type": "mistral"}, "model_type: must be 'mixtral', got 'mistral'"),
     ],
 )
