@@ -155,6 +155,7 @@ class Dimensions:
     dense_dim: int = 0
     qk_norm: Literal["head", "full"] | None = None  # RMS norm of queries and keys over each head, or over all heads
     qkv_bias: bool = False
+    clip_qkv: float | None = None  # queries, keys and values are limited to this absolute value, before RoPE
     o_bias: bool = False
     attention_sinks: bool = False  # one learned logit for each head
     router_bias: bool = False

@@ -40,6 +40,7 @@ class PlannedLayout:
         parts = spec.components
         attention, norms = parts[ATTENTION], parts[NORMS].nbytes
         out_bytes = round(attention.matrix_bytes * spec.attention_out_params / attention.matrix_params)
+        out_bytes += spec.hidden_dim * spec.dtype_bytes if spec.o_bias else 0
         common = (DENSE_MLP,) if spec.is_dense(layer) else (ROUTER, SHARED_EXPERTS)
         behind_bytes = out_bytes + norms // 2 + sum(parts[name].nbytes for name in common if parts[name].count)
         front_bytes = attention.nbytes - out_bytes + norms - norms // 2

@@ -23,6 +23,8 @@ def shard_spec(spec: ModelSpec, num_ranks: int) -> ModelSpec:
         require(size % num_ranks == 0, "hardware.num_gpus", message)
         return size // num_ranks
 
+    message = f"must be 1 for GPUs that share heads: {spec.name} has norms over all of them (qk_norm), got {num_ranks}"
+    require(num_ranks == 1 or spec.qk_norm != "full", "hardware.num_gpus", message)
     kv_heads = spec.num_kv_heads
     message = f"must divide the model's num_kv_heads {kv_heads} or be a multiple of it, got {num_ranks}"
     require(kv_heads % num_ranks == 0 or num_ranks % kv_heads == 0, "hardware.num_gpus", message)

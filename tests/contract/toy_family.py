@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +17,7 @@ from torch import Tensor
 from harness.model import families
 from harness.model.checkpoint import Checkpoint
 from harness.model.dimensions import Router
-from harness.model.families import MoeInput
 from harness.model.families.mixtral import Mixtral
-from harness.model.functional import swiglu
 from harness.model.layout import PartLayout, Section, TensorSlice, TensorSource, lay_out
 from harness.model.spec import ModelSpec
 
@@ -45,23 +43,17 @@ class Toy(Mixtral):
         return lay_out("attention", "float32", (TensorSource("sinks", (spec.num_heads,), (name,)),))
 
     def router_sources(self, spec: ModelSpec, prefix: str) -> tuple[TensorSource, ...]:
+        bias = TensorSource("correction_bias", (spec.num_experts,), (prefix + "correction_bias",), dtype="float32")
+        return (*super().router_sources(spec, prefix), bias)
+
+    def shared_sources(self, spec: ModelSpec, prefix: str) -> tuple[TensorSource, ...]:
         module, width, hidden = f"{prefix}shared.", spec.shared_expert_dim, spec.hidden_dim
         gate, up = (TensorSlice((Section(0, 1, 1), Section(i, i + 1, 2, interleaved=True)), True) for i in (0, 1))
         fused = TensorSource("shared_gate_up", (2 * width, hidden), (module + "gate_up",) * 2, (width, width))
         return (
-            *super().router_sources(spec, prefix),
-            TensorSource("correction_bias", (spec.num_experts,), (prefix + "correction_bias",), dtype="float32"),
             replace(fused, slices=(gate, up)),
             TensorSource("shared_down", (hidden, width), (module + "down",), slices=(TensorSlice((1,)),)),
         )
-
-    def after_attention(
-        self, spec: ModelSpec, w: Mapping[str, Tensor], projected: Tensor, residual: Tensor, layer: int
-    ) -> MoeInput:
-        found = super().after_attention(spec, w, projected, residual, layer)
-        if spec.is_dense(layer):
-            return found
-        return found._replace(common=swiglu(found.normed, w["shared_gate_up"], w["shared_down"]))
 
 
 def make_toy(tiny: Checkpoint, folder: Path, patch: pytest.MonkeyPatch) -> Checkpoint:

@@ -27,14 +27,24 @@ class Decoder:
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_tokens = hidden.shape[0]
         qkv = linear(functional.rms_norm(hidden, w["input_norm"], spec.norm_eps), w["qkv"])
-        q, k, v = (
-            x.view(num_tokens, -1, spec.head_dim) for x in qkv.split((spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1)
-        )
+        if spec.qkv_bias:
+            qkv = qkv + w["qkv_bias"]
+        q, k, v = qkv.split((spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1)
+        if spec.qk_norm:
+            q, k = (self._norm_heads(spec, x, w[name]) for x, name in ((q, "q_norm"), (k, "k_norm")))
+        if spec.clip_qkv is not None:
+            q, k, v = (x.clamp(-spec.clip_qkv, spec.clip_qkv) for x in (q, k, v))
+        q, k, v = (x.reshape(num_tokens, -1, spec.head_dim) for x in (q, k, v))
         tables = functional.rope_tables(
             spec.rope_theta, spec.head_dim, spec.max_positions, hidden.dtype, hidden.device, spec.yarn
         )
         cos, sin = (table[positions] for table in tables)
         return functional.apply_rope(q, cos, sin), functional.apply_rope(k, cos, sin), v.contiguous()
+
+    def _norm_heads(self, spec: ModelSpec, x: Tensor, weight: Tensor) -> Tensor:
+        """Normalise queries or keys [tokens, heads * head_dim] over as many entries as the weight has: those of each
+        head, or all."""
+        return functional.rms_norm(x.unflatten(-1, (-1, weight.numel())), weight, spec.norm_eps).flatten(1)
 
     def attention_options(self, spec: ModelSpec, w: Weights, layer: int) -> AttentionOptions:
         return AttentionOptions(spec.attention_scale, spec.window(layer), w.get("sinks"))
@@ -54,11 +64,20 @@ class Decoder:
 
     def after_attention(self, spec: ModelSpec, w: Weights, projected: Tensor, residual: Tensor, layer: int) -> MoeInput:
         residual = residual + projected
+        if spec.o_bias:
+            residual = residual + w["o_bias"]  # here, since the GPUs' `projected` are summed
         normed = functional.rms_norm(residual, w["post_norm"], spec.norm_eps)
         if spec.is_dense(layer):
             return MoeInput(residual, normed, None, None, functional.swiglu(normed, w["gate_up"], w["down"]))
         ids, weights = self.route(spec, w, self.router_logits(spec, w, normed, layer), layer)
-        return MoeInput(residual, normed, ids, weights)
+        return MoeInput(residual, normed, ids, weights, self.shared_experts(spec, w, normed))
+
+    def shared_experts(self, spec: ModelSpec, w: Weights, normed: Tensor) -> Tensor | None:
+        """Compute what the shared experts give, [tokens, hidden], scaled by their gate; None without any."""
+        if not spec.shared_expert_dim:
+            return None
+        out = functional.swiglu(normed, w["shared_gate_up"], w["shared_down"])
+        return linear(normed, w["shared_gate"]).sigmoid() * out if spec.shared_expert_gate else out
 
     def router_logits(self, spec: ModelSpec, w: Weights, normed: Tensor, layer: int) -> Tensor:
         return linear(normed, w["router"])

@@ -17,6 +17,7 @@ class DecoderLayout:
 
     mlp: ClassVar[str] = "mlp"  # a layer's module that has router and experts
     experts: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
+    shared: ClassVar[str] = "shared_experts"  # the module of all shared experts together
 
     def layer_parts(self, spec: ModelSpec, layer: int) -> tuple[PartLayout, ...]:
         """Return attention_in, attention_out, then every expert: the order in which a pass first needs them."""
@@ -40,25 +41,39 @@ class DecoderLayout:
         return lay_out("head", spec.dtype, sources)
 
     def attention_in_sources(self, spec: ModelSpec, prefix: str) -> tuple[TensorSource, ...]:
+        module, rows = prefix + "self_attn.", (spec.q_dim, spec.kv_dim, spec.kv_dim)
+        weights, biases = (tuple(f"{module}{each}_proj.{kind}" for each in "qkv") for kind in ("weight", "bias"))
+        widths = (spec.head_dim, spec.head_dim) if spec.qk_norm == "head" else rows[:2]
+        norms = (
+            TensorSource(f"{x}_norm", (n,), (f"{module}{x}_norm.weight",)) for x, n in zip("qk", widths, strict=True)
+        )
         return (
             TensorSource("input_norm", (spec.hidden_dim,), (prefix + "input_layernorm.weight",)),
-            TensorSource(
-                "qkv",
-                (spec.q_dim + 2 * spec.kv_dim, spec.hidden_dim),
-                tuple(f"{prefix}self_attn.{projection}_proj.weight" for projection in "qkv"),
-                (spec.q_dim, spec.kv_dim, spec.kv_dim),
-            ),
+            TensorSource("qkv", (sum(rows), spec.hidden_dim), weights, rows),
+            *((TensorSource("qkv_bias", (sum(rows),), biases, rows),) if spec.qkv_bias else ()),
+            *(norms if spec.qk_norm else ()),
         )
 
     def attention_out_sources(self, spec: ModelSpec, prefix: str) -> tuple[TensorSource, ...]:
+        bias = TensorSource("o_bias", (spec.hidden_dim,), (prefix + "self_attn.o_proj.bias",))
         return (
             TensorSource("o", (spec.hidden_dim, spec.q_dim), (prefix + "self_attn.o_proj.weight",)),
+            *((bias,) if spec.o_bias else ()),
             TensorSource("post_norm", (spec.hidden_dim,), (prefix + "post_attention_layernorm.weight",)),
         )
 
     def router_sources(self, spec: ModelSpec, prefix: str) -> tuple[TensorSource, ...]:
         name = f"{prefix}{self.mlp}.gate.weight"
         return (TensorSource("router", (spec.num_experts, spec.hidden_dim), (name,)),)
+
+    def shared_sources(self, spec: ModelSpec, prefix: str) -> tuple[TensorSource, ...]:
+        """Return the shared experts of a layer with a router, as one MLP, and their gate; nothing without any."""
+        if not spec.shared_expert_dim:
+            return ()
+        module, hidden = f"{prefix}{self.mlp}.{self.shared}", spec.hidden_dim
+        gate = TensorSource("shared_gate", (1, hidden), (f"{module}_gate.weight",))
+        mlp = self.swiglu_sources(f"{module}.", spec.shared_expert_dim, hidden, "shared_")
+        return (*mlp, gate) if spec.shared_expert_gate else mlp
 
     def dense_sources(self, spec: ModelSpec, prefix: str) -> tuple[TensorSource, ...]:
         """Return the MLP of a layer without router and experts."""
@@ -67,19 +82,20 @@ class DecoderLayout:
     def expert_sources(self, spec: ModelSpec, prefix: str, expert: int) -> tuple[TensorSource, ...]:
         return self.swiglu_sources(f"{prefix}{self.mlp}.experts.{expert}.", spec.expert_dim, spec.hidden_dim)
 
-    def swiglu_sources(self, module: str, width: int, hidden: int) -> tuple[TensorSource, ...]:
+    def swiglu_sources(self, module: str, width: int, hidden: int, local: str = "") -> tuple[TensorSource, ...]:
+        """Return the matrices of one MLP. Their local names begin with `local`."""
         gate, up, down = (f"{module}{name}.weight" for name in self.experts)
         return (
-            TensorSource("gate_up", (2 * width, hidden), (gate, up)),
-            TensorSource("down", (hidden, width), (down,)),
+            TensorSource(local + "gate_up", (2 * width, hidden), (gate, up)),
+            TensorSource(local + "down", (hidden, width), (down,)),
         )
 
 
 @lru_cache(maxsize=1024)
 def _layer_parts(layout: DecoderLayout, spec: ModelSpec, layer: int) -> tuple[PartLayout, ...]:
-    prefix = f"model.layers.{layer}."
-    is_dense, front = spec.is_dense(layer), layout.attention_out_sources(spec, prefix)
-    behind = (*front, *(layout.dense_sources if is_dense else layout.router_sources)(spec, prefix))
+    prefix, is_dense = f"model.layers.{layer}.", spec.is_dense(layer)
+    mlp = (layout.dense_sources,) if is_dense else (layout.router_sources, layout.shared_sources)
+    behind = [source for sources in (layout.attention_out_sources, *mlp) for source in sources(spec, prefix)]
     return (
         lay_out("attention_in", spec.dtype, layout.attention_in_sources(spec, prefix)),
         lay_out("attention_out", spec.dtype, behind),
