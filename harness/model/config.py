@@ -28,8 +28,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         require_name(self.name)
         if self.recipe is not None:
-            known, family = families.available(), self.recipe.family
-            require(family in known, "recipe.family", f"must be one of {', '.join(known)}, got {family!r}")
+            try:
+                families.require_recipe(self.recipe)
+            except ConfigError as error:
+                raise error.below("recipe") from None
         require(
             self.has_weights or self.spec is not None,
             "path",

@@ -164,14 +164,8 @@ class Dimensions:
     router: Router = Router()
     weights: WeightFormat | None = None
 
-
-@config
-class SpecConfig(Dimensions):
-    """The setting `model.spec` gives the public dimensions of a model whose checkpoint need not be here."""
-
-    source: str
-
-    def __post_init__(self) -> None:
+    def require_possible(self) -> None:
+        """Raise ConfigError naming the first dimension that no model has, or that does not fit another one."""
         at_least_one = (
             "num_layers hidden_dim num_heads num_kv_heads head_dim num_experts expert_dim vocab_size max_positions"
         )
@@ -196,11 +190,22 @@ class SpecConfig(Dimensions):
             f"must be at least 1 where dense_layers has any, else 0; got {self.dense_dim}",
         )
         require(self.shared_expert_dim >= 0, "shared_expert_dim", f"must be >= 0, got {self.shared_expert_dim}")
-        window, latent = self.sliding_window, self.latent
+        window, latent, clip = self.sliding_window, self.latent, self.clip_qkv
         require(window is None or window >= 1, "sliding_window", f"must be at least 1 or null, got {window}")
+        require(clip is None or clip > 0, "clip_qkv", f"must be positive or null, got {clip}")
         if latent is not None:
             qk_dim = latent.nope_dim + latent.rope_dim
             require(self.head_dim == qk_dim, "head_dim", f"must be nope_dim + rope_dim = {qk_dim}, got {self.head_dim}")
+
+
+@config
+class SpecConfig(Dimensions):
+    """The setting `model.spec` gives the public dimensions of a model whose checkpoint need not be here."""
+
+    source: str
+
+    def __post_init__(self) -> None:
+        self.require_possible()
 
     def dimensions(self) -> dict[str, Any]:
         """Return the fields of `Dimensions`, by name."""

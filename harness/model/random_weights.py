@@ -2,7 +2,7 @@
 
 A block of uniform numbers is laid end to end over a part's matrices, starting at another place for each part, so that
 94 GB take seconds. Scales are those of the random checkpoints (`zoo.py`): 1 / sqrt(hidden), embeddings 1, norms spread
-about 1.
+about 1, other vectors about 0.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class RandomWeights:
             start = zlib.crc32(f"{layer} {part.name} {tensor.name}".encode())
             if len(tensor.shape) == 1:
                 self._fill(view, start)
-                view.mul_(NORM_STD / self._std).add_(1.0)  # norms
+                view.mul_(NORM_STD / self._std).add_(float(tensor.name.endswith("norm")))  # else biases, sinks
             elif not self._is_there(view, start, scale):
                 self._tile(view, start)
                 if scale != 1.0:

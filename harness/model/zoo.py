@@ -2,7 +2,8 @@
 
 Matrices are uniform with mean zero and the recipe's standard deviation, about 1 / sqrt(hidden) by default: PCG64
 integers scaled to floats, which every platform reproduces bit for bit, at five times the speed of a normal
-distribution. Norm weights are spread about one, so that a norm that is left out shows in the tokens.
+distribution. Norm weights are spread about one, and biases and sinks about zero, so that one that is left out shows in
+the tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,9 @@ def ensure(model: ModelConfig) -> Path:
 
 
 def recipe_key(recipe: RandomRecipe) -> str:
-    content = json.dumps([GENERATOR_VERSION, asdict(recipe)], sort_keys=True)
+    defaults = {field.name: field.default for field in fields(recipe)}  # a field to come leaves the key as it is
+    told = {name: value for name, value in asdict(recipe).items() if getattr(recipe, name) != defaults[name]}
+    content = json.dumps([GENERATOR_VERSION, told], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
@@ -96,13 +99,17 @@ def _fill(model: nn.Module, recipe: RandomRecipe) -> None:
     import numpy as np
     import torch
 
-    for name, parameter in model.named_parameters():
-        is_norm = parameter.dim() == 1
-        std = recipe.norm_std if is_norm else recipe.embed_std if "embed_tokens" in name else recipe.weight_std
+    stored = model.state_dict().keys()  # without what transformers derives from config.json
+    tensors = [*model.named_parameters(), *((name, each) for name, each in model.named_buffers() if name in stored)]
+    for name, tensor in tensors:
+        is_bias = name.endswith(("bias", "sinks"))  # of experts they have two dimensions
+        is_norm = tensor.dim() == 1 and not is_bias
+        std = recipe.embed_std if name.endswith(("embed_tokens.weight", "wte.weight")) else recipe.weight_std
+        std = recipe.norm_std if is_norm or is_bias else std
         stream = np.random.Generator(np.random.PCG64([recipe.seed, zlib.crc32(name.encode())]))
-        values = torch.from_numpy(stream.random(parameter.numel(), dtype=np.float32))
+        values = torch.from_numpy(stream.random(tensor.numel(), dtype=np.float32))
         values.sub_(0.5).mul_(std * 12**0.5)  # a uniform variable of width 1 has variance 1/12
-        parameter.data.copy_(values.view(parameter.shape) + float(is_norm))
+        tensor.data.copy_(values.view(tensor.shape) + float(is_norm))
 
 
 def train_tokenizer(vocab_size: int) -> Tokenizer:

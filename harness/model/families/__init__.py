@@ -13,10 +13,12 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from harness.config import ConfigError
+from harness.model.dimensions import Dimensions
 from harness.model.layout import PartLayout
 from harness.model.spec import ModelSpec
 
@@ -168,6 +170,21 @@ def layout(name: str) -> FamilyLayout:
 def family(name: str) -> Family:
     """Return layout and math of the family whose Hugging Face `model_type` is `name`."""
     return cast(Family, _load(name, "").FAMILY)
+
+
+def require_recipe(recipe: RandomRecipe) -> None:
+    """Raise ConfigError naming the field of a recipe that a checkpoint of its family cannot have."""
+    if recipe.family not in available():
+        raise ConfigError("family", f"must be one of {', '.join(available())}, got {recipe.family!r}")
+    found = layout(recipe.family)
+    try:
+        spec = found.spec_from_config(found.config_from_recipe(recipe), "random", recipe.dtype)
+    except ConfigError as error:
+        raise ConfigError("family", f"{recipe.family} cannot have these dimensions ({error.message})") from error
+    for field in fields(Dimensions):
+        asked, made = getattr(recipe, field.name), getattr(spec, field.name)
+        if asked not in (field.default, made):
+            raise ConfigError(field.name, f"must be {made!r} for the family {recipe.family}, got {asked!r}")
 
 
 def _load(name: str, suffix: str) -> ModuleType:
