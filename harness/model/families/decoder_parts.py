@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from harness.model.dimensions import require_countable
 from harness.model.families.reading import ConfigReader, bad_entry, checked_dtype
 from harness.model.layout import PartLayout, TensorSource, lay_out
 from harness.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from harness.model.recipe import RandomRecipe
 
 
 class DecoderLayout:
@@ -107,13 +111,14 @@ def _layer_parts(layout: DecoderLayout, spec: ModelSpec, layer: int) -> tuple[Pa
 
 
 def read_dimensions(
-    read: ConfigReader, name: str, dtype: str, *, num_kv_heads: int, rope_theta: float, norm_eps: float
+    read: ConfigReader, name: str, dtype: str, *, num_kv_heads: int | None, rope_theta: float, norm_eps: float
 ) -> dict[str, Any]:
     """Read the entries that all decoders with grouped-query attention have, as fields of `ModelSpec`, without those of
-    the experts. The given numbers are what transformers assumes where config.json leaves the entry out."""
+    the experts. The given numbers are what transformers assumes where config.json leaves the entry out; without
+    `num_kv_heads` it assumes as many as query heads."""
     hidden_dim, num_heads = read.positive_int("hidden_size"), read.positive_int("num_attention_heads")
-    absent = "num_key_value_heads" not in read.entries
-    kv_heads = read.positive_int("num_key_value_heads", default=num_kv_heads if absent else None)
+    absent = num_kv_heads is None or "num_key_value_heads" not in read.entries
+    kv_heads = read.positive_int("num_key_value_heads", default=(num_kv_heads or num_heads) if absent else None)
     if num_heads % kv_heads:
         raise bad_entry("num_key_value_heads", f"must divide num_attention_heads {num_heads}, got {kv_heads}")
     head_dim = read.positive_int("head_dim", default=max(1, hidden_dim // num_heads))
@@ -139,7 +144,8 @@ def read_dimensions(
 
 
 def read_experts(read: ConfigReader, *, count: str, width: str) -> dict[str, Any]:
-    """Read how many experts there are and how large they are, from the entries `count` and `width`."""
+    """Read how many experts there are, from the entry `count` or its other name, and how large, from `width`."""
+    count = read.name_of("num_experts" if count == "num_local_experts" else "num_local_experts", count)
     num_experts, experts_per_token = read.positive_int(count), read.positive_int("num_experts_per_tok")
     if experts_per_token > num_experts:
         raise bad_entry("num_experts_per_tok", f"must be at most {count} {num_experts}, got {experts_per_token}")
@@ -149,3 +155,44 @@ def read_experts(read: ConfigReader, *, count: str, width: str) -> dict[str, Any
         "experts_per_token": experts_per_token,
         "expert_dim": read.positive_int(width),
     }
+
+
+def read_dense_layers(read: ConfigReader) -> dict[str, Any]:
+    """Read which layers have an ordinary MLP, as the Qwen families say it, and how wide that is."""
+    num_layers, step = read.positive_int("num_hidden_layers"), read.positive_int("decoder_sparse_step", default=1)
+    named = read.ints_below("mlp_only_layers", num_layers)
+    dense = tuple(layer for layer in range(num_layers) if layer in named or (layer + 1) % step)
+    if len(dense) == num_layers:
+        raise bad_entry("mlp_only_layers" if named else "decoder_sparse_step", "must leave a layer with experts")
+    return {"dense_layers": dense, "dense_dim": read.positive_int("intermediate_size") if dense else 0}
+
+
+def decoder_entries(recipe: RandomRecipe) -> dict[str, Any]:
+    """Return the entries of config.json that all decoders with grouped-query attention have."""
+    return {
+        "model_type": recipe.family,
+        "num_hidden_layers": recipe.num_layers,
+        "hidden_size": recipe.hidden_dim,
+        "num_attention_heads": recipe.num_heads,
+        "num_key_value_heads": recipe.num_kv_heads,
+        "head_dim": recipe.head_dim,
+        "num_experts_per_tok": recipe.experts_per_token,
+        "vocab_size": recipe.vocab_size,
+        "max_position_embeddings": recipe.max_positions,
+        "rms_norm_eps": recipe.norm_eps,
+        "rope_parameters": rope_entries(recipe),
+        "tie_word_embeddings": recipe.tie_embeddings,
+        "initializer_range": recipe.weight_std,
+    }
+
+
+def rope_entries(recipe: RandomRecipe) -> dict[str, Any]:
+    """Return the entries of `rope_parameters`, as transformers 5 names them."""
+    stretched = {key: value for key, value in asdict(recipe.yarn).items() if value is not None} if recipe.yarn else {}
+    return {"rope_type": "yarn" if stretched else "default", "rope_theta": recipe.rope_theta, **stretched}
+
+
+def dense_entries(recipe: RandomRecipe) -> dict[str, Any]:
+    """Return the entries of config.json that `read_dense_layers` reads."""
+    dense = recipe.dense_layers
+    return {"mlp_only_layers": list(dense), "intermediate_size": recipe.dense_dim} if dense else {}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from harness.model.families.decoder_parts import DecoderLayout, read_dimensions, read_experts
+from harness.model.families.decoder_parts import DecoderLayout, decoder_entries, read_dimensions, read_experts
 from harness.model.families.reading import ConfigReader
 from harness.model.spec import ModelSpec
 
@@ -33,22 +33,10 @@ class MixtralLayout(DecoderLayout):
 
     def config_from_recipe(self, recipe: RandomRecipe) -> dict[str, Any]:
         return {
-            "model_type": "mixtral",
-            "num_hidden_layers": recipe.num_layers,
-            "hidden_size": recipe.hidden_dim,
-            "num_attention_heads": recipe.num_heads,
-            "num_key_value_heads": recipe.num_kv_heads,
-            "head_dim": recipe.head_dim,
+            **decoder_entries(recipe),
             "num_local_experts": recipe.num_experts,
-            "num_experts_per_tok": recipe.experts_per_token,
             "intermediate_size": recipe.expert_dim,
-            "vocab_size": recipe.vocab_size,
-            "max_position_embeddings": recipe.max_positions,
-            "rms_norm_eps": recipe.norm_eps,
-            "rope_parameters": {"rope_type": "default", "rope_theta": recipe.rope_theta},
             "sliding_window": recipe.sliding_window,
-            "tie_word_embeddings": recipe.tie_embeddings,
-            "initializer_range": recipe.weight_std,
         }
 
 

@@ -54,14 +54,36 @@ class ConfigReader:
             raise bad_entry(key, f"must be a positive integer, got {value!r}")
         return value
 
-    def optional_positive_int(self, key: str) -> int | None:
-        return None if self.entries.get(key) is None else self.positive_int(key)
+    def optional_positive_int(self, key: str, default: int | None = None) -> int | None:
+        """Return a positive integer, or None for null; `default` stands in for an entry that is absent."""
+        value = self.entries.get(key, default)
+        return None if value is None else self.positive_int(key, default)
+
+    def ints_below(self, key: str, limit: int) -> list[int]:
+        """Return a list of integers from 0 to below the limit; an entry that is absent or null means an empty one."""
+        values = self.entries.get(key)
+        values = [] if values is None else values
+        if not isinstance(values, list) or any(type(value) is not int or not 0 <= value < limit for value in values):
+            raise bad_entry(key, f"must be a list of integers from 0 to {limit - 1}, got {values!r}")
+        return values
+
+    def name_of(self, other: str, name: str) -> str:
+        """Return under which of two names config.json has an entry: `name`, unless only the other one is there. Where
+        both are, they must agree."""
+        if self.entries.get(other) is None:
+            return name
+        if self.entries.get(name) not in (None, self.entries[other]):
+            raise bad_entry(name, f"must agree with {other} {self.entries[other]!r}, got {self.entries[name]!r}")
+        return other
 
     def positive_float(self, key: str, default: float) -> float:
         value = self.entries.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise bad_entry(key, f"must be a positive number, got {value!r}")
         return float(value)
+
+    def optional_positive_float(self, key: str) -> float | None:
+        return None if self.entries.get(key) is None else self.positive_float(key, 1.0)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.entries.get(key, default)

@@ -20,6 +20,7 @@ def deepseek(model_type: str, **entries: Any) -> dict[str, Any]:
 
 def mixtral(**entries: Any) -> dict[str, Any]:
     shared = {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000}
+    shared |= {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "eos_token_id": 2, "sliding_window": None}
     return {"model_type": "mixtral", "tie_word_embeddings": False, **shared, **entries}
 
 
@@ -42,11 +43,23 @@ DEEPSEEK_V3 = deepseek(
 
 PUBLISHED = {
     "mixtral-8x7b": Published(
-        mixtral(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32),
+        mixtral(
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            max_position_embeddings=32768,
+        ),
         *(46.7, 12.9, True),
     ),
     "mixtral-8x22b": Published(
-        mixtral(hidden_size=6144, intermediate_size=16384, num_hidden_layers=56, num_attention_heads=48),
+        mixtral(
+            hidden_size=6144,
+            intermediate_size=16384,
+            num_hidden_layers=56,
+            num_attention_heads=48,
+            max_position_embeddings=65536,
+        ),
         *(140.6, 39, True),
     ),
     "dbrx": Published(
@@ -116,6 +129,18 @@ PUBLISHED = {
             "head_dim": 128,
             "num_experts": 128,
             "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "attention_bias": False,
+            "sliding_window": None,
+            "use_sliding_window": False,
+            "max_window_layers": 48,
+            "max_position_embeddings": 40960,
+            "rope_theta": 1000000.0,
+            "rope_scaling": None,
+            "rms_norm_eps": 1e-06,
+            "eos_token_id": 151645,
             "vocab_size": 151936,
             "tie_word_embeddings": False,
         },
@@ -152,6 +177,15 @@ PUBLISHED = {
             "num_key_value_heads": 4,
             "num_experts": 64,
             "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "sliding_window": 131072,
+            "use_sliding_window": False,
+            "max_window_layers": 28,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1000000.0,
+            "rms_norm_eps": 1e-06,
+            "eos_token_id": 151643,
             "vocab_size": 151936,
             "tie_word_embeddings": False,
         },
@@ -167,6 +201,14 @@ PUBLISHED = {
             "num_key_value_heads": 16,
             "num_experts": 64,
             "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "attention_bias": False,
+            "clip_qkv": None,
+            "max_position_embeddings": 4096,
+            "rope_theta": 10000.0,
+            "rope_scaling": None,
+            "rms_norm_eps": 1e-05,
+            "eos_token_id": 50279,
             "vocab_size": 50304,
             "tie_word_embeddings": False,
         },

@@ -38,10 +38,20 @@ def read(source, layer, part) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("model", ["mixtral-8x7b", "mixtral-tiny"])
-def test_every_tensor_is_filled_to_scale(model, monkeypatch):
-    monkeypatch.setattr(random_weights, "_BLOCK_NUMBERS", 7919)
-    small = SMALL if model == "mixtral-8x7b" else []
+BIASES = [f"+model.recipe.{change}" for change in ("qkv_bias=true", "o_bias=true")]
+
+
+@pytest.mark.parametrize(
+    ("model", "small"),
+    [
+        ("mixtral-8x7b", SMALL),
+        ("mixtral-tiny", []),
+        ("qwen3-tiny", BIASES),
+        ("qwen2-57b-a14b", SMALL),
+    ],
+)
+def test_every_tensor_is_filled_to_scale(model, small, monkeypatch):
+    monkeypatch.setattr(random_weights, "_BLOCK_NUMBERS", 1_299_709)
     source = RandomWeights(parse_settings(composed(f"model={model}", "model.path=random", *small)).model)
     seen = []
     for layer, part in parts(source):
@@ -49,12 +59,12 @@ def test_every_tensor_is_filled_to_scale(model, monkeypatch):
         for name, tensor in part_views(part, out).items():
             assert torch.isfinite(tensor.float()).all()
             if tensor.dim() == 1:
-                assert tensor.float().std().item() == pytest.approx(0.2, rel=0.25)
-                assert abs(tensor.float().mean().item() - 1) < 0.1
+                assert tensor.float().std().item() == pytest.approx(0.2, rel=0.4)
+                assert abs(tensor.float().mean().item() - name.endswith("norm")) < 0.2
                 continue
             wanted = 1.0 if name == "embed" else source.spec.hidden_dim**-0.5
             assert tensor.float().std().item() == pytest.approx(wanted, rel=0.15)
-            assert (tensor[0] != tensor[1]).any(), "rows repeat"
+            assert len(tensor) == 1 or (tensor[0] != tensor[1]).any(), "rows repeat"
             seen.append(tensor.flatten()[:64].float())
     alike = [i for i in range(len(seen)) for j in range(i) if torch.equal(seen[i], seen[j])]
     assert not alike, "two matrices begin alike"

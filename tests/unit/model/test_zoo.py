@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.config import ConfigError
 from harness.model import cache as cache_module
@@ -99,8 +99,37 @@ def test_a_cached_checkpoint_that_was_edited_is_not_verified_against_itself(mode
     assert zoo.ensure(model) == path.parent
 
 
-def test_mini_is_large_enough_to_time_and_small_enough_to_keep(model_config):
-    recipe = model_config("mixtral-mini").recipe
+@pytest.mark.parametrize(
+    ("kind", "count", "vectors"),
+    [
+        ("deepseek_v3", "n_routed_experts", ("e_score_correction_bias", "kv_a_layernorm")),
+        ("gpt_oss", "num_local_experts", ("bias", "sinks", "gate_up_proj_bias", "down_proj_bias")),
+    ],
+)
+def test_no_vector_is_neutral_and_no_buffer_left_as_it_was(model_config, kind, count, vectors):
+    """Biases, sinks and the correction bias, which is a buffer, are spread about 0, norms about 1."""
+    recipe = model_config("mixtral-tiny").recipe
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, count: 32}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=300, **sizes))
+    model.to_empty(device="cpu")
+    for tensor in model.state_dict().values():
+        tensor.fill_(float("nan"))
+    zoo._fill(model, recipe)
+    found = set()
+    for name, tensor in model.state_dict().items():
+        assert tensor.isfinite().all(), name
+        if "norm" in name or "bias" in name or "sinks" in name:
+            vector = name.removesuffix(".weight").rsplit(".", 1)[-1]
+            found.add(vector)
+            assert abs(tensor.float().mean().item() - ("norm" in name)) < 0.3, name
+            assert 0.05 < tensor.float().std().item() < 0.3, name
+    assert found >= {"input_layernorm", "norm"} | set(vectors)
+
+
+@pytest.mark.parametrize("name", ["mixtral-mini", "qwen3-mini"])
+def test_mini_is_large_enough_to_time_and_small_enough_to_keep(model_config, name):
+    recipe = model_config(name).recipe
     expert = 3 * recipe.hidden_dim * recipe.expert_dim
     attention = 2 * recipe.hidden_dim * recipe.head_dim * (recipe.num_heads + recipe.num_kv_heads)
     layer = recipe.num_experts * (expert + recipe.hidden_dim) + attention + 2 * recipe.hidden_dim

@@ -1,0 +1,68 @@
+"""Qwen3-MoE, OLMoE and Qwen2-MoE give Hugging Face's tokens, on one GPU and where several share each layer."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from harness.config import ConfigError, parse
+from harness.model.checkpoint import Checkpoint
+from harness.model.config import ModelConfig
+from harness.model.zoo import ensure
+from tests.conftest import ROOT
+from tests.contract.running import check_tokens, engine_on, requests, run_to_end, shuffled, strategy_of
+
+TINY = yaml.safe_load((ROOT / "conf/model/qwen3-tiny.yaml").read_text())
+ONDEMAND = yaml.safe_load((ROOT / "conf/strategy/ondemand.yaml").read_text())
+ALL_EXPERTS = {"dense_layers": [], "dense_dim": 0}  # in every layer
+VARIANTS = {  # as changes of conf/model/qwen3-tiny.yaml, which has a layer without experts
+    "qwen3_moe": {},
+    "qwen3_moe with biases and a window": {"qkv_bias": True, "sliding_window": 6, "head_dim": 24},
+    "qwen3_moe, tied, weighed by probability, with YaRN": {
+        "tie_embeddings": True,
+        "router": {"renormalise": False},
+        "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+    },
+    "olmoe": ALL_EXPERTS | {"family": "olmoe"},
+    "olmoe with clipping and biases": ALL_EXPERTS | {"family": "olmoe", "clip_qkv": 0.6, "qkv_bias": True},
+    "qwen2_moe": {"family": "qwen2_moe", "shared_expert_dim": 64},
+    "qwen2_moe with windows in every second layer": {
+        "family": "qwen2_moe",
+        "shared_expert_dim": 32,
+        "sliding_window": 6,
+        "sliding_layers": "even",
+        "dense_layers": [0, 2],
+    },
+}
+
+
+def checkpoint_of(variant: str) -> Checkpoint:
+    config = parse(ModelConfig, TINY | {"recipe": TINY["recipe"] | VARIANTS[variant]}, "model")
+    return Checkpoint(ensure(config))
+
+
+def run(checkpoint: Checkpoint, num_gpus: int, seed: int) -> None:
+    work = requests(8, vocab_size=checkpoint.spec.vocab_size, longest=20, seed=seed)
+    engine = engine_on(shuffled(seed, num_gpus=num_gpus), checkpoint, work, kv_blocks=60, num_gpus=num_gpus)
+    run_to_end(engine, lambda e: strategy_of(e, ONDEMAND | {"prefetch": True}))
+    report = check_tokens(checkpoint, engine.sequences)
+    assert report.checked == len(work) and report.ok, report.first_mismatch
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens(variant):
+    run(checkpoint_of(variant), 1, seed=2)
+
+
+@pytest.mark.parametrize("num_gpus", [2, 4])
+@pytest.mark.parametrize(
+    "variant", ["qwen3_moe with biases and a window", "qwen2_moe with windows in every second layer"]
+)
+def test_tokens_of_gpus_that_share_every_layer(variant, num_gpus):
+    """Four GPUs share two KV heads: each head, with its biases, is then kept by two."""
+    run(checkpoint_of(variant), num_gpus, seed=3)
+
+
+def test_norms_over_all_heads_are_not_divided():
+    with pytest.raises(ConfigError, match=r"^hardware.num_gpus: must be 1 .* \(qk_norm\), got 2"):
+        run(checkpoint_of("olmoe"), 2, seed=0)
