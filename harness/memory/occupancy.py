@@ -108,23 +108,33 @@ class Places(Generic[Key]):
         self._free[occupant.place] = None
 
     def withdraw(self, key: Key) -> bool:
-        """Free the place of an occupant whose transfers have not begun. Returns False where it is too late, or the
-        occupant is held."""
+        """Free the place of an occupant whose transfer has not begun. False, with nothing changed, where it is too late
+        or the occupant is held.
+
+        An occupant has at most one transfer here: of several, the later ones may be taken back where the first has
+        begun, and their occupant would never come.
+        """
         occupant = self._occupants[key]
-        while not occupant.holds and occupant.tickets and self._machine.cancel(occupant.tickets[-1]):
-            occupant.tickets.pop()
-        if occupant.holds or occupant.tickets:
-            return False
-        self._free[self._occupants.pop(key).place] = None
-        return True
+        assert len(occupant.tickets) <= 1, f"{key} is brought by several transfers"
+        return not occupant.holds and self._take_back(key)
 
     def clear(self) -> None:
         """Withdraw the transfers that have not begun, the latest first, and free all places, those held as well."""
         for occupant in self._occupants.values():
             occupant.holds = 0
-        left = [key for key in reversed(list(self._occupants)) if not self.withdraw(key)]
+        left = [key for key in reversed(list(self._occupants)) if not self._take_back(key)]
         for key in left:
             self.leave(key)
+
+    def _take_back(self, key: Key) -> bool:
+        """Cancel an occupant's transfers, the last one first, and free its place if none has begun."""
+        tickets = self._occupants[key].tickets
+        while tickets and self._machine.cancel(tickets[-1]):
+            tickets.pop()
+        if tickets:
+            return False
+        self._free[self._occupants.pop(key).place] = None
+        return True
 
     def close(self) -> None:
         """Clear, wait, and give the memory back."""

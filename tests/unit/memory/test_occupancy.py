@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.machine.base import H2D
+from harness.machine.base import H2D, TicketState
 from harness.memory.occupancy import Places
 from tests.unit.machine.ops import Quick
 from tests.unit.memory.parts import machine
@@ -64,3 +64,23 @@ def test_places_beside_a_model(poison, eager, steps):
     places.close()
     assert not device.tiers["device"].used_bytes
     device.tiers["device"].check_integrity()
+
+
+@pytest.mark.parametrize("first_has_run", [False, True])
+def test_an_occupant_of_several_transfers_leaves_with_all_others_only(first_has_run):
+    """Withdrawn alone, it might lose the later transfers while the first one goes on."""
+    device = machine()
+    device._eager = 0.0
+    places = Places[int](device, "device")
+    places.reserve("slots", {0: 64})
+    places.take(0)
+    first = places.bring(0, H2D, Quick())
+    second = places.bring(0, H2D, Quick(), after=[first])
+    if first_has_run:
+        device.wait(first)
+    with pytest.raises(AssertionError, match="several transfers"):
+        places.withdraw(0)
+    assert not second.settled
+    places.clear()
+    assert second.state == TicketState.CANCELLED and (first.state == TicketState.CANCELLED) != first_has_run
+    assert 0 not in places and places.num_free == 1
