@@ -25,7 +25,7 @@ MISTAKES = [
     ("strategy.packet_mbb=2", "strategy.packet_mbb", "did you mean 'packet_mb'?"),
     ("dataset.num_requests=many", "dataset.num_requests", "valid integer"),
     ("dataset.num_requests=0", "dataset.num_requests", "1 or more"),
-    ("hardware.device_memory_gb=0.0001", "hardware.device_memory_gb", "two layers"),
+    ("hardware.device_memory_gb=0.0001", "hardware.device_memory_gb", "2 layers of weights"),
     ("kv_cache_gb=0.0000001", "kv_cache_gb", "one takes"),
 ]
 

@@ -26,7 +26,10 @@ def measure_all(
     """Measure the engine's machine and return its table. `log` is told what is being measured, and what stayed
     disturbed."""
     fitting = tokens_that_fit(
-        engine, num_layers_buffered=2, num_micro_batches=2, reserved_bytes=LayerProbes.RESERVED_BYTES
+        engine,
+        num_layers_buffered=2,
+        num_micro_batches=2,
+        reserved_bytes={"buffers of the probes": LayerProbes.RESERVED_BYTES},
     )
     max_tokens, kv = min(fitting, _MAX_TOKENS), engine.kv.allocator
     max_context = kv.num_blocks * kv.block_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from harness.config import ConfigError
 from harness.engine.activations import (
@@ -12,9 +13,10 @@ from harness.engine.activations import (
     host_expert_bytes,
 )
 from harness.engine.engine import Engine
-from harness.memory.placed import PartSource
+from harness.engine.strategy import least_weight_bytes, weights_tier
+from harness.memory.placed import ModelParts
 from harness.memory.tiers import PINNED, RAM, Tier, told_bytes
-from harness.memory.weights import attention_parts, least_weight_bytes, stored_bytes
+from harness.memory.weights import attention_parts, stored_bytes
 
 SLACK_BYTES = 1 << 16  # for the alignment of many small buffers
 
@@ -24,38 +26,30 @@ def longest_sequence(engine: Engine) -> int:
     return max((s.max_tokens for s in engine.sequences), default=1)
 
 
-def two_layers(whole: bool) -> str:
-    """Return what messages call the least weights that the device must hold."""
-    return "two layers of weights" if whole else "two layers of weights without experts, and two experts"
+def least_device_bytes(config: Any, model: ModelParts) -> dict[str, int]:
+    """Return, by name, the weights that a GPU's memory must hold at the least under a strategy's `config`. `model` is
+    the first GPU's part of the model: that GPU has the most to hold."""
+    return {
+        **least_weight_bytes(config, model),
+        "embedding and head": stored_bytes(model, layers=False),
+        "weights of attention itself": sum(part.nbytes for part in attention_parts(model) if part),
+    }
 
 
 def least_bytes(
-    source: PartSource,
-    *,
-    kv_cache_bytes: int,
-    longest_tokens: int,
-    weights_tier: str = PINNED,
-    whole_layers: bool = True,
+    config: Any, model: ModelParts, *, weights_bytes: int, kv_cache_bytes: int, longest_tokens: int, num_gpus: int = 1
 ) -> dict[str, dict[str, int]]:
-    """Return the bytes, by tier and name, that the harness asks for at the least, whatever the strategy could do with.
+    """Return the bytes, by tier and name, that the harness asks for at the least under a strategy's `config`.
 
-    The model lies in `weights_tier` and the KV cache in pinned memory. The device holds the ends of the model, two
-    layers (see `least_weight_bytes`), and one micro-batch that holds the longest sequence.
+    All weights lie in the strategy's tier of host memory, and the KV cache in pinned memory. The device holds what
+    `least_device_bytes` says of the first GPU's part of the `model`, and one micro-batch that has the longest sequence.
     """
-    spec, family = source.spec, source.family
     tokens = f"one micro-batch of {longest_tokens} tokens"
-    needed: dict[str, dict[str, int]] = {
-        "device": {
-            two_layers(whole_layers): least_weight_bytes(source, whole_layers=whole_layers),
-            "embedding and head": family.embedding_part(spec).nbytes + family.head_part(spec).nbytes,
-            "weights of attention itself": sum(part.nbytes for part in attention_parts(source) if part),
-            tokens: longest_tokens * device_bytes_per_token(spec),
-        },
-        weights_tier: {"weights": stored_bytes(source)},
-    }
-    pinned = {"kv cache": kv_cache_bytes, tokens: longest_tokens * host_bytes_per_token(spec)}
-    needed[PINNED] = needed.get(PINNED, {}) | pinned
-    return needed
+    device = {**least_device_bytes(config, model), tokens: longest_tokens * device_bytes_per_token(model.spec)}
+    pinned = {"kv cache": kv_cache_bytes, tokens: num_gpus * longest_tokens * host_bytes_per_token(model.spec)}
+    needed = {"device": device, PINNED: pinned}
+    tier = weights_tier(config)
+    return needed | {tier: {"weights": weights_bytes} | needed.get(tier, {})}
 
 
 def tokens_that_fit(
@@ -64,10 +58,11 @@ def tokens_that_fit(
     num_layers_buffered: int,
     num_micro_batches: int,
     at_least: int = 1,
-    reserved_bytes: int = 0,
+    reserved_bytes: Mapping[str, int] | None = None,
     pinned_reserved_bytes: int = 0,
     host_experts: bool = False,
 ) -> int:
+    num_predicted: int = 0,
     """Return how many tokens of activations per micro-batch fit both device and pinned memory.
 
     Device memory also holds the weight buffer and `reserved_bytes`; pinned memory also holds `pinned_reserved_bytes`,
@@ -78,7 +73,7 @@ def tokens_that_fit(
     device, pinned = engine.machine.tiers["device"], engine.machine.tiers["pinned"]
     beside = {
         f"{num_layers_buffered} layer buffers": num_layers_buffered * engine.store.layer_bytes,
-        "buffers of the strategy": reserved_bytes,
+        **(reserved_bytes or {}),
         "block tables": num_micro_batches * engine.kv.num_device_blocks * TABLE_ENTRY_BYTES,
         "alignment": SLACK_BYTES,
     }

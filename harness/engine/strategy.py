@@ -11,7 +11,9 @@ from harness.config import require
 from harness.engine.batch import MicroBatch, PassPlan
 from harness.engine.in_flight import InFlight
 from harness.engine.sequences import Sequence
+from harness.memory.placed import ModelParts
 from harness.memory.tiers import PINNED
+from harness.memory.weights import layer_slots
 
 
 def require_packet_mb(packet_mb: float) -> None:
@@ -25,11 +27,11 @@ def weights_tier(config: Any) -> str:
     return tier
 
 
-def whole_layers(config: Any) -> bool:
-    """Return whether a strategy needs room for two whole layers on the device: its Config's `whole_layers`, or True. A
-    strategy that moves single experts needs less."""
-    whole: bool = getattr(config, "whole_layers", True)
-    return whole
+def least_weight_bytes(config: Any, model: ModelParts) -> dict[str, int]:
+    """Return, by name, the device memory without which a strategy cannot bring its weights. Its Config's
+    `least_weight_bytes` says that of a model; without it two whole layers, one that comes while the other computes."""
+    stated: Callable[[ModelParts], dict[str, int]] | None = getattr(config, "least_weight_bytes", None)
+    return layer_slots(model, 2) if stated is None else stated(model)
 
 
 # How several GPUs share the model: the layers' dimensions ("tensor"); the requests, while each brings a share of every

@@ -22,14 +22,18 @@ class PlacedPart:
     keys: tuple[Hashable, ...]
 
 
-class PartSource(Protocol):
-    """Provides what the weight store reads: the parts of a checkpoint."""
+class ModelParts(Protocol):
+    """Says which parts a model has: `family` lays them out for `spec`. Sources of weights and engines both do."""
 
     @property
     def spec(self) -> ModelSpec: ...
 
     @property
     def family(self) -> Any: ...
+
+
+class PartSource(ModelParts, Protocol):
+    """Provides what the weight store reads: the parts of a checkpoint."""
 
     def read_part(self, layer: int | None, part: PartLayout, out: Any) -> None: ...
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from harness.machine.base import H2D, Lane, LaneKind, Machine, Ticket
 from harness.memory.occupancy import Places
-from harness.memory.placed import PartSource, PlacedPart
+from harness.memory.placed import ModelParts, PartSource, PlacedPart
 from harness.memory.tiers import PAGEABLE, PINNED, Buffer, device_tier
 from harness.memory.transfers import CopyShare, CopyWeights, ReadPart, share_of
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from harness.model.layout import PartLayout
 
 
-def attention_parts(source: PartSource) -> list[PartLayout | None]:
+def attention_parts(source: ModelParts) -> list[PartLayout | None]:
     """Return by layer the weights that attention itself uses, which every device keeps."""
     return [source.family.attention_part(source.spec, layer) for layer in range(source.spec.num_layers)]
 
 
-def stored_bytes(source: PartSource, *, layers: bool = True, ends: bool = True) -> int:
+def stored_bytes(source: ModelParts, *, layers: bool = True, ends: bool = True) -> int:
     """Return the bytes of all that a `WeightStore` holds, or of its layers alone, or of its ends (embedding and head)
     alone."""
     spec, family = source.spec, source.family
-    inner = [family.layer_parts(spec, layer) for layer in range(spec.num_layers)] if layers else []
+    inner = _layouts(source) if layers else []
     inner += [(part,) for part in attention_parts(source) if part and layers]
     outer = (family.embedding_part(spec), family.head_part(spec)) if ends else ()
     return sum(part.nbytes for parts in (*inner, outer) for part in parts)
@@ -44,14 +44,29 @@ def slot_sizes(layers: Iterable[Iterable[PartLayout]]) -> dict[str, int]:
     return sizes
 
 
-def least_weight_bytes(source: PartSource, *, whole_layers: bool = True) -> int:
-    """Return the device memory of two layers, so that one comes while the other computes. Without `whole_layers` return
-    that of two layers' parts outside the experts, and of two experts."""
-    spec, family = source.spec, source.family
-    layers = [family.layer_parts(spec, layer) for layer in range(spec.num_layers)]
-    dense = slot_sizes([part for part in parts if whole_layers or part.expert is None] for parts in layers)
-    experts = [part.nbytes for parts in layers for part in parts if part.expert is not None and not whole_layers]
-    return 2 * (sum(dense.values()) + max(experts, default=0))
+def layer_slots(model: ModelParts, num_layers: int, *, experts: bool = True) -> dict[str, int]:
+    """Return the bytes of the slots in which a `WeightStream` holds so many layers, by the name that messages give
+    them."""
+    parts = [[part for part in layer if experts or part.expert is None] for layer in _layouts(model)]
+    name = f"{num_layers} layers of weights" + ("" if experts else " without experts")
+    return {name: num_layers * sum(slot_sizes(parts).values())}
+
+
+def expert_slots(model: ModelParts, num_experts: int) -> dict[str, int]:
+    """Return the bytes of slots for so many experts, each as large as the largest, by the name that messages give
+    them."""
+    sizes = [part.nbytes for layer in _layouts(model) for part in layer if part.expert is not None]
+    return {f"{num_experts} experts": num_experts * max(sizes, default=0)}
+
+
+def part_slot(model: ModelParts) -> dict[str, int]:
+    """Return the bytes of the place in which a `WeightStream` holds one part at a time, by the name that messages give
+    it."""
+    return {"the largest part of a layer": max(part.nbytes for layer in _layouts(model) for part in layer)}
+
+
+def _layouts(model: ModelParts) -> list[tuple[PartLayout, ...]]:
+    return [model.family.layer_parts(model.spec, layer) for layer in range(model.spec.num_layers)]
 
 
 class WeightStore:
@@ -66,7 +81,7 @@ class WeightStore:
         self, machine: Machine, source: PartSource, *, tier: str = PINNED, first: WeightStore | None = None
     ) -> None:
         spec, family = source.spec, source.family
-        layouts = [family.layer_parts(spec, layer) for layer in range(spec.num_layers)]
+        layouts = _layouts(source)
         ends = () if first else (family.embedding_part(spec), family.head_part(spec))
         own = attention_parts(source)
         total_bytes = sum(part.nbytes for parts in (*layouts, ends, own) for part in parts if part)
@@ -207,8 +222,9 @@ class WeightStream:
     `depth` device slots; index i lives in slot i % depth. A part may be requested when the part of index i - depth in
     its place has been released. `release` says, in program order, that the last op reading a part was submitted.
 
-    Without `experts` the stream has every layer's other parts only, for strategies that move single experts. As one of
-    `num_shares` the stream of GPU `rank` brings its share of each part only: see `AllGather`.
+    Without `experts` the stream has every layer's other parts only, for strategies that move single experts. With
+    `one_part` it has a single place, large enough for any part: each is requested when the one before it was released.
+    As one of `num_shares` the stream of GPU `rank` brings its share of each part only: see `AllGather`.
 
     Parts that are `resident` when the stream is made have no slot. They are requested and released as all others are,
     and nothing is transferred.
@@ -227,7 +243,9 @@ class WeightStream:
         experts: bool = True,
         resident: Resident | None = None,
     ) -> None:
-        assert depth >= 1, "a stream needs a slot"
+        assert depth == 1 if one_part else depth >= 1, (
+            "a stream needs a slot, and just one where it has a part at a time"
+        )
         self._rank, self._num_shares = rank, num_shares
         self._h2d = Lane(LaneKind.H2D, rank)
         self._store = store
@@ -236,13 +254,18 @@ class WeightStream:
         self._part_names = [tuple(parts) for parts in self._layers]  # asked for with every transfer
         self.depth = depth
         self.packet_bytes = packet_bytes
+        one_part: bool = False,
         self._places = Places[tuple[int, str]](machine, device_tier(rank), rank=rank)  # of (index, part name)
         self._resident = resident
         sizes_bytes = slot_sizes(
             [part.layout for name, part in parts.items() if not self.is_resident(layer, name)]
             for layer, parts in enumerate(self._layers)
         )
-        self._slots = [self._places.reserve(f"{name} {slot}", sizes_bytes) for slot in range(depth)]
+        if one_part:
+            (place,) = self._places.reserve(name, {"part": max(sizes_bytes.values(), default=0)}).values()
+            self._slots = [dict.fromkeys(sizes_bytes, place)]
+        else:
+            self._slots = [self._places.reserve(f"{name} {slot}", sizes_bytes) for slot in range(depth)]
 
     def layer(self, index: int) -> int:
         return index % len(self._layers)

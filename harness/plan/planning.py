@@ -10,10 +10,11 @@ from typing import Any
 from harness.calibration.local import Log, calibrate
 from harness.config import ConfigError
 from harness.engine import loop
+from harness.engine.assembly import host_weight_bytes, rank_sources
 from harness.engine.engine import Engine
 from harness.engine.limits import least_bytes
 from harness.engine.sequences import State
-from harness.engine.strategy import Strategy, weights_tier, whole_layers
+from harness.engine.strategy import Strategy, parallelism
 from harness.machine.base import Machine
 from harness.memory.tiers import MemoryCapacityError
 from harness.model.loading import LoadedModel
@@ -81,14 +82,17 @@ def draft_plan(values: Mapping[str, Any], *, log: Log = print) -> Plan:
 
 
 def _does_not_fit(error: Exception, session: Session, model: LoadedModel, workload: Workload) -> DoesNotFit:
+    settings, config = session.settings, session.strategy_config
+    num_gpus, shared = settings.hardware.num_gpus, parallelism(config)
     needed = least_bytes(
-        model.source,
-        kv_cache_bytes=int(session.settings.kv_cache_gb * 1e9),
+        config,
+        rank_sources(model.source, num_gpus, shared)[0],
+        weights_bytes=host_weight_bytes(model.source, num_gpus, shared),
+        kv_cache_bytes=int(settings.kv_cache_gb * 1e9),
         longest_tokens=max((len(r.prompt_ids) + r.max_new_tokens for r in workload.requests), default=1),
-        weights_tier=weights_tier(session.strategy_config),
-        whole_layers=whole_layers(session.strategy_config),
+        num_gpus=num_gpus,
     )
-    return DoesNotFit(str(error), needed, session.settings.hardware.capacities_bytes)
+    return DoesNotFit(str(error), needed, settings.hardware.capacities_bytes)
 
 
 class _Stop(Exception):

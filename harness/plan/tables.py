@@ -36,7 +36,7 @@ def memory_and_policy_tables(plan: Plan) -> Group:
 
 def does_not_fit_table(error: DoesNotFit) -> Group:
     """Compare for every tier what the harness asks of it at the least with what there is."""
-    what = "What the harness asks for at the least, with room for two layers; this strategy may want more (see below)."
+    what = "What the harness asks for at the least for this strategy, which may want more (see below)."
     note = Text(what, style="dim")
     return Group(_memory(error.needed, error.there_is), note)
 

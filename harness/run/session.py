@@ -14,16 +14,16 @@ from typing import Any
 from harness.config import ConfigError, require
 from harness.engine.assembly import assemble_engine, host_weight_bytes, rank_sources
 from harness.engine.engine import Engine
-from harness.engine.limits import two_layers
+from harness.engine.limits import least_device_bytes
 from harness.engine.sequences import Sequence
-from harness.engine.strategy import Strategy, parallelism, weights_tier, whole_layers
+from harness.engine.strategy import Strategy, parallelism, weights_tier
 from harness.machine.base import Machine
 from harness.machine.build import LoadedMachine, load_machine
 from harness.machine.simulated import SimulatedMachine
 from harness.machine.virtual.world import World
-from harness.memory.placed import PartSource
+from harness.memory.placed import ModelParts
 from harness.memory.tiers import PAGEABLE, PINNED, told_bytes
-from harness.memory.weights import least_weight_bytes, stored_bytes
+from harness.memory.weights import stored_bytes
 from harness.model.config import RANDOM
 from harness.model.loading import LoadedModel, load_model
 from harness.model.spec import ModelSpec
@@ -144,7 +144,7 @@ class Session:
         weights_bytes = host_weight_bytes(model.source, num_gpus, shared)
         _require_host_memory(self.machine, settings, weights_tier(config), weights_bytes)
         first = rank_sources(model.source, num_gpus, shared)[0]
-        _require_device_memory(first, settings, whole_layers(config))
+        _require_device_memory(first, settings, config)
         self.engine = engine = assemble_engine(
             self.machine,
             model.source,
@@ -178,12 +178,9 @@ def _require_host_memory(machine: Machine, settings: Settings, weights_tier: str
             raise ConfigError(f"hardware.{field}", f"must hold {held}, got {getattr(settings.hardware, field):g}")
 
 
-def _require_device_memory(first: PartSource, settings: Settings, whole_layers: bool) -> None:
+def _require_device_memory(first: ModelParts, settings: Settings, config: Any) -> None:
     """Raise ConfigError where the first GPU, which has the most to hold, cannot hold what its strategy needs."""
-    held = {
-        two_layers(whole_layers): least_weight_bytes(first, whole_layers=whole_layers),
-        "embedding and head": stored_bytes(first, layers=False),
-    }
+    held = least_device_bytes(config, first)
     needed_gb = sum(held.values()) / 1e9
     if needed_gb > settings.hardware.device_memory_gb:
         raise ConfigError(

@@ -14,9 +14,9 @@ from harness.memory.weights import WeightStream
 class SequentialPipeline:
     """Takes each pass through the model layer by layer, with or without prefetch of weights.
 
-    With `prefetch=False` each part is loaded when its turn comes, used, and dropped, and every op waits for the one
-    before it. With `prefetch=True` layers are double-buffered, so weight transfer overlaps with computation, while
-    attention on the CPU and work on the GPU still alternate.
+    With `prefetch=False` each part is loaded when its turn comes, used, and dropped, so the device holds one part at a
+    time, and every op waits for the one before it. With `prefetch=True` layers are double-buffered, so weight transfer
+    overlaps with computation, while attention on the CPU and work on the GPU still alternate.
 
     Several GPUs share every layer if the engine has them. With `own_sequences` they share its transfer only: each runs
     the whole pass of the sequences whose KV cache it holds, of at most `max_tokens`.
@@ -38,6 +38,7 @@ class SequentialPipeline:
                 packet_bytes=packet_bytes,
                 rank=each.rank,
                 num_shares=num_shares,
+                one_part=not prefetch,
                 resident=each.resident,
             )
             for each in engine.ranks

@@ -32,8 +32,8 @@ def plan_batch(config: Config, engine: Engine) -> Policy:
     `batch_size` is too large.
     """
     spec, blocks, device = engine.spec, engine.kv.allocator, engine.machine.tiers["device"]
-    num_layers = 2 if config.prefetch else 1
-    room_bytes = device.free_bytes - num_layers * engine.store.layer_bytes - SLACK_BYTES
+    weights_bytes = config.least_weight_bytes(engine)
+    room_bytes = device.free_bytes - sum(weights_bytes.values()) - SLACK_BYTES
     token_bytes, block_bytes = device_bytes_per_token(spec), blocks.block_size * spec.kv_bytes_per_token
 
     def needed_bytes(prompt_len: int, num_blocks: int) -> int:
@@ -46,7 +46,7 @@ def plan_batch(config: Config, engine: Engine) -> Policy:
             break
         prompt_len, num_blocks = max(prompt_len, size[0]), max(num_blocks, size[1])
     if not prompt_len:
-        held = device.holders() | {f"{num_layers} layer buffers": num_layers * engine.store.layer_bytes}
+        held = device.holders() | weights_bytes
         held |= {"alignment": SLACK_BYTES, "the smallest request": min(needed_bytes(*size) for size in sizes)}
         raise ConfigError(
             "hardware.device_memory_gb",

@@ -35,7 +35,11 @@ def plan_policy(config: Config, engine: Engine) -> Policy:
     packet_bytes = int(config.packet_mb * 1e6)
     staging_bytes = int(2 * config.gpu_kv_staging_mb * 1e6) if config.attention == "gpu" else 0
     fitting = tokens_that_fit(
-        engine, num_layers_buffered=2, num_micro_batches=2, at_least=longest, reserved_bytes=staging_bytes
+        engine,
+        num_layers_buffered=2,
+        num_micro_batches=2,
+        at_least=longest,
+        reserved_bytes={"kv staging": staging_bytes},
     )
     mean_prompt = sum(s.prompt_len for s in engine.sequences) // max(1, len(engine.sequences))
     profiler = PipelineProfiler(

@@ -7,7 +7,9 @@ from functools import partial
 
 from harness.config import config, require
 from harness.engine.strategy import require_packet_mb
+from harness.memory.placed import ModelParts
 from harness.memory.tiers import PAGEABLE, PINNED
+from harness.memory.weights import layer_slots
 from strategies.offloading.planning.policy import GivenPolicy
 
 
@@ -21,6 +23,12 @@ class OffloadingConfig:
 
     def __post_init__(self) -> None:
         require_packet_mb(self.packet_mb)
+
+    def least_weight_bytes(self, model: ModelParts) -> dict[str, int]:
+        """Return the device memory that weights take, by name: two slots of pages for whole layers. Where decode has a
+        stream without experts, it has two more."""
+        apart = layer_slots(model, 2, experts=False) if self.policy.gpu_ffn is False else {}
+        return layer_slots(model, 2) | apart
 
     @property
     def weights_tier(self) -> str:

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from harness.plan.planning import make_plan
+from harness.plan.planning import DoesNotFit, make_plan
 from tests.composing import composed
 from tests.conftest import ROOT
 from tests.contract.running import check_tokens, emulated, engine_on, requests, run_to_end, shuffled
@@ -93,13 +93,15 @@ def lru_hits_and_misses(accesses: list[tuple[int, int]], num_slots: int) -> tupl
     return hits, len(accesses) - hits
 
 
+R1_ON_24_GB = (
+    "machine=simulated", "model=deepseek-r1", "hardware=a5000", "kv_cache_gb=4", "dataset.num_requests=2",
+    "dataset.max_new_tokens=2", "dataset.lengths.min=1", "dataset.lengths.mean=8", "dataset.lengths.max=9",
+    "hardware.pinned_memory_gb=1500", "hardware.host_memory_gb=1500", "hardware.ram_gb=1500",
+)  # fmt: skip
+
+
 def test_deepseek_r1_plans_and_runs_on_a_device_of_24_gb(example):
-    values = composed(
-        "machine=simulated", "model=deepseek-r1", "hardware=a5000", "kv_cache_gb=4", "dataset.num_requests=2",
-        "dataset.max_new_tokens=2", "dataset.lengths.min=1", "dataset.lengths.mean=8", "dataset.lengths.max=9",
-        "hardware.pinned_memory_gb=1500", "hardware.host_memory_gb=1500", "hardware.ram_gb=1500",
-    )  # fmt: skip
-    plan = make_plan({**values, "strategy": {"package": NAME}})
+    plan = make_plan({**composed(*R1_ON_24_GB), "strategy": {"package": NAME}})
     assert plan.settings.hardware.device_memory_gb == 24
     assert plan.summary["generated_tokens"] == 4
     slots = plan.strategy.pipeline.slots
@@ -110,3 +112,18 @@ def test_deepseek_r1_plans_and_runs_on_a_device_of_24_gb(example):
             loaded[span.ticket] = loaded.get(span.ticket, 0.0) + span.work.link_bytes
     assert sum(round(nbytes) == expert_bytes for nbytes in loaded.values()) == slots.misses
     assert slots.evictions == slots.misses - slots.num_slots > 0
+
+
+def test_deepseek_r1_runs_on_a_device_that_holds_one_part_at_a_time():
+    """Where less than that is left beside embedding and head, the memory is refused by name."""
+    plan = make_plan(composed(*R1_ON_24_GB, "strategy=ondemand", "dataset.num_requests=1"))
+    assert plan.summary["generated_tokens"] == 2
+    largest_bytes = max(plan.engine.store.slot_bytes.values())
+    assert plan.machine.tiers["device"].holders()["weight buffer"] == largest_bytes
+    ends_gb = (plan.engine.store.embedding.layout.nbytes + plan.engine.store.head.layout.nbytes) / 1e9
+    short = f"hardware.device_memory_gb={ends_gb + 0.99 * largest_bytes / 1e9}"
+    with pytest.raises(DoesNotFit, match="hardware.device_memory_gb: must hold .* the largest part of a layer") as told:
+        make_plan(composed(*R1_ON_24_GB, "strategy=ondemand", short))
+    assert told.value.needed["device"]["the largest part of a layer"] == largest_bytes
+    with pytest.raises(DoesNotFit, match="2 layers of weights"):
+        make_plan(composed(*R1_ON_24_GB, "strategy=moelens"))

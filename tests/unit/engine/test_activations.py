@@ -37,7 +37,9 @@ def test_bytes_per_token_are_those_that_are_reserved(max_tokens):
 def test_as_many_tokens_as_are_said_to_fit_do_fit(layers, batches, taken, reserved):
     on = engine(sequences((5, 5)))
     on.machine.tiers["device"].reserve("embedding", taken)
-    fitting = tokens_that_fit(on, num_layers_buffered=layers, num_micro_batches=batches, reserved_bytes=reserved)
+    fitting = tokens_that_fit(
+        on, num_layers_buffered=layers, num_micro_batches=batches, reserved_bytes={"mine": reserved}
+    )
     assert fitting >= 1
     on.machine.tiers["device"].reserve("other", reserved + layers * on.store.layer_bytes)
     for number in range(batches):
@@ -53,13 +55,15 @@ def test_memory_too_small_is_refused_with_every_holder_and_with_what_is_enough(t
     memory = on.machine.tiers[tier]
     memory.reserve("embedding", 5_000_000)
     wanted = {"num_layers_buffered": 2, "num_micro_batches": 3, "at_least": 10}
-    wanted |= {"reserved_bytes" if tier == "device" else "pinned_reserved_bytes": 30_000_000}
+    wanted |= (
+        {"reserved_bytes": {"kv staging": 30_000_000}} if tier == "device" else {"pinned_reserved_bytes": 30_000_000}
+    )
     with pytest.raises(ConfigError) as refused:
         tokens_that_fit(on, **wanted)
     assert refused.value.field == f"hardware.{tier}_memory_gb"
     named, _, told = refused.value.message.partition(" leave room for 0 tokens of a micro-batch, 10 are needed; ")
     sizes = re.findall(r"([a-z0-9 ]+) ([0-9.]+) (B|KB|MB)(?:, |$)", named.partition("too small: ")[2])
-    expected = ["buffers of the strategy", "embedding", "alignment", "2 layer buffers"] if tier == "device" else []
+    expected = ["kv staging", "embedding", "alignment", "2 layer buffers"] if tier == "device" else []
     assert [name for name, _, _ in sizes] == (expected or ["staging buffers", "embedding"])
     held_bytes = sum(float(size) * {"B": 1, "KB": 1e3, "MB": 1e6}[unit] for _, size, unit in sizes)
     enough_bytes = float(told.split(" GB hold the longest sequence (10 tokens)")[0]) * 1e9

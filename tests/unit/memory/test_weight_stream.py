@@ -78,6 +78,32 @@ def test_a_place_is_requested_only_after_its_release():
     stream.request(2, "expert.1")
 
 
+@settings(max_examples=20)
+@given(seed=st.integers(0, 2**16), poison=st.booleans(), kept=st.sets(st.sampled_from(NAMES), max_size=4))
+def test_one_part_at_a_time_needs_room_for_the_largest(seed, poison, kept):
+    device = machine(seed, poison=poison)
+    store = WeightStore(device, FakeSource())
+    resident = Resident(device, store)
+    resident.keep("kept weights", [(layer, name) for layer in range(NUM_LAYERS) for name in kept])
+    stream = WeightStream(device, store, depth=1, packet_bytes=100, one_part=True, resident=resident)
+    largest_bytes = max(size for name, size in store.slot_bytes.items() if name not in kept)
+    assert device.tiers["device"].holders()["weight buffer"] == largest_bytes
+    reads = []
+    for index in range(2 * NUM_LAYERS):
+        for name in NAMES:
+            stream.request(index, name)
+            reads.append((index, name, read_bytes(device, stream.part(index, name))))
+            others = [other for other in NAMES if other not in {name, *kept}]
+            if name not in kept and others:
+                with pytest.raises(AssertionError, match="was not released"):
+                    stream.request(index, others[0])
+            stream.release(index, name)
+    for index, name, ticket in reads:
+        assert device.wait(ticket) == [content(index % NUM_LAYERS, name)], (index, name)
+    stream.close()
+    assert "weight buffer" not in device.tiers["device"].holders()
+
+
 def test_only_what_is_in_the_stream_can_be_used_or_released():
     stream = stream_on(machine(), depth=2)
     stream.request(0, "expert.1")

@@ -10,6 +10,7 @@ from harness.config import ConfigError
 from harness.engine.activations import device_bytes_per_token
 from harness.engine.engine import Engine
 from harness.engine.limits import SLACK_BYTES
+from harness.engine.strategy import least_weight_bytes
 from harness.settings import load_strategy
 from tests.composing import composed
 from tests.unit.strategies.test_offload_planner import engine
@@ -48,6 +49,32 @@ def test_a_batch_of_deepspeed_takes_what_layers_leave_of_the_device(prefetch):
     assert 0 <= on.machine.tiers["device"].free_bytes - SLACK_BYTES < sequence_bytes
 
 
+HOST_EXPERTS = {"gpu_ffn": False, "resident_weights": 0.0, "resident_kv": 0.0}
+STREAMED = {"gpu_ffn": True, "resident_weights": 0.0, "resident_kv": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("moelens", {}),
+        ("ondemand", {}),
+        ("ondemand", {"prefetch": True}),
+        ("deepspeed_zero", {}),
+        ("deepspeed_zero", {"prefetch": False}),
+        ("flexgen", {"policy": STREAMED}),
+        ("flexgen", {"policy": HOST_EXPERTS}),
+    ],
+)
+def test_weights_take_what_the_strategy_states(name, changes):
+    """What every strategy states, and refuses less than, is what its streams reserve; pages are rounded up."""
+    on = engine([50] * 8, tier="pinned")
+    filled(name, on, **changes)
+    held = on.machine.tiers["device"].holders()
+    taken = sum(nbytes for label, nbytes in held.items() if label.startswith(("weight ", "dense weight ")))
+    config = load_strategy({**composed(f"strategy={name}")["strategy"], **changes}).config
+    assert sum(least_weight_bytes(config, on).values()) == pytest.approx(taken, rel=1e-4)
+
+
 def test_pinned_memory_that_is_missing_is_not_told_as_the_devices():
     on = engine(CROWD, tier="pinned")
     pinned = on.machine.tiers["pinned"]
@@ -66,7 +93,7 @@ def test_where_no_request_of_deepspeed_fits_every_holder_is_named():
     needed, named = re.findall(r"small: ([0-9.]+) GB are needed \((.*)\)$", refused.value.message)[0]
     units = {"KB": 1e-6, "MB": 1e-3, "GB": 1.0}
     sizes = [float(size) * units[unit] for size, unit in re.findall(r" ([0-9.]+) (KB|MB|GB)", named)]
-    assert all(f"{name} " in named for name in ("others", "2 layer buffers", "the smallest request"))
+    assert all(f"{name} " in named for name in ("others", "2 layers of weights", "the smallest request"))
     assert sum(sizes) == pytest.approx(float(needed), rel=1e-3)
 
 
