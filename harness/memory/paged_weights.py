@@ -19,16 +19,18 @@ from harness.memory.weights import Resident, WeightStore
 from harness.model.layout import ALIGNMENT_BYTES
 
 _Page = tuple[int, int]  # (index in the stream, number within the layer)
+_Piece = tuple[Buffer, int]  # memory, and how many of its first bytes
 _SLOTS = 2  # each for a layer, on the device and in pinned memory: one is read while the other is written
 
 
 class PagedWeights:
     """Streams layers through slots on the device, in `num_pages` pages a layer.
 
-    Of every layer whole parts worth at most `resident_share` of its bytes stay on the device for good: the last ones
-    (experts), so that {norm, QKV} lies in the earliest pages and a layer can be begun before its last page has landed.
-    A `PlacedPart` reads the keys of all pages that it lies in. Without `experts` a layer is all but its experts: for
-    passes in which these are computed on the host. `prefix` begins the names under which memory is reserved.
+    Parts that are `resident` when the stream is made are not streamed. To these it adds, until it is closed, of every
+    layer whole parts worth at most `resident_share` of its bytes: the last ones (experts), so that {norm, QKV} lies in
+    the earliest pages and a layer can be begun before its last page has landed. A `PlacedPart` reads the keys of all
+    pages that it lies in. Without `experts` a layer is all but its experts: for passes in which these are computed on
+    the host. `prefix` begins the names under which memory is reserved.
 
     All layers share one page size, which the largest layer decides: a smaller layer has fewer pages. Pages go in order,
     and each once: `stage` and `load` request what is missing up to the page they name. Nothing is staged where the
@@ -40,6 +42,7 @@ class PagedWeights:
         self,
         machine: Machine,
         store: WeightStore,
+        resident: Resident,
         *,
         num_pages: int,
         packet_bytes: int,
@@ -50,13 +53,16 @@ class PagedWeights:
         prefix: str = "",
     ) -> None:
         assert num_pages >= 1, "a layer has at least one page"
-        self._store = store
+        self._store, self._resident = store, resident
         self._tier = device_tier(rank)
         self._h2d = Lane(LaneKind.H2D, rank)
         self.num_pages, self._packet_bytes = num_pages, packet_bytes
         self._layers = layers = range(len(store.layers)) if layers is None else layers
         self._names = {layer: part_names(store, layer, experts=experts) for layer in layers}
-        self._streamed = {layer: streamed_parts(store, layer, resident_share, experts=experts) for layer in layers}
+        wanted = {layer: streamed_parts(store, layer, resident_share, experts=experts) for layer in layers}
+        kept = [(layer, name) for layer, names in self._names.items() for name in names if name not in wanted[layer]]
+        self._added = resident.keep("resident layer weights", kept)
+        self._streamed = {i: [name for name in names if (i, name) not in resident] for i, names in wanted.items()}
         self.slot_bytes = max(self._bytes(layer) for layer in layers)
         self.page_bytes = page_bytes(self.slot_bytes, num_pages)
         self._sources = {layer: self._cut(layer) for layer in layers}
@@ -68,16 +74,19 @@ class PagedWeights:
             self._staging.reserve(f"{prefix}staged pages {n}", sizes_bytes) for n in range(_SLOTS) if self._staging
         ]
         self._parts = [{layer: self._place(slot, layer) for layer in layers} for slot in range(_SLOTS)]
-        self._resident = Resident(machine, store, rank=rank, embedding=False, head=False, packet_bytes=packet_bytes)
-        kept = [(layer, n) for layer, names in self._names.items() for n in names if n not in self._streamed[layer]]
-        self._resident.keep("resident layer weights", kept)
         # Pages of each layer in the stream, by its index, until its release.
         self._num_staged, self._num_loaded = Counter[int](), Counter[int]()
 
     @property
     def resident_bytes(self) -> int:
-        """The bytes of the parts that stay on the device, of all layers together."""
-        return self._resident.nbytes
+        """The bytes of the parts that are not streamed, of all layers together."""
+        parts = self._store.layers
+        return sum(
+            parts[layer][name].layout.nbytes
+            for layer, names in self._names.items()
+            for name in names
+            if name not in self._streamed[layer]
+        )
 
     def num_pages_of(self, index: int) -> int:
         return len(self._sources[self._layer(index)])
@@ -87,9 +96,9 @@ class PagedWeights:
         if self._staging is None:
             return
         for number in self._missing(self._num_staged, index, page):
-            target = self._staging.take((index, number), self._staging_pages[index % _SLOTS][number])
-            op = self._copy(StagePage, self._stored(index, number), target, index, number)
-            self._staging.bring((index, number), PIN, op)
+            key = (index, number)
+            self._staging.take(key, self._staging_pages[index % _SLOTS][number])
+            self._bring(self._staging, key, PIN, StagePage, self._pieces(key))
 
     def load(self, index: int, page: int) -> None:
         """Load the pages up to this one, from pinned memory to the device (CGOPipe's W_PinToG)."""
@@ -97,9 +106,11 @@ class PagedWeights:
         for number in self._missing(self._num_loaded, index, page):
             key = (index, number)
             staged = self._staging.tickets(key) if self._staging else ()
-            target = self._device.take(key, self._device_pages[index % _SLOTS][number], tickets=staged)
-            source = self._staging[key] if self._staging else self._stored(index, number)
-            self._device.bring(key, self._h2d, self._copy(CopyPage, source, target, index, number))
+            self._device.take(key, self._device_pages[index % _SLOTS][number], tickets=staged)
+            pieces = self._pieces(key)
+            if self._staging:
+                pieces = [(self._staging[key], sum(nbytes for _, nbytes in pieces))]
+            self._bring(self._device, key, self._h2d, CopyPage, pieces)
             if self._staging:
                 self._staging.leave(key)
 
@@ -112,7 +123,7 @@ class PagedWeights:
     def part(self, index: int, name: str) -> PlacedPart:
         """Return a part on the device, resident or in its slot. Its pages are requested now if they were not yet."""
         layer = self._layer(index)
-        if (layer, name) in self._resident:
+        if name not in self._parts[index % _SLOTS][layer]:
             return self._resident.part(layer, name)
         placed, last_page = self._parts[index % _SLOTS][layer][name]
         self.load(index, last_page)
@@ -140,35 +151,59 @@ class PagedWeights:
         self._num_loaded.clear()
 
     def close(self) -> None:
-        """Cancel, wait, and give all memory back."""
+        """Cancel, wait, and give all memory back, that of the parts that it made resident as well."""
         self.cancel_all()
         for places in filter(None, (self._staging, self._device)):
             places.close()
-        self._resident.close()
+        self._resident.give_back(self._added)
 
     def _layer(self, index: int) -> int:
         return self._layers[index % len(self._layers)]
 
-    def _stored(self, index: int, number: int) -> Buffer:
+    def _pieces(self, key: _Page) -> list[_Piece]:
+        index, number = key
         return self._sources[self._layer(index)][number]
 
-    def _copy(self, kind: type[CopyPage], source: Buffer, target: Buffer, index: int, number: int) -> CopyPage:
-        nbytes = self._stored(index, number).nbytes
-        return kind(source, target, nbytes=nbytes, layer=self._layer(index), packet_bytes=self._packet_bytes)
+    def _bring(self, places: Places[_Page], key: _Page, lane: Lane, kind: type[CopyPage], pieces: list[_Piece]) -> None:
+        """Submit the transfers of a page's pieces, one after another into its place."""
+        page, at = places[key], 0
+        for source, nbytes in pieces:
+            target = page if len(pieces) == 1 else page.sub(f"from byte {at}", at, nbytes)
+            op = kind(source, target, nbytes=nbytes, layer=self._layer(key[0]), packet_bytes=self._packet_bytes)
+            places.bring(key, lane, op)
+            at += nbytes
 
     def _bytes(self, layer: int) -> int:
         return sum(self._store.layers[layer][name].layout.nbytes for name in self._streamed[layer])
 
-    def _cut(self, layer: int) -> list[Buffer]:
-        """Return the layer's pages in the store, where its parts lie one after another."""
-        nbytes, pages = self._bytes(layer), []
-        if not nbytes:
-            return []
-        first = self._store.layers[layer][self._streamed[layer][0]].buffer
-        for start in range(0, nbytes, self.page_bytes):
-            size = min(self.page_bytes, nbytes - start)
-            pages.append(first.root.sub(f"layer {layer} from byte {start}", first.offset_bytes + start, size))
+    def _cut(self, layer: int) -> list[list[_Piece]]:
+        """Return the layer's pages in the store. Parts lie one after another there, so that a page is one piece, but
+        for those that resident parts lie amid."""
+        pages: list[list[_Piece]] = []
+        room_bytes = 0  # in the last page
+        for run in self._runs(layer):
+            start, stop = run.offset_bytes, run.offset_bytes + run.nbytes
+            while start < stop:
+                if not room_bytes:
+                    pages.append([])
+                    room_bytes = self.page_bytes
+                nbytes = min(room_bytes, stop - start)
+                pages[-1].append((run.root.sub(f"layer {layer} from byte {start}", start, nbytes), nbytes))
+                start, room_bytes = start + nbytes, room_bytes - nbytes
         return pages
+
+    def _runs(self, layer: int) -> list[Buffer]:
+        """Return the streamed parts of a layer in the store; those that lie next to each other are one buffer."""
+        runs: list[Buffer] = []
+        for name in self._streamed[layer]:
+            part = self._store.layers[layer][name].buffer
+            last = runs[-1] if runs else None
+            if last is not None and last.offset_bytes + last.nbytes == part.offset_bytes:
+                start, nbytes = last.offset_bytes, last.nbytes + part.nbytes
+                runs[-1] = part.root.sub(f"layer {layer} from byte {start}", start, nbytes)
+            else:
+                runs.append(part)
+        return runs
 
     def _place(self, slot: int, layer: int) -> dict[str, tuple[PlacedPart, int]]:
         """Return a layer's page table: where each streamed part lies in a slot, and the last page of each."""
@@ -207,17 +242,6 @@ def kept_share(store: WeightStore, resident_share: float, *, experts: bool = Tru
         return 1 - streamed / sum(sizes.values())
 
     return min(kept(layer) for layer in range(len(store.layers)))
-
-
-def paged_bytes(store: WeightStore, num_pages: int, resident_share: float) -> dict[str, int]:
-    """Return the bytes that `PagedWeights` takes, by tier."""
-    streamed = [streamed_parts(store, layer, resident_share) for layer in range(len(store.layers))]
-    sizes = [{name: part.layout.nbytes for name, part in parts.items()} for parts in store.layers]
-    pairs = list(zip(sizes, streamed, strict=True))
-    slot_bytes = max(sum(parts[name] for name in names) for parts, names in pairs)
-    resident_bytes = sum(size for parts, names in pairs for name, size in parts.items() if name not in names)
-    slots_bytes = _SLOTS * -(-slot_bytes // page_bytes(slot_bytes, num_pages)) * page_bytes(slot_bytes, num_pages)
-    return {"device": slots_bytes + resident_bytes, PINNED: slots_bytes * store.is_pageable}
 
 
 def page_bytes(slot_bytes: int, num_pages: int) -> int:

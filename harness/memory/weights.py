@@ -163,18 +163,28 @@ class Resident:
         self.attention = [self.part(i, "attention") if part else None for i, part in enumerate(store.attention)]
         machine.drain()
 
-    def keep(self, account: str, keys: Iterable[tuple[int, str]]) -> None:
+    def keep(self, account: str, keys: Iterable[tuple[int, str]]) -> Buffer | None:
         """Load those of these parts that are not there yet, into memory that is reserved under the name `account`.
+        Return this memory, for `give_back`; None where all were there.
 
         Raises MemoryCapacityError.
         """
         stored = {(layer, name): self._store.layers[layer][name] for layer, name in keys}
-        self._load(account, {key: part for key, part in stored.items() if key not in self})
+        root = self._load(account, {key: part for key, part in stored.items() if key not in self})
         self._machine.drain()
+        return root
 
-    def _load(self, account: str, stored: Mapping[tuple[int | None, str], PlacedPart]) -> None:
+    def give_back(self, kept: Buffer | None) -> None:
+        """Give back the memory that `keep` returned, with the parts in it. No op may use them from then on, and no
+        stream that was made meanwhile."""
+        if kept is not None:
+            self._parts = {key: found for key, found in self._parts.items() if found[0].buffer.root is not kept}
+            self._roots.remove(kept)
+            self._tier.release(kept)
+
+    def _load(self, account: str, stored: Mapping[tuple[int | None, str], PlacedPart]) -> Buffer | None:
         if not stored:
-            return
+            return None
         root, offset_bytes = self._tier.reserve(account, sum(part.layout.nbytes for part in stored.values())), 0
         self._roots.append(root)
         for (layer, name), part in stored.items():
@@ -185,6 +195,7 @@ class Resident:
                 PlacedPart(part.layout, target, (target,)),
                 self._machine.submit(self._h2d, copy),
             )
+        return root
 
     def __contains__(self, key: tuple[int | None, str]) -> bool:
         return key in self._parts
@@ -241,6 +252,7 @@ class WeightStream:
         rank: int = 0,
         num_shares: int = 1,
         experts: bool = True,
+        one_part: bool = False,
         resident: Resident | None = None,
     ) -> None:
         assert depth == 1 if one_part else depth >= 1, (
@@ -254,9 +266,14 @@ class WeightStream:
         self._part_names = [tuple(parts) for parts in self._layers]  # asked for with every transfer
         self.depth = depth
         self.packet_bytes = packet_bytes
-        one_part: bool = False,
         self._places = Places[tuple[int, str]](machine, device_tier(rank), rank=rank)  # of (index, part name)
-        self._resident = resident
+        # The parts that are resident now, by (layer, name).
+        self._resident: dict[tuple[int, str], tuple[PlacedPart, Ticket]] = {
+            (layer, name): (resident.part(layer, name), resident.ticket(layer, name))
+            for layer, names in enumerate(self._part_names if resident else ())
+            for name in names
+            if resident and (layer, name) in resident
+        }
         sizes_bytes = slot_sizes(
             [part.layout for name, part in parts.items() if not self.is_resident(layer, name)]
             for layer, parts in enumerate(self._layers)
@@ -275,7 +292,7 @@ class WeightStream:
         return self._part_names[self.layer(index)]
 
     def is_resident(self, index: int, part_name: str) -> bool:
-        return self._resident is not None and (self.layer(index), part_name) in self._resident
+        return (self.layer(index), part_name) in self._resident
 
     def request_layer(self, index: int) -> list[Ticket]:
         """Request all parts of a layer, in transfer order."""
@@ -283,8 +300,8 @@ class WeightStream:
 
     def request(self, index: int, part_name: str, *, urgent: bool = False, after: Iterable[Ticket] = ()) -> Ticket:
         """Submit the transfer of one part. For a part that is resident, return the transfer that brought it."""
-        if self._resident is not None and self.is_resident(index, part_name):
-            return self._resident.ticket(self.layer(index), part_name)
+        if self.is_resident(index, part_name):
+            return self._resident[self.layer(index), part_name][1]
         key = (index, part_name)
         target = self._places.take(key, self._slots[index % self.depth][part_name])
         op = self._copy(target, part_name, self.layer(index))
@@ -305,8 +322,8 @@ class WeightStream:
 
     def part(self, index: int, part_name: str) -> PlacedPart:
         """Return the requested part in its device slot; ops that read its keys run after its transfer."""
-        if self._resident is not None and self.is_resident(index, part_name):
-            return self._resident.part(self.layer(index), part_name)
+        if self.is_resident(index, part_name):
+            return self._resident[self.layer(index), part_name][0]
         target = self._places[self._requested(index, part_name)]
         return PlacedPart(self._layers[self.layer(index)][part_name].layout, target, (target,))
 

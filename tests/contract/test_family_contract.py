@@ -46,6 +46,14 @@ def test_tokens(toy, work, expected, run):
     assert [sequence.generated for sequence in engine.sequences] == expected
 
 
+@pytest.mark.parametrize("name", ["moelightning", "moelens"])
+def test_the_device_keeps_attentions_own_weights_once(toy, work, name):
+    own_bytes = sum(toy.family.attention_part(toy.spec, layer).nbytes for layer in range(toy.spec.num_layers))
+    engine = engine_on(shuffled(1), toy, work, kv_blocks=40, values=YAMLS[name])
+    strategy_of(engine, YAMLS[name])
+    assert engine.machine.tiers["device"].holders()["weights of attention itself"] == own_bytes
+
+
 @pytest.mark.parametrize("sketch", SKETCHES, ids=lambda module: module.__name__.rsplit(".", 1)[-1])
 def test_tokens_of_sketches(toy, work, expected, sketch):
     engine = engine_on(shuffled(1), toy, work, kv_blocks=40)

@@ -277,6 +277,28 @@ def test_a_policy_that_cannot_run_is_refused(tiny, name, policy, field, told):
     assert told in caught.value.message
 
 
+@pytest.mark.parametrize("staging", [False, True])
+def test_parts_that_stay_on_the_device_are_left_out_of_the_pages(tiny, staging):
+    """Some lie amid others that are streamed, so that a page has several pieces."""
+    keys = [(0, "attention_in"), (2, "attention_out"), (2, "expert.3"), (3, "expert.7")]
+    policy = {"batch_size": 6, "micro_batch_size": 2, "resident_weights": 0.0}
+    values = YAMLS["moelightning"] | {"staging": staging, "policy": {"gpu_ffn": True, "resident_kv": 0.0} | policy}
+    machine = Recording()
+    work = requests(8, vocab_size=tiny.spec.vocab_size, max_new_tokens=4, seed=4)
+    engine = engine_on(machine, tiny, work, kv_blocks=400, values=values)
+    engine.resident.keep("some weights", keys)
+    kept = [engine.store.layers[layer][name].buffer for layer, name in keys]
+    machine.ops.clear()
+    run_to_end(engine, lambda on: strategy_of(on, values))
+    report = check_tokens(tiny, engine.sequences)
+    assert report.ok and report.checked == len(work), report.first_mismatch
+    read = [op.source for _, op in machine.ops if op.kind == ("weights to pinned" if staging else "weights")]
+    spans = {(source.offset_bytes, source.offset_bytes + source.nbytes) for source in read}
+    assert len(spans) > len(engine.store.layers)
+    for part in kept:
+        assert not [at for at in spans if at[0] < part.offset_bytes + part.nbytes and part.offset_bytes < at[1]], part
+
+
 def test_where_the_phase_changes_what_the_other_one_has_prefetched_is_dropped(tiny):
     """F_g = 0: two streams of weights, of whole layers for prefill and of the rest for decode. Machines that begin
     nothing before they must still have all of the next pass's first layer to withdraw."""

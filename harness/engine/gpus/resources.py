@@ -21,6 +21,7 @@ def paged_weights(
         PagedWeights(
             each.machine,
             each.store,
+            each.resident,
             num_pages=num_pages,
             packet_bytes=packet_bytes,
             resident_share=resident_share,

@@ -7,17 +7,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.machine.base import H2D, PIN
-from harness.memory.paged_weights import PagedWeights, paged_bytes
-from harness.memory.weights import WeightStore
+from harness.memory.paged_weights import PagedWeights
+from harness.memory.weights import Resident, WeightStore
 from tests.unit.memory.parts import NUM_LAYERS, PARTS, FakeSource, content, machine, read_bytes
 
 NAMES = list(PARTS)
 LAYER_1_BYTES = sum((4 * (size + 33) + 63) // 64 * 64 for size in PARTS.values())  # float32, whole cache lines
 
 
-def paged(device, *, num_pages: int, tier: str = "host", resident_share: float = 0.0, packet_bytes: int = 100):
+def paged(
+    device, *, num_pages: int, tier: str = "host", resident_share: float = 0.0, packet_bytes: int = 100, kept=()
+) -> PagedWeights:
     store = WeightStore(device, FakeSource(), tier=tier)
-    return PagedWeights(device, store, num_pages=num_pages, packet_bytes=packet_bytes, resident_share=resident_share)
+    resident = Resident(device, store, embedding=False, head=False)
+    resident.keep("kept before", kept)
+    return PagedWeights(
+        device, store, resident, num_pages=num_pages, packet_bytes=packet_bytes, resident_share=resident_share
+    )
 
 
 @settings(max_examples=60)
@@ -30,11 +36,17 @@ def paged(device, *, num_pages: int, tier: str = "host", resident_share: float =
     poison=st.booleans(),
     ahead=st.integers(0, 3),
     num_readers=st.lists(st.integers(0, 2), min_size=1, max_size=2 * NUM_LAYERS + 2),
+    kept=st.sets(st.tuples(st.integers(0, NUM_LAYERS - 1), st.sampled_from(NAMES)), max_size=8),
 )
-def test_readers_see_their_own_layer(seed, num_pages, tier, share, packet_bytes, poison, ahead, num_readers):
-    """Pages of a layer come while the one before it is read, staged `ahead` pages earlier."""
+def test_readers_see_their_own_layer(seed, num_pages, tier, share, packet_bytes, poison, ahead, num_readers, kept):
+    """Pages of a layer come while the one before it is read, staged `ahead` pages earlier; wherever they lie, parts
+    that were kept before are read there, and what lies beside them is streamed."""
     device = machine(seed, poison=poison)
-    weights = paged(device, num_pages=num_pages, tier=tier, resident_share=share, packet_bytes=packet_bytes)
+    weights = paged(device, num_pages=num_pages, tier=tier, resident_share=share, packet_bytes=packet_bytes, kept=kept)
+    held = device.tiers["device"].holders()
+    assert held.get("kept before", 0) == sum(weights._store.layers[i][name].layout.nbytes for i, name in kept)
+    submitted, submit = [], device.submit
+    device.submit = lambda lane, op, **options: submitted.append(op) or submit(lane, op, **options)
     weights.load(0, num_pages - 1)
     reads = []
     for index, count in enumerate(num_readers):
@@ -48,9 +60,22 @@ def test_readers_see_their_own_layer(seed, num_pages, tier, share, packet_bytes,
         weights.release(index)
     for index, name, ticket in reads:
         assert device.wait(ticket) == [content(index % NUM_LAYERS, name)], (index, name)
+    device.drain()
+    streamed = sum(streamed_bytes(weights, index % NUM_LAYERS, share, kept) for index in range(len(num_readers) + 1))
+    assert sum(op.work().link_bytes for op in submitted if op.kind == "weights") == streamed
     weights.close()
-    assert device.tiers["device"].used_bytes == 0
+    held = device.tiers["device"].holders()
+    assert set(held) == ({"kept before"} if kept else set()), "what it added was not given back"
     assert set(device.tiers["pinned"].holders()) <= {"weights"}
+
+
+def streamed_bytes(weights: PagedWeights, layer: int, share: float, kept) -> int:
+    """The bytes of a layer without the parts that were kept before and the last parts that fit in the share."""
+    sizes = {name: part.layout.nbytes for name, part in weights._store.layers[layer].items()}
+    names, left = list(NAMES), share * sum(sizes.values())
+    while names and sizes[names[-1]] <= left:
+        left -= sizes[names.pop()]
+    return sum(sizes[name] for name in names if (layer, name) not in kept)
 
 
 def test_a_part_reads_every_page_that_it_lies_in_and_no_other():
@@ -109,8 +134,9 @@ def test_resident_parts_are_the_last_ones_and_within_their_share(share):
             assert sum(sizes[len(NAMES) - len(kept) - 1 :]) > share * sum(sizes), "one more would have fitted"
         weights.load(layer, 2)
         weights.release(layer)
-    planned = paged_bytes(weights._store, 3, share)
-    assert planned == {"device": device.tiers["device"].used_bytes, "pinned": device.tiers["pinned"].used_bytes}
+    slots_bytes = 2 * -(-weights.slot_bytes // weights.page_bytes) * weights.page_bytes
+    assert device.tiers["device"].used_bytes == slots_bytes + weights.resident_bytes
+    assert device.tiers["pinned"].used_bytes == slots_bytes
     held = device.tiers["device"].holders()
     assert held.get("resident layer weights", 0) == weights.resident_bytes
     assert (share == 1.0) == (weights.slot_bytes == 0)

@@ -60,16 +60,18 @@ def test_a_pipeline_reserves_what_the_model_says(tier, hidden, num_experts, gpu_
     None: experts on the CPU."""
     on = machine()
     store = WeightStore(on, PlannedModel(SPEC), tier=tier)
-    Resident(on, store)
+    resident = Resident(on, store)
     sizes = WeightSizes.of_store(store)
     share = (num_experts or 0) * sizes.experts_bytes / SPEC.num_experts / sizes.layer_bytes * (1 + 1e-9)
     gpu_ffn = num_experts is not None
     chosen = policy(resident_weights=share, gpu_attention=gpu_attention, gpu_ffn=gpu_ffn)
     storage = Storage(weights_tier=tier, prefill_hidden_tier=hidden, kv_cache_bytes=40 * 10**9)
     deployment = Deployment(spec=SPEC, sizes=sizes, shape=SHAPE, capacities_bytes=ROOM, storage=storage)
-    PagedWeights(on, store, num_pages=chosen.num_micro_batches, packet_bytes=10**6, resident_share=share)
+    PagedWeights(on, store, resident, num_pages=chosen.num_micro_batches, packet_bytes=10**6, resident_share=share)
     if not gpu_ffn:
-        PagedWeights(on, store, num_pages=chosen.num_micro_batches, packet_bytes=10**6, experts=False, prefix="dense ")
+        PagedWeights(
+            on, store, resident, num_pages=chosen.num_micro_batches, packet_bytes=10**6, experts=False, prefix="dense "
+        )
     ActivationPool(on, SPEC, pool_sizes(deployment, chosen))
     KVCache(on, SPEC, capacity_bytes=40 * 10**9)
     for _ in range(2 if gpu_attention else 0):
