@@ -18,8 +18,9 @@ class Activations:
     Device: `MicroBatch.rows`, hidden, q, k, v, what else is cached, attention output, normed hidden, routing. Pinned:
     the host copies of q, of what is cached (`ModelSpec.kv_pieces`) and of the attention output of decode tokens; these
     are left out where `host` is false, since nothing then attends on the host. `workspace` accounts for temporaries
-    inside ops. `block_tables` has room for all `device_blocks` of a KV cache on the device, if there are any. `spec` is
-    the part of the model that GPU `rank` computes.
+    inside ops. `block_tables` has room for all `device_blocks` of a KV cache on the device, if there are any.
+    `num_predicted` experts of each token can be predicted at a time (`Emitter.predict`). `spec` is the part of the
+    model that GPU `rank` computes.
     """
 
     tokens: Buffer
@@ -36,6 +37,8 @@ class Activations:
     expert_weights: Buffer
     moe_out: Buffer
     workspace: Buffer
+    predicted_ids: Buffer  # this and the next one: only where experts are predicted
+    predicted_scores: Buffer
     host_q: Buffer
     host_k: Buffer
     host_v: Buffer
@@ -45,6 +48,7 @@ class Activations:
     host_expert_ids: Buffer
     host_expert_weights: Buffer
     host_moe_out: Buffer
+    num_predicted: int = 0  # experts of each token
 
     def __init__(
         self,
@@ -57,10 +61,11 @@ class Activations:
         host_experts: bool = False,
         rank: int = 0,
         device_blocks: int = 0,
+        num_predicted: int = 0,
     ) -> None:
         self._machine = machine
-        self.max_tokens = max_tokens
-        device = {**state_bytes(spec), **attention_bytes(spec), **expert_bytes(spec)}
+        self.max_tokens, self.num_predicted = max_tokens, num_predicted
+        device = {**state_bytes(spec), **attention_bytes(spec), **expert_bytes(spec), **prediction_bytes(num_predicted)}
         pinned = {what: host * nbytes for what, nbytes in host_attention_bytes(spec).items()}
         pinned |= host_expert_bytes(spec) if host_experts else {}
         for tier, sizes in ((device_tier(rank), device), (PINNED, pinned)):
@@ -133,6 +138,11 @@ def expert_bytes(spec: ModelSpec) -> Mapping[str, int]:
         "moe_out": spec.hidden_dim * 4,
         "workspace": workspace_bytes_per_token(spec),
     }
+
+
+def prediction_bytes(num_predicted: int) -> Mapping[str, int]:
+    """Return the bytes per token for so many predicted experts, by buffer; none where none are predicted."""
+    return {"predicted_ids": 8 * num_predicted, "predicted_scores": 4 * num_predicted} if num_predicted else {}
 
 
 def host_expert_bytes(spec: ModelSpec) -> Mapping[str, int]:

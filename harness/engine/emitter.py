@@ -13,7 +13,7 @@ from harness.engine.activations import ATTENDED_BY, Activations
 from harness.engine.gpus import collectives as collective
 from harness.engine.gpus.fan_out import FanOut, on_each_gpu, on_one_gpu
 from harness.engine.in_flight import InFlight
-from harness.engine.ops import compute, data, expert_rows, host, paged
+from harness.engine.ops import compute, data, expert_rows, host, paged, predictions
 from harness.engine.ops.experts import Experts
 from harness.machine.base import CPU, D2H, GPU, H2D, Lane, Op, Ticket
 from harness.memory.kv_cache import KVCache
@@ -249,6 +249,23 @@ class Emitter(FanOut):
     def route(self, it: InFlight, layer: int) -> Ticket:
         """Bring the router's choices to the host: experts and their weights, each [tokens, experts_per_token]."""
         return self.submit(D2H, data.FetchRoute(self._spec, it.batch, it.acts, layer), urgent=True)
+
+    @on_one_gpu
+    def predict(self, it: InFlight, layer: int, router: PlacedPart | list[PlacedPart], *, distance: int = 1) -> Ticket:
+        """Bring predicted experts of layer `layer` + `distance` to the host, with how likely each is: int64 and float32
+        [tokens, predicted].
+
+        That layer's router, whose weights are in the part `router`, gets the input of the experts of `layer`. So this
+        comes between `attention_out` of `layer` and that of the next one. `Activations.num_predicted` says how many
+        experts of each token are predicted.
+        """
+        assert it.acts.num_predicted, "the activations were made without room for predictions"
+        part = self._mine(router)
+        op = predictions.PredictExperts(self._family, self._spec, it.batch, it.acts, part, layer, distance)
+        self.submit(GPU, op)
+        return self.submit(
+            D2H, predictions.FetchPrediction(self._spec, it.batch, it.acts, layer, distance), urgent=True
+        )
 
     @on_each_gpu
     def experts(

@@ -11,6 +11,7 @@ from harness.engine.activations import (
     device_bytes_per_token,
     host_bytes_per_token,
     host_expert_bytes,
+    prediction_bytes,
 )
 from harness.engine.engine import Engine
 from harness.engine.strategy import least_weight_bytes, weights_tier
@@ -61,12 +62,13 @@ def tokens_that_fit(
     reserved_bytes: Mapping[str, int] | None = None,
     pinned_reserved_bytes: int = 0,
     host_experts: bool = False,
-) -> int:
     num_predicted: int = 0,
+) -> int:
     """Return how many tokens of activations per micro-batch fit both device and pinned memory.
 
-    Device memory also holds the weight buffer and `reserved_bytes`; pinned memory also holds `pinned_reserved_bytes`,
-    and rows for experts on the host where `host_experts` is set. Of several GPUs the first has the least room.
+    Device memory also holds so many layers and what `reserved_bytes` names, and a token there has room for
+    `num_predicted` predictions; pinned memory also holds `pinned_reserved_bytes`, and rows for experts on the host
+    where `host_experts` is set. Of several GPUs the first has the least room.
 
     Raises ConfigError naming the memory where fewer than `at_least` fit.
     """
@@ -77,7 +79,8 @@ def tokens_that_fit(
         "block tables": num_micro_batches * engine.kv.num_device_blocks * TABLE_ENTRY_BYTES,
         "alignment": SLACK_BYTES,
     }
-    token_bytes = device_bytes_per_token(engine.spec) * num_micro_batches
+    token_bytes = device_bytes_per_token(engine.spec) + sum(prediction_bytes(num_predicted).values())
+    token_bytes *= num_micro_batches
     fitting = (device.free_bytes - sum(beside.values())) // token_bytes
     needed = max(at_least, longest_sequence(engine))
     if fitting < at_least:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable
+from functools import partial
 
 import pytest
 import yaml
@@ -15,6 +16,7 @@ import harness.engine.ops.expert_rows as expert_rows
 import harness.engine.ops.experts as experts
 import harness.engine.ops.host as host
 import harness.engine.ops.paged as paged
+import harness.engine.ops.predictions as predictions
 import harness.memory.transfers as memory_ops
 from harness.engine.engine import Engine
 from harness.engine.strategy import Strategy
@@ -58,7 +60,12 @@ RUNS: dict[str, tuple[str, dict, int, int]] = {
 }
 
 ACCUMULATED = "tokens accumulated in host memory"
-SKETCHES = {ACCUMULATED: module_batching, "experts on both sides": expert_placement}
+PREDICTED = "experts that are predicted"
+SKETCHES = {
+    ACCUMULATED: module_batching.build,
+    "experts on both sides": expert_placement.build,
+    PREDICTED: partial(expert_placement.build, predicts=True),
+}
 
 # What ops declare and touch in none of these runs.
 EXCUSED = {
@@ -73,7 +80,7 @@ def watch(tiny, name: str, seed: int = 0) -> WatchingMachine:
     if name in SKETCHES:
         machine = WatchingMachine(capacities_bytes=CAPACITIES_BYTES, seed=seed)
         work = requests(6, vocab_size=tiny.spec.vocab_size, longest=24, max_new_tokens=4, seed=5)
-        return watched(tiny, engine_on(machine, tiny, work, kv_blocks=400), SKETCHES[name].build)
+        return watched(tiny, engine_on(machine, tiny, work, kv_blocks=400), SKETCHES[name])
     strategy, change, num_gpus, device_bytes = RUNS[name]
     values = YAMLS[strategy] | change
     capacities = CAPACITIES_BYTES | {device_tier(rank): device_bytes for rank in range(num_gpus)}
@@ -96,7 +103,7 @@ def watched(tiny, engine: Engine, build: Callable[[Engine], Strategy]) -> Watchi
 def test_every_op_touches_what_it_declares_and_nothing_else(tiny):
     machines = [watch(tiny, name) for name in (*RUNS, *SKETCHES)]
     seen = {cls for machine in machines for cls in machine.seen}
-    modules = collective, compute, data, expert_rows, experts, host, paged, memory_ops
+    modules = collective, compute, data, expert_rows, experts, host, paged, predictions, memory_ops
     there = {cls for module in modules for cls in vars(module).values() if inspect.isclass(cls) and issubclass(cls, Op)}
     bases = {base for cls in there for base in cls.__mro__[1:]} - seen
     assert {cls.__name__ for cls in there - bases - seen} == set(), "nobody has watched these"
@@ -240,6 +247,9 @@ FORGOTTEN = {
     "a route is fetched without its weights": forgets(
         ACCUMULATED, data.FetchRoute, "reads", lambda op: (op.acts.expert_weights,)
     ),
+    "experts are predicted undeclared": forgets(PREDICTED, predictions.PredictExperts, "writes", writes),
+    "experts are predicted from what is not read": forgets(PREDICTED, predictions.PredictExperts, "reads", reads),
+    "predictions are fetched unread": forgets(PREDICTED, predictions.FetchPrediction, "reads", reads),
     "hidden states are sent unread": forgets("stages", collective.SendHidden, "reads", reads),
     "hidden states are sent undeclared": forgets("stages", collective.SendHidden, "writes", writes),
     "a member does not read the partial sums of others": forgets(

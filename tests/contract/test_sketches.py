@@ -191,7 +191,7 @@ def test_a_better_prediction_finds_more_experts_there():
 def prefetched(hit_rate: float | None) -> int:
     """How many experts were on the device when the router chose them, beside the resident ones."""
     engine, _ = simulated_engine("qwen3-30b-a3b", 1, hit_rate=hit_rate)
-    strategy = expert_placement.build(engine, 0, engine.machine.world.predicted)
+    strategy = expert_placement.build(engine, 0, predicts=True)
     run_to_end(engine, lambda _: strategy)
     return strategy.pipeline.counts["prefetched"]
 

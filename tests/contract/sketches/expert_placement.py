@@ -6,12 +6,12 @@ next layer's experts are prefetched by a prediction and withdrawn when the gate 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import numpy as np
 
 from harness.engine.activations import Activations
-from harness.engine.batch import MicroBatch, PassPlan, assemble
+from harness.engine.batch import PassPlan, assemble
 from harness.engine.emitter import Emitter
 from harness.engine.engine import Engine
 from harness.engine.in_flight import InFlight
@@ -23,7 +23,6 @@ from strategies.common.static_batches import StaticBatches
 
 _DENSE = ("attention_in", "attention_out")
 _ON_DEMAND, _PREFETCHED = 2, 2  # experts beside the resident ones, which are expert 0 of each layer
-Predict = Callable[[MicroBatch, int], tuple[np.ndarray, np.ndarray]]  # experts of a layer [tokens, n], how likely
 
 
 class LongestThere:
@@ -44,14 +43,22 @@ class LongestThere:
 class ExpertPlacement:
     """The strategy runs active experts of fewer tokens than `cpu_below` that are not on the device on the CPU.
 
-    Without `predict`, what is hot here is thought to be hot there.
+    Where it `predicts`, all routers stay on the device, and each predicts the experts of its layer one layer before.
+    Otherwise what is hot here is thought to be hot there.
     """
 
-    def __init__(self, engine: Engine, *, max_tokens: int, cpu_below: int, predict: Predict | None) -> None:
+    def __init__(self, engine: Engine, *, max_tokens: int, cpu_below: int, predicts: bool) -> None:
         machine, spec = engine.machine, engine.spec
-        self._engine, self._emit, self._cpu_below, self._predict = engine, Emitter(engine), cpu_below, predict
-        self._dense = WeightStream(machine, engine.store, depth=1, packet_bytes=4096, experts=False)
-        self._acts = Activations(machine, spec, max_tokens=max_tokens, name="batch", host_experts=True)
+        self._engine, self._emit, self._cpu_below, self._predicts = engine, Emitter(engine), cpu_below, predicts
+        if predicts:
+            engine.resident.keep("routers", [(layer, "attention_out") for layer in spec.moe_layers])
+        self._dense = WeightStream(
+            machine, engine.store, depth=1, packet_bytes=4096, experts=False, resident=engine.resident
+        )
+        num_predicted = spec.experts_per_token if predicts else 0
+        self._acts = Activations(
+            machine, spec, max_tokens=max_tokens, name="batch", host_experts=True, num_predicted=num_predicted
+        )
         self._host_sums = machine.tiers["device"].reserve(
             "sums of the host's experts", max_tokens * spec.hidden_dim * 4
         )
@@ -93,13 +100,14 @@ class ExpertPlacement:
         if self._engine.spec.is_dense(layer):
             emit.combine(it, layer)
             return
+        predicted = self._predict(it, layer)
         ids, _ = self._engine.machine.wait(emit.route(it, layer))
         routed = np.bincount(ids.ravel(), minlength=self._engine.spec.num_experts)
         sums = (self._host_sums,) if self._place(it, layer, routed) else ()
         if sums:
             emit.load_expert_sums(it, layer, *sums)
         emit.combine(it, layer, extra=sums)
-        self._prefetch(it, layer, routed)
+        self._prefetch(layer, predicted, routed)
 
     def _place(self, it: InFlight, layer: int, routed: np.ndarray) -> bool:
         """Run the layer's active experts, the rare ones first; return whether any of them runs on the CPU."""
@@ -131,19 +139,25 @@ class ExpertPlacement:
         assert ticket is not None
         return ticket
 
-    def _prefetch(self, it: InFlight, layer: int, routed: np.ndarray) -> None:
+    def _predict(self, it: InFlight, layer: int) -> Ticket | None:
+        following = layer + 1
+        if not self._predicts or following == self._engine.spec.num_layers or self._engine.spec.is_dense(following):
+            return None
+        return self._emit.predict(it, layer, self._engine.resident.part(following, "attention_out"))
+
+    def _prefetch(self, layer: int, predicted: Ticket | None, routed: np.ndarray) -> None:
         following, likely = (layer + 1) % self._engine.spec.num_layers, routed.astype(float)
-        if self._engine.spec.is_dense(following):
+        if self._engine.spec.is_dense(following) or (self._predicts and predicted is None):
             return
-        if self._predict is not None:
-            ids, confidence = self._predict(it.batch, following)
-            likely = np.bincount(ids.ravel(), weights=confidence.ravel(), minlength=len(routed))
+        if predicted is not None:
+            ids, scores = self._engine.machine.wait(predicted)
+            likely = np.bincount(ids.ravel(), weights=scores.ravel(), minlength=len(routed))
         for expert in [e for e in np.argsort(-likely).tolist() if e and likely[e]][:_PREFETCHED]:
             if (following, expert) not in self.slots and self.slots.prefetch(following, expert):
                 self._guessed.add((following, expert))
 
 
-def build(engine: Engine, cpu_below: int = 4, predict: Predict | None = None) -> Strategy:
+def build(engine: Engine, cpu_below: int = 4, *, predicts: bool = False) -> Strategy:
     scheduler = StaticBatches(engine.sequences, engine.kv.allocator, max_pass_tokens=512)
-    pipeline = ExpertPlacement(engine, max_tokens=512, cpu_below=cpu_below, predict=predict)
+    pipeline = ExpertPlacement(engine, max_tokens=512, cpu_below=cpu_below, predicts=predicts)
     return Strategy(scheduler=scheduler, pipeline=pipeline)

@@ -13,7 +13,7 @@ import harness.engine.ops
 from harness.engine.activations import Activations
 from harness.engine.batch import assemble
 from harness.engine.gpus import collectives as collective
-from harness.engine.ops import compute, data, expert_rows, host, paged, warm_up
+from harness.engine.ops import compute, data, expert_rows, host, paged, predictions, warm_up
 from harness.engine.ops.experts import Expert, Experts
 from harness.engine.sequences import State
 from harness.machine.base import LaneKind, Op, Work
@@ -44,7 +44,7 @@ machine = SimulatedMachine(
 store = WeightStore(machine, PlannedModel(SPEC), tier="pinned")
 cache = KVCache(machine, SPEC, capacity_bytes=10**7, block_size=8)
 on_device_cache = KVCache(machine, SPEC, capacity_bytes=10**7, block_size=8, tier="device")
-acts = Activations(machine, SPEC, max_tokens=N, name="a", host_experts=True, device_blocks=100)
+acts = Activations(machine, SPEC, max_tokens=N, name="a", host_experts=True, device_blocks=100, num_predicted=3)
 other = Activations(machine, SPEC, max_tokens=N, name="b", rank=1)
 buffer = machine.tiers["pinned"].reserve("page", 5000)
 parts = store.layers[0]
@@ -145,6 +145,11 @@ CASES: list[tuple[Op, Work]] = [
     (data.FetchSampled(SPEC, here, acts), Work(link_bytes=5 * 8)),
     (data.FetchRouting(SPEC, here, acts, 0), Work(link_bytes=N * 2 * 8)),
     (data.FetchRoute(SPEC, here, acts, 0), Work(link_bytes=N * 2 * (8 + 4))),
+    (
+        predictions.PredictExperts(*own, parts["attention_out"], 0, 1),
+        Work(flops=2 * N * 80 * 8, device_bytes=2 * 80 * 8 + N * (80 * 2 + 3 * (8 + 4))),
+    ),
+    (predictions.FetchPrediction(SPEC, here, acts, 0, 1), Work(link_bytes=N * 3 * (8 + 4))),
     (expert_rows.OffloadExpertInput(SPEC, here, acts, 0), moved(N * (80 * 2 + 2 * (8 + 4)))),
     (expert_rows.LoadExpertSums(SPEC, buffer, acts.moe_out, 9, 0), moved(9 * 80 * 4)),
     (expert_rows.OffloadResults(SPEC, acts.moe_out, buffer, 9, 0), moved(9 * 80 * 4)),

@@ -1,0 +1,165 @@
+"""Experts are predicted by the router of a later layer: the same as by hand, and paid for where nothing is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from harness.bench.op_bench import OpBench
+from harness.bench.shapes import Shape
+from harness.engine.emitter import Emitter, InFlight
+from harness.engine.engine import Engine
+from harness.engine.ops.data import MicroBatchOp
+from harness.machine.base import D2H, GPU, H2D, Work
+from tests.contract.running import CAPACITIES_BYTES, check_tokens, emulated, engine_on, requests, run_to_end, shuffled
+from tests.contract.sketches import expert_placement
+from tests.contract.test_sketches import link_bytes, simulated_engine
+from tests.contract.toy_family import PlainToy, make_toy
+from tests.fake_device import cuda_machine
+
+PREDICTING = partial(expert_placement.build, predicts=True)
+
+
+class FetchNormed(MicroBatchOp):
+    """Fetches the input of a layer's experts."""
+
+    kind = "fetch normed"
+
+    def __init__(self, *given) -> None:
+        super().__init__(*given)
+        self.reads = (self.acts.normed,)
+
+    def work(self) -> Work:
+        return Work()
+
+    def run(self, ctx, packet):
+        return ctx.host_value(ctx.tensor(self.acts.normed, (self.batch.num_tokens, self.spec.hidden_dim), "float32"))
+
+    def imagine(self, world):
+        return None
+
+
+@pytest.fixture
+def predicted(monkeypatch) -> list[tuple[int, np.ndarray, tuple[np.ndarray, np.ndarray]]]:
+    """Every prediction: of which layer, from which input, and what was predicted."""
+    found, predict = [], Emitter.predict
+
+    def noted(emit, it, layer, router, *, distance=1):
+        ticket = predict(emit, it, layer, router, distance=distance)
+        machine, spec = emit._engine.machine, emit._engine.spec
+        normed = machine.submit(D2H, FetchNormed(spec, it.batch, it.acts, layer))
+        found.append((layer + distance, machine.wait(normed), machine.wait(ticket)))
+        return ticket
+
+    monkeypatch.setattr(Emitter, "predict", noted)
+    return found
+
+
+def run(machine, checkpoint, build: Callable = PREDICTING, count: int = 6) -> Engine:
+    work = requests(count, vocab_size=checkpoint.spec.vocab_size, longest=20, max_new_tokens=4)
+    engine = engine_on(machine, checkpoint, work, kv_blocks=40)
+    run_to_end(engine, build)
+    return engine
+
+
+def by_hand(checkpoint, layer: int, normed: np.ndarray) -> tuple[list[list[int]], np.ndarray]:
+    """The best two experts of each token and the scores of all, expert by expert in float64."""
+    w, prefix = checkpoint.tensors(), f"model.layers.{layer}."
+    logits = torch.from_numpy(normed).double() @ w[prefix + "block_sparse_moe.gate.weight"].double().T
+    is_toy = checkpoint.spec.family == "toy"
+    exps = logits.exp()
+    scores = exps / (1 + exps) if is_toy else exps / exps.sum(-1, keepdim=True)
+    choice = scores + w[prefix + "correction_bias"].double() if is_toy else scores
+    best = []
+    for token in choice.tolist():
+        groups = sorted(range(4), key=lambda pair: -(token[2 * pair] + token[2 * pair + 1]))[: 2 if is_toy else 4]
+        best.append(sorted((e for e in range(8) if e // 2 in groups), key=lambda e: -token[e])[:2])
+    return best, scores.numpy()
+
+
+def agree(checkpoint, found) -> bool:
+    right = True
+    for layer, normed, (ids, scores) in found:
+        best, expected = by_hand(checkpoint, layer, normed)
+        assert ids.dtype == np.int64 and scores.dtype == np.float32 and ids.shape == scores.shape == (len(normed), 2)
+        right &= [sorted(row) for row in ids.tolist()] == [sorted(row) for row in best]
+        right &= bool(np.allclose(np.take_along_axis(expected, ids, axis=1), scores, atol=1e-5))
+    return right
+
+
+MACHINES = {
+    "shuffled-0": partial(shuffled, 0),
+    "shuffled-1": partial(shuffled, 1),
+    "emulated": emulated,
+    "cuda": partial(cuda_machine, CAPACITIES_BYTES),
+}
+
+
+@pytest.mark.parametrize("make", MACHINES.values(), ids=MACHINES)
+def test_predictions_are_those_of_the_later_layers_router(tiny, predicted, make):
+    engine = run(make(), tiny)
+    report = check_tokens(tiny, engine.sequences)
+    assert report.ok and report.checked == 6, report.first_mismatch
+    assert {layer for layer, _, _ in predicted} == set(range(1, tiny.spec.num_layers))
+    assert agree(tiny, predicted)
+    account = engine.machine.tiers["device"].holders()
+    assert account["batch predicted ids"] == 512 * 2 * 8 and account["batch predicted scores"] == 512 * 2 * 4
+
+
+def test_a_correction_bias_and_groups_count_in_predictions(tiny, predicted, tmp_path, monkeypatch):
+    toy = make_toy(tiny, tmp_path / "toy", monkeypatch)
+    engine = run(shuffled(1), toy, count=3)
+    plain = PlainToy(toy)
+    for sequence in engine.sequences:
+        request = sequence.request
+        assert sequence.generated == plain.generate(request.prompt_ids, request.max_new_tokens)
+    assert {layer for layer, _, _ in predicted} == {3}, "one layer is dense, and nothing precedes the first"
+    assert agree(toy, predicted)
+
+
+def test_a_router_of_another_layer_is_caught(tiny, predicted, monkeypatch):
+    noted = Emitter.predict
+
+    def of_this_layer(emit, it, layer, router, *, distance=1):
+        return noted(emit, it, layer, emit._engine.resident.part(layer, "attention_out"), distance=distance)
+
+    monkeypatch.setattr(Emitter, "predict", of_this_layer)
+    engine = run(shuffled(0), tiny)
+    assert check_tokens(tiny, engine.sequences).ok, "a wrong guess costs time and no token"
+    assert not agree(tiny, predicted)
+
+
+def test_only_layers_with_a_router_ahead_are_predicted(tiny):
+    engine = engine_on(shuffled(0), tiny, requests(1, vocab_size=tiny.spec.vocab_size), kv_blocks=40)
+    last, part = tiny.spec.num_layers - 1, engine.store.layers[0]["attention_out"]
+    pipeline = PREDICTING(engine).pipeline
+    it = InFlight(OpBench(engine, None).batch(Shape(prompts=(3,))), pipeline._acts)
+    for layer, distance in ((last, 1), (0, 0), (0, last + 1)):
+        with pytest.raises(AssertionError, match="no router ahead"):
+            Emitter(engine).predict(it, layer, part, distance=distance)
+    it.acts.num_predicted = 0
+    with pytest.raises(AssertionError, match="without room for predictions"):
+        Emitter(engine).predict(it, 0, part)
+
+
+def test_predictions_cost_time_where_nothing_is_computed():
+    """The router's matrix and the tokens' rows are read, and what the world predicts comes over the link. Nobody
+    transfers the routers again, which stay on the device."""
+    engine, _ = simulated_engine("qwen3-30b-a3b", 2, hit_rate=0.5)
+    run_to_end(engine, PREDICTING)
+    spec, spans = engine.spec, list(engine.machine.spans)
+    computed = [s for s in spans if s.kind == "predict experts"]
+    passes = sum(s.kind == "head" for s in spans)
+    assert len(computed) == passes * (spec.num_layers - 1) and {s.lane for s in computed} == {GPU}
+    tokens = [s.work.flops / (2 * spec.hidden_dim * spec.num_experts) for s in computed]
+    for span, n in zip(computed, tokens, strict=True):
+        matrix, row = spec.hidden_dim * spec.num_experts * 2, spec.hidden_dim * 2 + 12 * spec.experts_per_token
+        assert span.work.device_bytes == pytest.approx(matrix + n * row) and span.end_s > span.start_s
+    fetched = link_bytes(engine, "fetch prediction", D2H)
+    assert fetched == pytest.approx([12 * n * spec.experts_per_token for n in tokens])
+    routers = {engine.store.layers[layer]["attention_out"].layout.nbytes for layer in range(spec.num_layers)}
+    assert not routers & {round(nbytes) for nbytes in link_bytes(engine, "weights", H2D)}
