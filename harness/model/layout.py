@@ -38,16 +38,28 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
+class RowsOfEach:
+    """The rows from `start` to `stop` of each block of `size` rows, such as the values' in each head's projection."""
+
+    start: int
+    stop: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class TensorSlice:
     """A part of a checkpoint tensor. `index` has for each leading dimension one entry, which drops the dimension, or a
-    section; the last two dimensions are swapped where it is `transposed`."""
+    section; the last two dimensions are swapped where it is `transposed`. `rows_of_each` is applied first."""
 
     index: tuple[int | Section, ...] = ()
     transposed: bool = False
+    rows_of_each: RowsOfEach | None = None
 
     def of(self, tensor: Any) -> Any:
-        """Return a view of this part of a torch tensor; if a mapped file holds the tensor, nothing else of it is
-        read."""
+        """Return this part of a torch tensor; if a mapped file holds the tensor, nothing else of it is read. It is a
+        view, but for `rows_of_each`."""
+        if (each := self.rows_of_each) is not None:
+            tensor = tensor[()].unflatten(0, (-1, each.size))[:, each.start : each.stop].flatten(0, 1)
         at: list[int | slice] = []
         for entry, size in zip(self.index, tensor.shape, strict=False):
             found = entry if isinstance(entry, int) else entry.entries(size)
@@ -60,6 +72,10 @@ class TensorSlice:
         """Return the shape that `of` gives for a tensor of this shape; None where the tensor has no such part."""
         if len(self.index) > len(shape):
             return None
+        if (each := self.rows_of_each) is not None:
+            if not shape or shape[0] % each.size:
+                return None
+            shape = (shape[0] // each.size * (each.stop - each.start), *shape[1:])
         found: list[int] = []
         for entry, size in zip(self.index, shape, strict=False):
             if isinstance(entry, int):

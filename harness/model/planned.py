@@ -43,6 +43,7 @@ class PlannedLayout:
         out_bytes += spec.hidden_dim * spec.dtype_bytes if spec.o_bias else 0
         common = (DENSE_MLP,) if spec.is_dense(layer) else (ROUTER, SHARED_EXPERTS)
         behind_bytes = out_bytes + norms // 2 + sum(parts[name].nbytes for name in common if parts[name].count)
+        behind_bytes += spec.value_up_bytes
         front_bytes = attention.nbytes - out_bytes + norms - norms // 2
         experts = range(0 if spec.is_dense(layer) else spec.num_experts)
         return (

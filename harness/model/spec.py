@@ -65,13 +65,23 @@ class ModelSpec(Dimensions):
 
     @property
     def kv_dim(self) -> int:
-        """The dimension of all heads' keys; without latent attention also that of their values."""
+        """The dimension of all heads' keys."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """The dimension of one head's values and attention results."""
+        return self.latent.value_dim if self.latent else self.head_dim
+
+    @property
+    def v_dim(self) -> int:
+        """The dimension of all heads' values."""
+        return self.num_kv_heads * self.value_dim
 
     @property
     def o_dim(self) -> int:
         """The dimension of all heads' attention results."""
-        return self.num_heads * (self.latent.value_dim if self.latent else self.head_dim)
+        return self.num_heads * self.value_dim
 
     @property
     def cached_q_dim(self) -> int:
@@ -82,6 +92,33 @@ class ModelSpec(Dimensions):
     def cached_o_dim(self) -> int:
         """The dimension of all heads' results of attention over the cache."""
         return self.num_heads * self.latent.kv_rank if self.latent else self.o_dim
+
+    @property
+    def q_row_dim(self) -> int:
+        """The dimension of a token's row of queries, whether it attends to keys and values of heads or to the cache."""
+        return max(self.q_dim, self.cached_q_dim)
+
+    @property
+    def o_row_dim(self) -> int:
+        """The dimension of a token's row of attention results, by which way ever they are computed."""
+        return max(self.o_dim, self.cached_o_dim)
+
+    @property
+    def prompt_row_dim(self) -> int:
+        """The numbers that a prompt's attention reads and writes for each token: query, key, value and result."""
+        if self.expands_prefill:
+            return self.q_dim + self.kv_dim + self.v_dim + self.o_dim
+        return self.cached_q_dim + self.kv_pieces[0].dim + self.cached_o_dim
+
+    @property
+    def expands_prefill(self) -> bool:
+        """True if prompts attend to keys and values of heads, which their own latents are expanded to.
+
+        The other way is attention to the latents themselves, as in decode. A token's projections cost the same in both:
+        each up projection is applied once, to latents or to queries and results. So the way that takes fewer FLOPs for
+        a pair of tokens takes fewer at any length. Without latents there are keys and values only.
+        """
+        return self.latent is None or self.expanded_pair_flops <= self.decode_pair_flops
 
     @cached_property
     def kv_pieces(self) -> tuple[KvPiece, ...]:
@@ -143,6 +180,18 @@ class ModelSpec(Dimensions):
     def attention_out_params(self) -> int:
         return self.o_dim * self.hidden_dim
 
+    @property
+    def value_up_params(self) -> int:
+        """The parameters of the projection from latents to values, which is used in front of attention or behind it.
+        It is stored in both places."""
+        return self.o_dim * self.latent.kv_rank if self.latent else 0
+
+    @property
+    def value_up_bytes(self) -> int:
+        """The bytes that the second copy of `value_up_params` takes in one layer."""
+        attention = self.components[ATTENTION]
+        return round(attention.matrix_bytes * self.value_up_params / attention.matrix_params)
+
     def is_dense(self, layer: int) -> bool:
         """Return whether the layer has an ordinary MLP instead of router and experts."""
         return layer in self.dense_layers
@@ -165,9 +214,10 @@ class ModelSpec(Dimensions):
 
     @property
     def layer_bytes(self) -> int:
-        """The bytes of one MoE layer: attention, norms, router, experts and shared experts."""
+        """The bytes of one MoE layer: attention, norms, router, experts and shared experts, as the harness stores
+        them."""
         names = (ATTENTION, NORMS, ROUTER, SHARED_EXPERTS)
-        once = sum(self.components[name].nbytes for name in names)
+        once = sum(self.components[name].nbytes for name in names) + self.value_up_bytes
         return once + self.num_experts * self.components[EXPERT].nbytes
 
     @property
@@ -196,8 +246,12 @@ class ModelSpec(Dimensions):
 
     @property
     def prefill_pair_flops(self) -> int:
-        """The FLOPs of one layer's attention on keys and values of all heads, for each pair of a query and a token it
-        sees."""
+        """The FLOPs of one layer's attention in a prompt, for each pair of a query and a token it sees."""
+        return self.expanded_pair_flops if self.expands_prefill else self.decode_pair_flops
+
+    @property
+    def expanded_pair_flops(self) -> int:
+        """The FLOPs of attention on keys and values of all heads, for each pair of a query and a token it sees."""
         return 2 * (self.q_dim + self.o_dim)
 
     @property
@@ -206,7 +260,7 @@ class ModelSpec(Dimensions):
         stored. With latent attention every head works on the latent itself, and its up projections are absorbed into
         query and output; these then cost what `attention_params` already counts."""
         if self.latent is None:
-            return self.prefill_pair_flops
+            return self.expanded_pair_flops
         return 2 * self.num_heads * (2 * self.latent.kv_rank + self.latent.rope_dim)
 
     @property

@@ -159,7 +159,7 @@ class CostModel:
         if waits_on_host := d.storage.prefill_hidden_tier == PINNED:
             to_gpu["hidden states"] = to_host["hidden states"] = tokens * (spec.hidden_dim * spec.dtype_bytes)
         pairs = BATCH * (s * mean_seen_tokens(spec, (s + 1) / 2))
-        moved = tokens * ((spec.q_dim + 2 * spec.kv_dim + spec.o_dim) * spec.dtype_bytes)
+        moved = tokens * (spec.prompt_row_dim * spec.dtype_bytes)
         part_tokens = d.prefill_tokens(switches.micro_batch_size)
         is_whole = part_tokens >= d.shape.prompts_of(switches.micro_batch_size)
         num_parts = MICRO_BATCHES if is_whole else tokens / part_tokens
