@@ -28,7 +28,7 @@ class Activations:
     hidden: Buffer
     sampled: Buffer
     q: Buffer
-    k: Buffer
+    k: Buffer  # this and v: not where prompts attend to latents
     v: Buffer
     latent: Buffer  # only where a latent is cached in place of k and v
     attention: Buffer
@@ -84,6 +84,10 @@ class Activations:
         prefill, decode, on_device = ATTENDED_BY
         return ((self.attention, prefill), (self.attention, decode), (self.attention, on_device))
 
+    def prompt_kv(self, spec: ModelSpec) -> tuple[Buffer, ...]:
+        """Return what the prompts' tokens attend to among themselves."""
+        return (self.k, self.v) if spec.expands_prefill else self.new_kv(spec)
+
     def new_kv(self, spec: ModelSpec) -> tuple[Buffer, ...]:
         """Return the device's rows of the new tokens that go into the KV cache, one buffer per piece of it."""
         return tuple(getattr(self, piece.name) for piece in spec.kv_pieces)
@@ -114,9 +118,10 @@ def state_bytes(spec: ModelSpec) -> Mapping[str, int]:
 
 def attention_bytes(spec: ModelSpec) -> Mapping[str, int]:
     """Return the bytes per token that live from the QKV projection to the output projection, by buffer."""
-    numbers = {"q": spec.q_dim, "k": spec.kv_dim, "v": spec.kv_dim}
+    numbers = {"q": spec.q_row_dim}
+    numbers |= {"k": spec.kv_dim, "v": spec.v_dim} if spec.expands_prefill else {}
     numbers |= {piece.name: piece.dim for piece in spec.kv_pieces}
-    return {what: dim * spec.dtype_bytes for what, dim in (*numbers.items(), ("attention", spec.o_dim))}
+    return {what: dim * spec.dtype_bytes for what, dim in (*numbers.items(), ("attention", spec.o_row_dim))}
 
 
 def host_attention_bytes(spec: ModelSpec) -> Mapping[str, int]:
@@ -160,14 +165,28 @@ def workspace_bytes_per_token(spec: ModelSpec) -> int:
     takes more.
 
     An expert takes its gate and up projections with its input and output, in float32. A norm takes two rows in float32
-    and four in the model's dtype. Rotary embedding takes the projections, its results, and the queries' halves on the
-    way.
+    and four in the model's dtype. An MLP that all tokens pass takes its gate and up projections twice, and four rows.
     """
-    number_bytes, projections = spec.dtype_bytes, spec.q_dim + 2 * spec.kv_dim
-    experts = 4 * (3 * spec.expert_dim + 2 * spec.hidden_dim)
-    norm = (2 * 4 + 4 * number_bytes) * spec.hidden_dim
-    rotation = (2 * projections + 3 * spec.q_dim) * number_bytes
-    return max(experts, norm, rotation)
+    number_bytes, hidden = spec.dtype_bytes, spec.hidden_dim
+    experts = 4 * (3 * spec.expert_dim + 2 * hidden)
+    norm = (2 * 4 + 4 * number_bytes) * hidden
+    mlp = (4 * max(spec.shared_expert_dim, spec.dense_dim) + 4 * hidden) * number_bytes
+    return max(experts, norm, mlp, _projected_numbers(spec) * number_bytes)
+
+
+def _projected_numbers(spec: ModelSpec) -> int:
+    """Return the numbers per token that the projections in front of attention hold at the same time, and those behind
+    it.
+
+    Rotary embedding takes the projections, its results, and the queries' halves on the way. With latents, queries and
+    keys are joined from two parts each, or queries are absorbed; values come out of latents behind attention.
+    """
+    if (latent := spec.latent) is None:
+        return 2 * (spec.q_dim + spec.kv_dim + spec.v_dim) + 3 * spec.q_dim
+    both = spec.hidden_dim + spec.q_dim + spec.num_heads * latent.rope_dim + 4 * spec.kv_pieces[0].dim
+    expanded = 2 * spec.q_dim + spec.num_heads * (latent.nope_dim + latent.value_dim)
+    absorbed = spec.cached_o_dim + spec.cached_q_dim
+    return max(both + max(expanded, absorbed), 3 * spec.o_dim + spec.hidden_dim)
 
 
 def head_workspace_bytes(spec: ModelSpec) -> int:

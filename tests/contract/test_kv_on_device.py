@@ -131,11 +131,11 @@ def test_the_kernel_and_the_familys_own_math_agree(tiny, monkeypatch, window):
     """The family's is what runs where device memory is not the host's."""
     compared = []
 
-    def both(self, ctx, q, keys, values, out):
+    def both(self, ctx, q, cached, out):
         self.spec = replace(self.spec, sliding_window=window)
-        self.by_family(ctx, q, keys, values, out)
+        self.by_family(ctx, q, cached, out)
         again = torch.empty_like(out)
-        original(self, ctx, q, keys, values, again)
+        original(self, ctx, q, cached, again)
         torch.testing.assert_close(out, again, rtol=1e-5, atol=1e-5)
         compared.append(len(out))
 

@@ -199,7 +199,7 @@ def _named(op: Op, buffer: Buffer, name: Hashable) -> Iterator[Range]:
         batch = op.batch
         prefill = slice(0, batch.num_prefill_tokens)
         rows = dict(zip(ATTENDED_BY, (prefill, batch.on_host.decode, batch.on_device.decode), strict=True))[name]
-        row_bytes = op.spec.q_dim * op.spec.dtype_bytes
+        row_bytes = op.spec.o_row_dim * op.spec.dtype_bytes
         yield _part(buffer, rows.start * row_bytes, rows.stop * row_bytes)
     else:
         raise Undeclared(f"{told(op)} declares {name} of {buffer.name}, which names no memory")

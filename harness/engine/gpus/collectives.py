@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from harness.engine.activations import Activations
 from harness.engine.batch import MicroBatch
+from harness.engine.ops.attention_rows import attended, value_up_flops
 from harness.engine.ops.compute import ComputeOp
 from harness.engine.ops.data import MicroBatchOp
 from harness.engine.ops.views import keep, rows, weights
@@ -34,18 +35,16 @@ class OutputProjection(ComputeOp):
     def work(self) -> Work:
         spec, n = self.spec, self.batch.num_tokens
         moved = n * (spec.o_dim * spec.dtype_bytes + spec.hidden_dim * 4)
-        return Work(
-            flops=2 * n * spec.attention_out_params, device_bytes=_share_bytes(self, of_projection=True) + moved
-        )
+        flops = 2 * n * spec.attention_out_params + value_up_flops(spec, self.batch)
+        return Work(flops=flops, device_bytes=_share_bytes(self, of_projection=True) + moved)
 
     def cost_features(self) -> tuple[float, ...]:
         return (float(self.batch.num_tokens),)
 
     def run(self, ctx: Context, packet: int) -> None:
         spec, n = self.spec, self.batch.num_tokens
-        attention = rows(ctx, self.acts.attention, n, spec.q_dim, spec.dtype)
-        out = rows(ctx, self.acts.moe_out, n, spec.hidden_dim, "float32")
-        out.copy_(self.family.output_projection(spec, weights(ctx, self.parts[0]), attention, self.layer))
+        out, w = rows(ctx, self.acts.moe_out, n, spec.hidden_dim, "float32"), weights(ctx, self.parts[0])
+        out.copy_(self.family.output_projection(spec, w, attended(ctx, self, w), self.layer))
 
 
 class AfterAttention(ComputeOp):
@@ -82,7 +81,8 @@ def _share_bytes(op: OutputProjection | AfterAttention, *, of_projection: bool) 
     """Return the bytes of weights that an op reads of the part that both ops use, in proportion to the matrices it
     multiplies with."""
     assert op.layer is not None
-    projection, others = op.spec.attention_out_params, op.spec.common_mlp_params(op.layer)
+    projection = op.spec.attention_out_params + op.spec.value_up_params
+    others = op.spec.common_mlp_params(op.layer)
     return op.weight_bytes() * (projection if of_projection else others) / (projection + others)
 
 

@@ -9,6 +9,16 @@ from torch import arange
 from harness.engine.activations import Activations, head_workspace_bytes
 from harness.engine.batch import MicroBatch
 from harness.engine.ops import on_gpu
+from harness.engine.ops.attention_rows import (
+    attended,
+    cached_queries,
+    cached_results,
+    keep_latents,
+    keys_and_values,
+    num_expanded,
+    prompt_rows,
+    value_up_flops,
+)
 from harness.engine.ops.data import MicroBatchOp, device_rows
 from harness.engine.ops.views import attend_each, attention_weights, keep, rows, weights
 from harness.machine.base import Context, Work
@@ -69,23 +79,32 @@ class AttentionIn(ComputeOp):
     ) -> None:
         super().__init__(family, spec, batch, acts, (part,), layer)
         self.reads = (acts.tokens, acts.hidden, *self.weight_keys)
-        self.writes = tuple(dict.fromkeys((acts.q, acts.k, acts.v, *acts.new_kv(spec))))
+        prompts = acts.prompt_kv(spec) if num_expanded(spec, batch) or spec.latent is None else ()
+        self.writes = tuple(dict.fromkeys((acts.q, *prompts, *acts.new_kv(spec))))
 
     def work(self) -> Work:
-        out_dim = self.spec.q_dim + 2 * self.spec.kv_dim
-        flops = 2 * self.batch.num_tokens * self.spec.attention_in_params
-        moved = self.batch.num_tokens * (self.spec.hidden_dim + out_dim) * self.spec.dtype_bytes
-        return Work(flops=flops, device_bytes=self.weight_bytes() + moved)
+        spec, n, first = self.spec, self.batch.num_tokens, num_expanded(self.spec, self.batch)
+        flops = 2 * n * spec.attention_in_params - value_up_flops(spec, self.batch)
+        moved = n * spec.hidden_dim
+        if spec.latent is None:
+            moved += n * (spec.q_dim + spec.kv_dim + spec.v_dim)
+        else:
+            moved += n * spec.kv_pieces[0].dim + first * (spec.q_dim + spec.kv_dim + spec.v_dim)
+            moved += (n - first) * spec.cached_q_dim
+        return Work(flops=flops, device_bytes=self.weight_bytes() + moved * spec.dtype_bytes)
 
     def cost_features(self) -> tuple[float, ...]:
         return (float(self.batch.num_tokens),)
 
     def run(self, ctx: Context, packet: int) -> None:
-        self.require_keys_and_values()
         spec, n = self.spec, self.batch.num_tokens
         positions = device_rows(ctx, self.batch, self.acts)[1]
-        hidden = rows(ctx, self.acts.hidden, n, spec.hidden_dim, spec.dtype)
-        q, k, v = self.family.attention_in(spec, weights(ctx, self.parts[0]), hidden, positions, self.layer)
+        hidden, w = rows(ctx, self.acts.hidden, n, spec.hidden_dim, spec.dtype), weights(ctx, self.parts[0])
+        if spec.latent is not None:
+            first = num_expanded(spec, self.batch)
+            found = self.family.latents_in(spec, w, hidden, positions, first, self.layer)
+            return keep_latents(ctx, self, found)
+        q, k, v = self.family.attention_in(spec, w, hidden, positions, self.layer)
         ctx.tensor(self.acts.q, (n, spec.num_heads, spec.head_dim), spec.dtype).copy_(q)
         ctx.tensor(self.acts.k, (n, spec.num_kv_heads, spec.head_dim), spec.dtype).copy_(k)
         ctx.tensor(self.acts.v, (n, spec.num_kv_heads, spec.head_dim), spec.dtype).copy_(v)
@@ -107,7 +126,7 @@ class PrefillAttention(ComputeOp):
     ) -> None:
         super().__init__(family, spec, batch, acts, (part,) if part else (), layer)
         self.part = part
-        self.reads = (acts.tokens, acts.q, acts.k, acts.v, *self.weight_keys)
+        self.reads = (acts.tokens, acts.q, *acts.prompt_kv(spec), *self.weight_keys)
         self.writes = ((acts.attention, "prefill"),)
 
     def work(self) -> Work:
@@ -115,7 +134,7 @@ class PrefillAttention(ComputeOp):
         spec, lens = self.spec, self.batch.prefill_lens
         seen = [(n, spec.seen_tokens(self.layer, n)) for n in lens]
         pairs = sum((n - window / 2) * window for n, window in seen)  # up to a window, each token sees one more
-        moved = self.batch.num_prefill_tokens * (spec.q_dim + 2 * spec.kv_dim + spec.o_dim) * spec.dtype_bytes
+        moved = self.batch.num_prefill_tokens * spec.prompt_row_dim * spec.dtype_bytes
         return Work(flops=pairs * spec.prefill_pair_flops, device_bytes=moved)
 
     def cost_features(self) -> tuple[float, ...]:
@@ -123,17 +142,15 @@ class PrefillAttention(ComputeOp):
         return (float(len(lens)), float(sum(lens)), float(sum(n * n for n in lens)))
 
     def run(self, ctx: Context, packet: int) -> None:
-        self.require_keys_and_values()
-        spec, n, first = self.spec, self.batch.num_tokens, self.batch.num_prefill_tokens
-        q = ctx.tensor(self.acts.q, (n, spec.num_heads, spec.head_dim), spec.dtype)[:first]
-        k = ctx.tensor(self.acts.k, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)[:first]
-        v = ctx.tensor(self.acts.v, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)[:first]
-        out, w = rows(ctx, self.acts.attention, n, spec.q_dim, spec.dtype), attention_weights(ctx, self.part)
-        if on_gpu.attends(spec, q):
+        spec, first = self.spec, self.batch.num_prefill_tokens
+        q, k, v, out = prompt_rows(ctx, self)
+        w = attention_weights(ctx, self.part)
+        if on_gpu.attends(spec, q) and spec.expands_prefill:
             positions = device_rows(ctx, self.batch, self.acts)[1, :first]
             options = self.family.attention_options(spec, w, self.layer)
-            return on_gpu.prefill_attention(options, q, k, v, positions, out[:first])
-        out[:first].copy_(self.family.prefill_attention(spec, w, q, k, v, self.batch.prefill_lens, self.layer))
+            return on_gpu.prefill_attention(options, q, k, v, positions, out)
+        found = self.family.prefill_attention(spec, w, q, k, v, self.batch.prefill_lens, self.layer)
+        out.copy_(found.view(out.shape))
 
 
 class DecodeAttentionDevice(ComputeOp):
@@ -171,16 +188,18 @@ class DecodeAttentionDevice(ComputeOp):
         return (float(len(self.rows)), float(self._num_read))
 
     def run(self, ctx: Context, packet: int) -> None:
-        self.require_keys_and_values()
         spec, n, first = self.spec, self.batch.num_tokens, self.batch.num_prefill_tokens
-        q = ctx.tensor(self.acts.q, (n, spec.num_heads, spec.head_dim), spec.dtype)
-        k = ctx.tensor(self.acts.k, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)
-        v = ctx.tensor(self.acts.v, (n, spec.num_kv_heads, spec.head_dim), spec.dtype)
-        staging = ctx.tensor(self.staging, (2 * self._num_read * spec.kv_dim,), spec.dtype)
         mine = slice(first + self.rows.start, first + self.rows.stop)
+        q = cached_queries(ctx, spec, self.acts.q, n, spec.q_row_dim)[mine]
+        out = cached_results(ctx, spec, self.acts.attention, n, spec.o_row_dim)[mine]
+        new = [
+            ctx.tensor(buffer, (n, piece.num_heads, piece.width), spec.dtype)[mine]
+            for piece, buffer in zip(spec.kv_pieces, self.acts.new_kv(spec), strict=True)
+        ]
+        token_dim = sum(piece.dim for piece in spec.kv_pieces)
+        staging = ctx.tensor(self.staging, (self._num_read * token_dim,), spec.dtype)
         positions = device_rows(ctx, self.batch, self.acts)[1, mine]
-        _add_newest(staging, positions, k[mine], v[mine])
-        out = rows(ctx, self.acts.attention, n, spec.q_dim, spec.dtype)[mine]
+        _add_newest(staging, positions, new)
         reads = self.there.reads.among(self.rows.start, self.rows.stop)
         if reads.num_shadows and on_gpu.attends(spec, q):
             positions = on_gpu.numbers(reads.positions, q.device)
@@ -193,30 +212,34 @@ class DecodeAttentionDevice(ComputeOp):
                 return on_gpu.decode_attention(options, q, staging, positions, out, num_kv_heads=spec.num_kv_heads)
             lens = reads.lens.tolist()
             for at, (keys, values) in enumerate(self._staged(staging, lens)):
-                out[at] = self.family.decode_attention(spec, w, q[at], keys, values, lens[at], layer).reshape(-1)
+                found = self.family.decode_attention(spec, w, q[at], keys, values, lens[at], layer)
+                out[at] = found.view(out[at].shape)
 
-        attend_each(reads, q[mine], out, attend)
+        attend_each(reads, q, out, attend)
 
     def _staged(self, staging: Any, lens: list[int]) -> list[tuple[Any, Any]]:
-        """Return keys and values of contexts that lie one after another, each [kv_heads, context, head_dim]."""
-        spec, at, found = self.spec, 0, []
+        """Return keys and values of contexts that lie one after another, each [kv_heads, context, width]."""
+        at, found = 0, []
         for length in lens:
-            shape, size = (spec.num_kv_heads, length, spec.head_dim), length * spec.kv_dim
-            found.append((staging[at : at + size].view(shape), staging[at + size : at + 2 * size].view(shape)))
-            at += 2 * size
+            pieces = []
+            for _, heads, width in self.spec.kv_pieces:
+                pieces.append(staging[at : at + heads * length * width].view(heads, length, width))
+                at += heads * length * width
+            found.append(keys_and_values(self.spec, pieces))
         return found
 
 
-def _add_newest(staging: Any, positions: Any, k: Any, v: Any) -> None:
-    """Write the newest tokens' keys and values into their places in what `LoadKv` staged. The few launches are the same
-    however many sequences there are. positions [seqs], k and v [seqs, kv_heads, head_dim]."""
-    num_heads, head_dim = k.shape[1:]
-    lens = (positions + 1)[:, None]
-    begins = 2 * num_heads * (lens.cumsum(0) - lens)  # where each sequence's keys begin, in rows of head_dim
-    keys_at = begins + lens * arange(num_heads, device=k.device) + positions[:, None]
-    staged = staging.view(-1, head_dim)
-    for new, at in ((k, keys_at), (v, keys_at + num_heads * lens)):
-        staged.index_copy_(0, at.view(-1), new.reshape(-1, head_dim))
+def _add_newest(staging: Any, positions: Any, new: list[Any]) -> None:
+    """Write the newest tokens' rows into their places in what `LoadKv` staged. The few launches are the same however
+    many sequences there are. positions [seqs]; `new` has [seqs, heads, width] for each piece, all of one width."""
+    width = new[0].shape[-1]
+    lens, staged = (positions + 1)[:, None], staging.view(-1, width)
+    begins = sum(piece.shape[1] for piece in new) * (lens.cumsum(0) - lens)  # of each sequence, in rows
+    for piece in new:
+        heads = piece.shape[1]
+        at = begins + lens * arange(heads, device=piece.device) + positions[:, None]
+        staged.index_copy_(0, at.view(-1), piece.reshape(-1, width))
+        begins = begins + heads * lens
 
 
 class AttentionOut(ComputeOp):
@@ -236,6 +259,7 @@ class AttentionOut(ComputeOp):
         assert self.layer is not None
         spec, n = self.spec, self.batch.num_tokens
         flops = 2 * n * (spec.attention_out_params + spec.common_mlp_params(self.layer))
+        flops += value_up_flops(spec, self.batch)
         moved = n * (spec.o_dim + 3 * spec.hidden_dim) * spec.dtype_bytes
         return Work(flops=flops, device_bytes=self.weight_bytes() + moved)
 
@@ -245,9 +269,8 @@ class AttentionOut(ComputeOp):
     def run(self, ctx: Context, packet: int) -> None:
         spec, acts, n = self.spec, self.acts, self.batch.num_tokens
         hidden = rows(ctx, acts.hidden, n, spec.hidden_dim, spec.dtype)
-        attention = rows(ctx, acts.attention, n, spec.q_dim, spec.dtype)
         w = weights(ctx, self.parts[0])
-        projected = self.family.output_projection(spec, w, attention, self.layer)
+        projected = self.family.output_projection(spec, w, attended(ctx, self, w), self.layer)
         keep(ctx, self, self.family.after_attention(spec, w, projected, hidden, self.layer))
 
 

@@ -23,15 +23,6 @@ class MicroBatchOp(Op):
         self.spec, self.batch, self.acts, self.layer = spec, batch, acts, layer
         self.micro_batch = batch.index
 
-    def require_keys_and_values(self) -> None:
-        """Raise ValueError where the model caches anything but keys and values, on which alone this op can compute."""
-        names = [piece.name for piece in self.spec.kv_pieces]
-        if names != ["k", "v"]:
-            raise ValueError(
-                f"model.spec.latent: must be null for {self.kind!r}, which computes on keys and values of heads; "
-                f"{self.spec.name} caches {', '.join(names)}"
-            )
-
 
 def device_rows(ctx: Context, batch: MicroBatch, acts: Activations) -> Any:
     """Return `MicroBatch.rows` as `UploadTokens` has brought them to the device."""
@@ -88,17 +79,19 @@ class OffloadQkv(MicroBatchOp):
         return (float(self.batch.on_host.num_tokens), float(self.num_queries))
 
     def run(self, ctx: Context, packet: int) -> None:
+        spec, acts, there = self.spec, self.acts, self.batch.on_host
         if self.num_queries:
-            self.require_keys_and_values()
-            self._move(ctx, self.acts.q, self.acts.host_q, self.spec.q_dim, [self.batch.on_host.decode])
-        new, host_new = self.acts.new_kv(self.spec), self.acts.host_new_kv(self.spec)
-        for piece, source, target in zip(self.spec.kv_pieces, new, host_new, strict=True):
-            self._move(ctx, source, target, piece.dim, self.batch.on_host.ranges)
+            self._move(ctx, acts.q, spec.q_row_dim, acts.host_q, spec.cached_q_dim, [there.decode])
+        for piece, source, target in zip(spec.kv_pieces, acts.new_kv(spec), acts.host_new_kv(spec), strict=True):
+            self._move(ctx, source, piece.dim, target, piece.dim, there.ranges)
 
-    def _move(self, ctx: Context, source: Buffer, target: Buffer, dim: int, ranges: Iterable[slice]) -> None:
-        shape, dtype = (self.batch.num_tokens, dim), self.spec.dtype
+    def _move(
+        self, ctx: Context, source: Buffer, source_dim: int, target: Buffer, dim: int, ranges: Iterable[slice]
+    ) -> None:
+        """Copy the first `dim` numbers of rows, which are `source_dim` wide in their source."""
+        n, dtype = self.batch.num_tokens, self.spec.dtype
         for rows in ranges:
-            ctx.move(ctx.tensor(target, shape, dtype)[rows], ctx.tensor(source, shape, dtype)[rows])
+            ctx.move(ctx.tensor(target, (n, dim), dtype)[rows], ctx.tensor(source, (n, source_dim), dtype)[rows, :dim])
 
 
 class LoadAttention(MicroBatchOp):
@@ -118,11 +111,10 @@ class LoadAttention(MicroBatchOp):
         return (float(self.batch.on_host.num_decode),)
 
     def run(self, ctx: Context, packet: int) -> None:
-        self.require_keys_and_values()
-        n, rows = self.batch.num_tokens, self.batch.on_host.decode
-        source = ctx.tensor(self.acts.host_attention, (n, self.spec.q_dim), self.spec.dtype)
-        target = ctx.tensor(self.acts.attention, (n, self.spec.q_dim), self.spec.dtype)
-        ctx.move(target[rows], source[rows])
+        spec, n, rows = self.spec, self.batch.num_tokens, self.batch.on_host.decode
+        source = ctx.tensor(self.acts.host_attention, (n, spec.cached_o_dim), spec.dtype)
+        target = ctx.tensor(self.acts.attention, (n, spec.o_row_dim), spec.dtype)
+        ctx.move(target[rows, : spec.cached_o_dim], source[rows])
 
 
 class LoadKv(MicroBatchOp):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import kernels
 from harness.engine.activations import Activations
 from harness.engine.batch import KvReads, MicroBatch
+from harness.engine.ops.attention_rows import cached_queries, cached_results
 from harness.engine.ops.data import MicroBatchOp
 from harness.engine.ops.views import attend_each, attention_weights
 from harness.machine.base import Context, Work
@@ -125,27 +126,33 @@ class DecodeAttention(AttentionOverCache):
         return (float(self.batch.on_host.num_decode), float(self.batch.on_host.num_context_tokens))
 
     def run(self, ctx: Context, packet: int) -> None:
-        self.require_keys_and_values()
-        spec, here = self.spec, self.batch.on_host
-        shape = (self.batch.num_tokens, spec.num_heads, spec.head_dim)
-        q = ctx.tensor(self.acts.host_q, shape, spec.dtype)[here.decode]
-        out = ctx.tensor(self.acts.host_attention, shape, spec.dtype)[here.decode]
-        keys, values = self.cached(ctx)
-        paged_attention(self.options(ctx), q, keys, values, here.reads, out, num_threads=ctx.num_threads())
+        spec, n, here = self.spec, self.batch.num_tokens, self.batch.on_host
+        q = cached_queries(ctx, spec, self.acts.host_q, n, spec.cached_q_dim)[here.decode]
+        out = cached_results(ctx, spec, self.acts.host_attention, n, spec.cached_o_dim)[here.decode]
+        paged_attention(self.options(ctx), q, self.cached(ctx), here.reads, out, num_threads=ctx.num_threads())
 
 
 def paged_attention(
-    options: AttentionOptions, q: Any, keys: Any, values: Any, reads: KvReads, out: Any, *, num_threads: int = 1
+    options: AttentionOptions, q: Any, cached: tuple[Any, ...], reads: KvReads, out: Any, *, num_threads: int = 1
 ) -> None:
-    """Run the paged kernel: q and out [decode, heads, head_dim]."""
+    """Run the paged kernel for the pieces of a cache: q and out [decode, heads, width]."""
 
     def attend(q: Any, out: Any) -> None:
+        tables, lens = tensor_of(reads.tables), tensor_of(reads.lens)
+        if len(cached) == 1:
+            assert options.window is None and options.sinks is None, "attention over latents has neither"
+            [latent] = cached
+            kernels.latent_attention(
+                q, latent.squeeze(1), tables, lens, out, scale=options.scale, num_threads=num_threads
+            )
+            return
+        keys, values = cached
         kernels.decode_attention(
             q,
             keys,
             values,
-            tensor_of(reads.tables),
-            tensor_of(reads.lens),
+            tables,
+            lens,
             out,
             scale=options.scale,
             sliding_window=options.window or 0,

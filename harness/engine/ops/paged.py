@@ -9,6 +9,7 @@ import numpy as np
 from harness.engine.activations import Activations
 from harness.engine.batch import MicroBatch
 from harness.engine.ops import on_gpu
+from harness.engine.ops.attention_rows import cached_queries, cached_results, keys_and_values
 from harness.engine.ops.data import device_rows
 from harness.engine.ops.host import AttentionOverCache, KvOp, paged_attention
 from harness.engine.ops.views import attend_each, attention_weights
@@ -75,18 +76,15 @@ class DecodeAttentionPaged(AttentionOverCache):
         return (float(self.batch.on_device.num_decode), float(self.batch.on_device.num_context_tokens))
 
     def run(self, ctx: Context, packet: int) -> None:
-        self.require_keys_and_values()
-        spec, rows = self.spec, self.batch.on_device.decode
-        shape = (self.batch.num_tokens, spec.num_heads, spec.head_dim)
-        q = ctx.tensor(self.acts.q, shape, spec.dtype)[rows]
-        out = ctx.tensor(self.acts.attention, shape, spec.dtype)[rows]
-        keys, values = self.cached(ctx)
+        spec, n, mine = self.spec, self.batch.num_tokens, self.batch.on_device.decode
+        q = cached_queries(ctx, spec, self.acts.q, n, spec.q_row_dim)[mine]
+        out = cached_results(ctx, spec, self.acts.attention, n, spec.o_row_dim)[mine]
         if on_gpu.attends(spec, q):
-            self._by_gpu_kernel(ctx, q, keys, values, out)
+            self._by_gpu_kernel(ctx, q, self.cached(ctx), out)
         else:
-            (self.by_kernel if q.device.type == "cpu" else self.by_family)(ctx, q, keys, values, out)
+            (self.by_kernel if q.device.type == "cpu" else self.by_family)(ctx, q, self.cached(ctx), out)
 
-    def _by_gpu_kernel(self, ctx: Context, q: Any, keys: Any, values: Any, out: Any) -> None:
+    def _by_gpu_kernel(self, ctx: Context, q: Any, cached: tuple[Any, ...], out: Any) -> None:
         """Attend for all sequences in one launch. Only the host knows blocks and positions of shadows."""
         here = self.batch.on_device
         positions = device_rows(ctx, self.batch, self.acts)[1, here.decode]
@@ -96,26 +94,28 @@ class DecodeAttentionPaged(AttentionOverCache):
         options = self.options(ctx)
 
         def attend(q: Any, out: Any) -> None:
+            keys, values = cached
             on_gpu.paged_attention(options, q, keys, values, blocks, positions, out)
 
         attend_each(here.reads, q, out, attend)
 
-    def by_kernel(self, ctx: Context, q: Any, keys: Any, values: Any, out: Any) -> None:
+    def by_kernel(self, ctx: Context, q: Any, cached: tuple[Any, ...], out: Any) -> None:
         """Run the paged kernel, on one thread, where host memory plays device memory."""
-        paged_attention(self.options(ctx), q, keys, values, self.batch.on_device.reads, out)
+        paged_attention(self.options(ctx), q, cached, self.batch.on_device.reads, out)
 
-    def by_family(self, ctx: Context, q: Any, keys: Any, values: Any, out: Any) -> None:
+    def by_family(self, ctx: Context, q: Any, cached: tuple[Any, ...], out: Any) -> None:
         """Run the family's own math, sequence by sequence, where the GPU kernels do not know this model's attention."""
         reads, w = self.batch.on_device.reads, attention_weights(ctx, self.part)
 
         def attend(q: Any, out: Any) -> None:
             for entry, length in enumerate(reads.lens.tolist()):
-                out[entry] = self._attend(w, q[entry], keys, values, reads.tables[entry], length).view(out[entry].shape)
+                found = self._attend(w, q[entry], cached, reads.tables[entry], length)
+                out[entry] = found.view(out[entry].shape)
 
         attend_each(reads, q, out, attend)
 
-    def _attend(self, w: Any, q: Any, keys: Any, values: Any, table: np.ndarray, length: int) -> Any:
-        _, heads, block_size, head_dim = keys.shape
-        blocks = table[: -(-length // block_size)].tolist()
-        k, v = (x[blocks].transpose(0, 1).reshape(heads, -1, head_dim) for x in (keys, values))
+    def _attend(self, w: Any, q: Any, cached: tuple[Any, ...], table: np.ndarray, length: int) -> Any:
+        blocks = table[: -(-length // self.cache.block_size)].tolist()
+        pieces = [x[blocks].transpose(0, 1).reshape(x.shape[1], -1, x.shape[3]) for x in cached]
+        k, v = keys_and_values(self.spec, pieces)
         return self.family.decode_attention(self.spec, w, q, k, v, length, self.layer)

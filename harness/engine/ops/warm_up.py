@@ -50,7 +50,12 @@ class WarmUp(Op):
 
         token = torch.zeros(1, dtype=torch.int64, device=device)
         hidden, behind, last = family.embed(spec, embedding, token), zeros("attention_out"), spec.num_layers - 1
-        q, _, _ = family.attention_in(spec, zeros("attention_in"), hidden, token, last)
-        projected = family.output_projection(spec, behind, q.new_zeros(1, spec.q_dim), last)
+        if spec.latent is None:
+            family.attention_in(spec, zeros("attention_in"), hidden, token, last)
+        else:
+            for num_expanded in (0, 1):
+                family.latents_in(spec, zeros("attention_in"), hidden, token, num_expanded, last)
+            family.from_latents(spec, behind, hidden.new_zeros(1, spec.cached_o_dim), last)
+        projected = family.output_projection(spec, behind, hidden.new_zeros(1, spec.o_dim), last)
         family.after_attention(spec, behind, projected, hidden, last)
         family.head(spec, head, hidden).argmax(dim=-1)

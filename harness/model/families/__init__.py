@@ -43,6 +43,17 @@ class MoeInput(NamedTuple):
     common: Tensor | None = None  # [tokens, hidden], what shared experts or a dense layer's MLP give; None without
 
 
+class LatentRows(NamedTuple):
+    """The rows in front of a layer's attention over latents. The tokens of expanded prompts come first; the others
+    attend to latents."""
+
+    latent: Tensor  # [tokens, kv_rank + rope_dim], what is cached: the normed latent, then the RoPE key of all heads
+    absorbed: Tensor  # [others, heads, kv_rank + rope_dim], queries in the latents' space
+    q: Tensor  # [expanded, heads, nope_dim + rope_dim]
+    k: Tensor  # as q
+    v: Tensor  # [expanded, heads, value_dim]
+
+
 class FamilyLayout(Protocol):
     """The torch-free half of a family: its dimensions and the layout of its tensors."""
 
@@ -81,7 +92,25 @@ class Family(FamilyLayout, Protocol):
         self, spec: ModelSpec, w: Mapping[str, Tensor], hidden: Tensor, positions: Tensor, layer: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], contiguous, with RoPE applied to q
-        and k."""
+        and k. A family that caches latents has `latents_in` instead."""
+        ...
+
+    def latents_in(
+        self,
+        spec: ModelSpec,
+        w: Mapping[str, Tensor],
+        hidden: Tensor,
+        positions: Tensor,
+        num_expanded: int,
+        layer: int,
+    ) -> LatentRows:
+        """Compute what attention over latents takes, with keys and values of heads for the first `num_expanded` tokens
+        and absorbed queries for the others. Only a family that caches latents has this method and `from_latents`."""
+        ...
+
+    def from_latents(self, spec: ModelSpec, w: Mapping[str, Tensor], attn: Tensor, layer: int) -> Tensor:
+        """Project attention results out of the latents' space, by the part behind attention: [tokens, heads * kv_rank]
+        -> [tokens, heads * value_dim]."""
         ...
 
     def attention_options(self, spec: ModelSpec, w: Mapping[str, Tensor], layer: int) -> AttentionOptions:
@@ -99,19 +128,21 @@ class Family(FamilyLayout, Protocol):
         seq_lens: Sequence[int],
         layer: int,
     ) -> Tensor:
-        """Compute causal attention inside each sequence; sequences lie one after another.
-        Returns [tokens, heads * head_dim]."""
+        """Compute causal attention inside each sequence; sequences lie one after another. Where latents are cached,
+        the arguments are those of heads or those of latents: v then has a width of its own.
+        Returns [tokens, heads * width of v]."""
         ...
 
     def decode_attention(
         self, spec: ModelSpec, w: Mapping[str, Tensor], q: Tensor, k: Tensor, v: Tensor, context_len: int, layer: int
     ) -> Tensor:
         """Attend for one token of one sequence. q [heads, head_dim] is at position context_len - 1;
-        k and v [kv_heads, >= context_len, head_dim] include that token's own entry. Returns [heads * head_dim]."""
+        k and v [kv_heads, >= context_len, head_dim] include that token's own entry. Latents are their own values: v is
+        then the beginning of k's rows. Returns [heads * width of v]."""
         ...
 
     def output_projection(self, spec: ModelSpec, w: Mapping[str, Tensor], attn: Tensor, layer: int) -> Tensor:
-        """Project [tokens, heads * head_dim] -> [tokens, hidden], linear in attn. Where several GPUs share the heads,
+        """Project [tokens, heads * value_dim] -> [tokens, hidden], linear in attn. Where several GPUs share the heads,
         their results are summed."""
         ...
 

@@ -76,6 +76,13 @@ class ConfigReader:
             raise bad_entry(name, f"must agree with {other} {self.entries[other]!r}, got {self.entries[name]!r}")
         return other
 
+    def non_negative_int(self, key: str, default: int) -> int:
+        """Return an integer from 0 on; `default` stands in for an entry that is absent."""
+        value = self.entries.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise bad_entry(key, f"must be an integer from 0 on, got {value!r}")
+        return value
+
     def positive_float(self, key: str, default: float) -> float:
         value = self.entries.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:

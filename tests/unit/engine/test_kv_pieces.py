@@ -9,7 +9,7 @@ import torch
 
 from harness.engine.activations import Activations
 from harness.engine.batch import assemble
-from harness.engine.ops import compute, data, host, paged
+from harness.engine.ops import data, host, paged
 from harness.engine.sequences import State
 from harness.machine.base import CPU, D2H, GPU, H2D
 from harness.machine.shuffled import ShuffledMachine
@@ -143,22 +143,3 @@ def test_a_cache_on_the_device_holds_what_is_appended_there(case):
             heads, length, width = written.shape
             found = piece[sequence.blocks].transpose(0, 1).reshape(heads, -1, width)[:, :length]
             assert torch.equal(found.float(), written)
-
-
-def test_ops_that_know_only_keys_and_values_refuse_a_latent():
-    """Without touching a tensor: they get no context. On the simulated machine, which runs none of them, they count."""
-    on_host, on_device = Bench(LATENT, [(1, 105)], "pinned"), Bench(LATENT, [(1, 105)], "device")
-    here, there = (bench.decode() for bench in (on_host, on_device))
-    own, staging = (None, LATENT, here, on_host.acts), on_host.acts.moe_out
-    part = type("Part", (), {"keys": ()})()
-    for op in (
-        compute.AttentionIn(*own, part, LAYER),
-        compute.PrefillAttention(*own, LAYER, None),
-        compute.DecodeAttentionDevice(*own, LAYER, range(1), staging, None),
-        data.OffloadQkv(LATENT, here, on_host.acts, LAYER),
-        data.LoadAttention(LATENT, here, on_host.acts, LAYER),
-        host.DecodeAttention(*own, LAYER, on_host.cache, None),
-        paged.DecodeAttentionPaged(None, LATENT, there, on_device.acts, LAYER, on_device.cache, None),
-    ):
-        with pytest.raises(ValueError, match=rf"model.spec.latent: .*{op.kind.replace('(', '.').replace(')', '.')}"):
-            op.run(None, 0)
