@@ -1,0 +1,124 @@
+"""What is cached of a token takes as many bytes as config.json says, in either memory and over the links, by family."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from harness.engine.engine import Engine
+from harness.engine.strategy import Strategy
+from harness.machine.base import Op
+from harness.machine.shuffled import ShuffledMachine
+from harness.model import families
+from harness.model.spec import KvPiece, ModelSpec
+from tests.contract.running import CAPACITIES_BYTES, engine_on, requests, run_to_end, strategy_of
+from tests.contract.test_strategies import YAMLS
+from tests.tiny_families import VARIANTS, VOCAB_SIZE, tiny_family
+
+BLOCK_SIZE, NUM_BLOCKS = 4, 60
+ON_HOST = {"policy": {"resident_kv": 0.0}}
+PLACES = {  # strategy, what differs from its defaults, whether the device attends, whether it has the cache
+    "attended on the host": ("flexgen_c", ON_HOST, False, False),
+    "staged on the device": ("flexgen", ON_HOST, True, False),
+    "on the device": ("deepspeed_zero", {}, True, True),
+}
+
+
+class CountingMachine(ShuffledMachine):
+    """Counts the bytes that the ops of each kind bring over a link."""
+
+    def __init__(self) -> None:
+        super().__init__(capacities_bytes=CAPACITIES_BYTES, seed=1)
+        self.moved_bytes: Counter[str] = Counter()
+
+    def _execute(self, op: Op, ctx: Any, packet: int) -> Any:
+        machine = self
+
+        class Counting:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(ctx, name)
+
+            def move(self, dst: Any, src: Any) -> None:
+                machine.moved_bytes[op.kind] += dst.numel() * dst.element_size()
+                ctx.move(dst, src)
+
+        return super()._execute(op, Counting(), packet)
+
+
+def cached_numbers(entries: Mapping[str, Any]) -> int:
+    """Count by hand what a layer caches of a token."""
+    if "kv_lora_rank" in entries:
+        return int(entries["kv_lora_rank"] + entries["qk_rope_head_dim"])
+    heads = entries.get("num_attention_heads", entries.get("n_heads"))
+    kv_heads = entries.get("num_key_value_heads") or entries["attn_config"]["kv_n_heads"]
+    hidden = entries.get("hidden_size", entries.get("d_model"))
+    return int(2 * kv_heads * entries.get("head_dim", hidden // heads))
+
+
+def query_numbers(entries: Mapping[str, Any]) -> int:
+    """Count by hand what attention over the cache takes of a token's queries."""
+    heads = entries.get("num_attention_heads", entries.get("n_heads"))
+    if "kv_lora_rank" in entries:
+        return int(heads * (entries["kv_lora_rank"] + entries["qk_rope_head_dim"]))
+    return int(heads * entries.get("head_dim", entries.get("hidden_size", entries.get("d_model")) // heads))
+
+
+def contexts(engine: Engine) -> Iterator[tuple[int, list[int]]]:
+    """Yield the tokens of each sequence that go through the model, and the contexts that it decodes over."""
+    for sequence in engine.sequences:
+        prompt, new = sequence.prompt_len, sequence.request.max_new_tokens
+        yield prompt + new - 1, list(range(prompt + 1, prompt + new))
+
+
+def check_bytes(family: str, place: str) -> None:
+    entries, checkpoint = VARIANTS[family], tiny_family(family)
+    strategy, change, is_attended_there, is_on_device = PLACES[place]
+    token_bytes, num_layers = cached_numbers(entries) * 4, checkpoint.spec.num_layers
+    assert checkpoint.spec.kv_bytes_per_token_layer == token_bytes
+    work = requests(4, vocab_size=VOCAB_SIZE, longest=20, max_new_tokens=5, seed=2)
+    values, machine = YAMLS[strategy] | change, CountingMachine()
+    engine = engine_on(machine, checkpoint, work, kv_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, values=values)
+
+    def build(engine: Engine) -> Strategy:
+        strategy = strategy_of(engine, values)
+        [cache] = [each for each in (engine.kv.host, engine.kv.device) if each is not None]
+        assert cache.on_device is is_on_device
+        cache_bytes = cache.allocator.num_blocks * BLOCK_SIZE * token_bytes
+        assert all(sum(buffer.nbytes for buffer in layer) == cache_bytes for layer in cache.layers)
+        held = {tier: machine.tiers[tier].holders().get("kv cache", 0) for tier in ("device", "pinned")}
+        sides = {"device": is_on_device, "pinned": not is_on_device}
+        assert held == {tier: num_layers * cache_bytes * has_it for tier, has_it in sides.items()}
+        machine.drain()
+        machine.moved_bytes.clear()  # what the planner has tried out does not count
+        return strategy
+
+    run_to_end(engine, build)
+    moved = {kind: machine.moved_bytes[kind] for kind in ("offload qkv", "load kv")}
+    if is_on_device:
+        assert moved == {"offload qkv": 0, "load kv": 0}
+        return
+    new, read = zip(*contexts(engine), strict=True)
+    num_queries = 0 if is_attended_there else sum(map(len, read))
+    assert moved["offload qkv"] == num_layers * (sum(new) * token_bytes + num_queries * query_numbers(entries) * 4)
+    assert moved["load kv"] == num_layers * sum(map(sum, read)) * token_bytes * is_attended_there
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("family", families.available())
+def test_bytes_of_the_cache(family, place):
+    check_bytes(family, place)
+
+
+def test_keys_and_values_of_heads_in_place_of_latents_are_noticed(monkeypatch):
+    """The easy wrong way, which gives the same tokens."""
+
+    def of_heads(self: ModelSpec) -> tuple[KvPiece, ...]:
+        return KvPiece("k", self.num_heads, self.head_dim), KvPiece("v", self.num_heads, self.value_dim)
+
+    monkeypatch.setattr(ModelSpec, "kv_pieces", property(of_heads))
+    for place in PLACES:
+        with pytest.raises(AssertionError, match="kv_bytes_per_token_layer"):
+            check_bytes("deepseek_v3", place)
