@@ -12,9 +12,12 @@ from kernels import triton as gpu
 def warm_up(spec: ModelSpec, device: torch.device, kv_block_size: int | None = None) -> None:
     """Compile and load what `spec` needs on this device; do nothing where these kernels do not serve it.
     `kv_block_size` is that of a paged KV cache in device memory."""
-    if not gpu.serves(torch.empty(0, device=device)) or spec.latent is not None:
+    if not gpu.serves(torch.empty(0, device=device)):
         return
     family = families.family(spec.family)
+    router, latent = spec.router, None
+    if spec.latent is not None:
+        latent = gpu.Latent(kv_rank=spec.latent.kv_rank, rope_dim=spec.latent.rope_dim, value_dim=spec.latent.value_dim)
     part = next(part for part in family.layer_parts(spec, spec.moe_layers[-1]) if part.expert is not None)
     views = {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype), device="meta") for t in part.tensors}
     gpu.warm_up(
@@ -25,11 +28,12 @@ def warm_up(spec: ModelSpec, device: torch.device, kv_block_size: int | None = N
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
+            latent=latent,
             windows=tuple({spec.window(layer) for layer in range(spec.num_layers)}),
             has_sinks=spec.attention_sinks,
             has_choice_bias=spec.correction_bias,
-            scoring=spec.router.scoring,
-            renormalise=spec.router.renormalise,
+            scoring=router.scoring,
+            renormalise=router.renormalise,
             kv_block_size=kv_block_size,
         ),
         device,

@@ -26,6 +26,9 @@ _HOMES = {
     "causal_attention": "prefill",
     "paged_decode_attention": "decode",
     "staged_decode_attention": "decode",
+    "paged_latent_attention": "latent",
+    "staged_latent_attention": "latent",
+    "Latent": "warming",
     "Shapes": "warming",
     "warm_up": "warming",
 }
@@ -37,11 +40,14 @@ if TYPE_CHECKING:
     from kernels.triton.decode import staged_decode_attention as staged_decode_attention
     from kernels.triton.experts import expert_scratch_bytes as expert_scratch_bytes
     from kernels.triton.experts import grouped_experts as grouped_experts
+    from kernels.triton.latent import paged_latent_attention as paged_latent_attention
+    from kernels.triton.latent import staged_latent_attention as staged_latent_attention
     from kernels.triton.matrices import Activation as Activation
     from kernels.triton.matrices import ExpertMatrices as ExpertMatrices
     from kernels.triton.matrices import address_table as address_table
     from kernels.triton.prefill import causal_attention as causal_attention
     from kernels.triton.routing import choose_experts as choose_experts
+    from kernels.triton.warming import Latent as Latent
     from kernels.triton.warming import Shapes as Shapes
     from kernels.triton.warming import warm_up as warm_up
 

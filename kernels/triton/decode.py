@@ -11,11 +11,11 @@ from kernels.triton.device import chip, power_of_two, product, widens
 from kernels.triton.prefill import LOG2_E
 from kernels.triton.tiling import decode_tiles
 
-_LENGTHS = 128  # earlier sequences whose contexts a program adds up at once
+LENGTHS_AT_ONCE = 128  # earlier sequences whose contexts a program adds up at once
 
 
 @triton.jit
-def _blocks_before(positions, row, BLOCK_SIZE: tl.constexpr, LENGTHS: tl.constexpr):
+def blocks_before(positions, row, BLOCK_SIZE: tl.constexpr, LENGTHS: tl.constexpr):
     """Count the blocks in the contexts of all sequences before `row`."""
     total = tl.zeros((), tl.int64)
     for first in range(0, row, LENGTHS):
@@ -35,11 +35,11 @@ def _attend(
     sequence, kv_head = tl.program_id(0), tl.program_id(1)
     length = tl.load(positions + sequence).to(tl.int32) + 1
     if BLOCK_SIZE == 0:
-        staged = _blocks_before(positions, sequence, 1, LENGTHS) * (2 * NUM_KV_HEADS * HEAD_DIM)
+        staged = blocks_before(positions, sequence, 1, LENGTHS) * (2 * NUM_KV_HEADS * HEAD_DIM)
         k_base = k_cache + staged + kv_head.to(tl.int64) * length * HEAD_DIM
         v_base = v_cache + staged + (NUM_KV_HEADS + kv_head).to(tl.int64) * length * HEAD_DIM
     else:
-        own_blocks = blocks + _blocks_before(positions, sequence, BLOCK_SIZE, LENGTHS)
+        own_blocks = blocks + blocks_before(positions, sequence, BLOCK_SIZE, LENGTHS)
         k_base = k_cache + kv_head * BLOCK_SIZE * HEAD_DIM
         v_base = v_cache + kv_head * BLOCK_SIZE * HEAD_DIM
     member, dim = tl.arange(0, ROWS), tl.arange(0, DIMS)
@@ -168,6 +168,6 @@ def _decode(
         q, k_cache, v_cache, q if blocks is None else blocks, positions, q if sinks is None else sinks,
         out, window or 2**31 - 1, *strides, scale * LOG2_E,
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, HAS_SINKS=sinks is not None,
-        ROWS=tiles.rows, COLUMNS=tiles.columns, DIMS=dims, LENGTHS=_LENGTHS, WIDEN=widens(q),
+        ROWS=tiles.rows, COLUMNS=tiles.columns, DIMS=dims, LENGTHS=LENGTHS_AT_ONCE, WIDEN=widens(q),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

@@ -26,6 +26,7 @@ class Chip:
 
 
 _LEAST_ROWS = 16  # of a tensor core's product
+_GROUP_ROWS = 64  # of a product of a whole warp group
 _MOST_STAGES = 4
 # 16-bit: rows of a tile -> (columns of all weights, depth, warps). Few rows: the weights' bandwidth counts, so long
 # rows of weights; many rows: operands are reused, as far as the float32 sums fit the registers.
@@ -72,6 +73,22 @@ def decode_tiles(element_bytes: int, head_dim: int, group_size: int, chip: Chip)
         rows *= 2
     columns = 64 if element_bytes == 2 and head_dim <= 256 else 32
     return Tiles(rows, columns, head_dim, 4, _attention_stages(element_bytes, rows, columns, head_dim, chip))
+
+
+def latent_tiles(element_bytes: int, width: int, num_heads: int, chip: Chip) -> Tiles:
+    """Choose tiles whose rows are heads, whose columns are tokens, and whose depth is a token's padded row.
+
+    More rows read each token fewer times, as far as the float32 sums fit the registers.
+    """
+    rows, columns, num_warps = _LEAST_ROWS, 32 if element_bytes == 2 else 16, 4
+    step_bytes = columns * width * element_bytes
+    if element_bytes == 2 and num_heads > _LEAST_ROWS:
+        rows, num_warps = 32, 8
+        if chip.major >= 9 and num_heads > rows and _GROUP_ROWS * width * 2 + 2 * step_bytes <= chip.shared_bytes:
+            rows = _GROUP_ROWS
+    steps = (chip.shared_bytes - rows * width * element_bytes) // step_bytes  # that fit beside the queries
+    num_stages = steps if rows == _GROUP_ROWS else steps + 1  # a warp's product has its step in registers
+    return Tiles(rows, columns, width, num_warps, max(1, min(3, num_stages)))
 
 
 def _attention_stages(element_bytes: int, rows: int, columns: int, head_dim: int, chip: Chip) -> int:

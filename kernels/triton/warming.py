@@ -10,10 +10,20 @@ import torch
 
 from kernels.triton.decode import paged_decode_attention, staged_decode_attention
 from kernels.triton.experts import expert_scratch_bytes, launch
+from kernels.triton.latent import paged_latent_attention, staged_latent_attention
 from kernels.triton.matrices import ADDRESSES, ExpertShape
 from kernels.triton.prefill import causal_attention
 from kernels.triton.routing import choose_experts
 from kernels.triton.tiling import row_choices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """The dimensions of latent attention beside `Shapes.head_dim`, which is that of a query or key in prefill."""
+
+    kv_rank: int
+    rope_dim: int
+    value_dim: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +36,7 @@ class Shapes:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    latent: Latent | None = None
     windows: tuple[int | None, ...] = (None,)  # of its layers
     has_sinks: bool = False
     scoring: str = "softmax"
@@ -60,6 +71,8 @@ def warm_up(shapes: Shapes, device: torch.device) -> None:
         tokens = (zeros(1, experts.hidden), ids, weights, out)
         launch(*tokens, table, experts, shapes.num_experts, scratch, rows)
 
+    if shapes.latent is not None:
+        return _attend_latents_once(shapes, shapes.latent, zeros)
     for window in shapes.windows:
         _attend_once(shapes, window, zeros)
 
@@ -78,3 +91,15 @@ def _attend_once(shapes: Shapes, window: int | None, zeros: Callable[..., torch.
     if shapes.kv_block_size is not None:
         cache = zeros(1, kv_heads, shapes.kv_block_size, head_dim)
         paged_decode_attention(q, cache, cache, zeros(1, of=torch.int32), positions, torch.empty_like(q), **options)
+
+
+def _attend_latents_once(shapes: Shapes, latent: Latent, zeros: Callable[..., torch.Tensor]) -> None:
+    """Attend in prefill, if explicit, to keys and values of every head, and in decode to latents."""
+    heads, width, positions = shapes.num_heads, latent.kv_rank + latent.rope_dim, zeros(1, of=torch.int64)
+    q, v = zeros(1, heads, shapes.head_dim), zeros(1, heads, latent.value_dim)
+    causal_attention(q, q, v, positions, torch.empty_like(v), scale=1.0)
+    q, out = zeros(1, heads, width), zeros(1, heads, latent.kv_rank)
+    staged_latent_attention(q, zeros(width), positions, out, scale=1.0)
+    if shapes.kv_block_size is not None:
+        cache = zeros(1, 1, shapes.kv_block_size, width)
+        paged_latent_attention(q, cache, zeros(1, of=torch.int32), positions, out, scale=1.0)

@@ -18,9 +18,11 @@ def attends(spec: ModelSpec, q: Any) -> bool:
 
 
 def prefill_attention(options: AttentionOptions, q: Any, k: Any, v: Any, positions: Any, out: Any) -> None:
-    """Attend within all prefilling sequences at once; positions [tokens], out [tokens, heads * head_dim]."""
+    """Attend within all prefilling sequences at once; positions [tokens], out [tokens, heads *
+    value_dim]."""
     if len(q):
-        gpu.causal_attention(q, k, v, positions, out.view(q.shape), **options._asdict())
+        out = out.view(*q.shape[:2], v.shape[2])
+        gpu.causal_attention(q, k, v, positions, out, **options._asdict())
 
 
 def decode_attention(
@@ -38,6 +40,20 @@ def paged_attention(
     """Attend for all sequences whose cache lies on the device. `blocks` is as `CachedRows.flat_blocks`; positions
     [seqs] of their new tokens, out [seqs, heads * head_dim]."""
     gpu.paged_decode_attention(q, keys, values, blocks, positions, out.view(q.shape), **options._asdict())
+
+
+def latent_attention(options: AttentionOptions, q: Any, staging: Any, positions: Any, out: Any) -> None:
+    """Attend to latents as `decode_attention` does to keys and values; out [seqs, heads * kv_rank]."""
+    assert options.window is None and options.sinks is None, "latent attention has neither"
+    gpu.staged_latent_attention(q, staging, positions, out.view(*q.shape[:2], -1), scale=options.scale)
+
+
+def paged_latent_attention(
+    options: AttentionOptions, q: Any, latents: Any, blocks: Any, positions: Any, out: Any
+) -> None:
+    """Attend to latents as `paged_attention` does to keys and values; out [seqs, heads * kv_rank]."""
+    assert options.window is None and options.sinks is None, "latent attention has neither"
+    gpu.paged_latent_attention(q, latents, blocks, positions, out.view(*q.shape[:2], -1), scale=options.scale)
 
 
 def numbers(values: Any, device: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Compile every kernel of Mixtral-8x7B's shape: python compile_for.py CAPABILITY SHARED_KIB DTYPE.
+"""Compile every kernel of Mixtral-8x7B's shape, and attention of DeepSeek-V2 and V2-Lite: python compile_for.py
+CAPABILITY SHARED_KIB DTYPE.
 
 The GPU need not be here. The kernels are compiled as `warm_up` does on one that is, and what came out is printed as
 JSON.
@@ -19,10 +20,10 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kernels.triton import decode, experts, prefill
+from kernels.triton import decode, experts, latent, prefill
 from kernels.triton.matrices import ExpertShape
 from kernels.triton.tiling import Chip
-from kernels.triton.warming import Shapes, warm_up
+from kernels.triton.warming import Latent, Shapes, warm_up
 
 
 class AbsentGpu:
@@ -60,11 +61,12 @@ def main(capability: int, shared_kib: int, dtype: str) -> None:
 
     def compile_only(self: Any, *arguments: Any, **options: Any) -> Any:
         kernel = run(self, *arguments, **options | {"warmup": True})
-        compiled.append((f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__}", kernel, options))
+        if not any(kernel is known for _, known, _ in compiled):
+            compiled.append((f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__}", kernel, options))
         return kernel
 
     JITFunction.run = compile_only
-    for module in (decode, experts, prefill):
+    for module in (decode, experts, latent, prefill):
         module.chip = lambda device: Chip(capability // 10, shared_kib << 10)
     shape = ExpertShape(
         hidden=4096, expert_dim=14336, gate_stride=4096, down_stride=14336, has_biases=False,
@@ -72,6 +74,10 @@ def main(capability: int, shared_kib: int, dtype: str) -> None:
     )  # fmt: skip
     dims = {"num_experts": 8, "top_k": 2, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
     warm_up(Shapes(experts=shape, kv_block_size=16, **dims), torch.device("cpu"))
+    latents = Latent(kv_rank=512, rope_dim=64, value_dim=128)
+    dims |= {"head_dim": 192, "latent": latents}
+    for num_heads in (16, 128) if dtype != "float32" else (16,):  # tiles of float32 do not depend on it
+        warm_up(Shapes(experts=shape, kv_block_size=16, **dims | {"num_heads": num_heads}), torch.device("cpu"))
     rows = []
     for name, kernel, options in compiled:
         ptx = kernel.asm["ptx"]

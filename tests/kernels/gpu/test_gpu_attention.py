@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from caches import TOLERANCE, Draw, close, flat, make_cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import reference
 from kernels import triton as gpu
 
-TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 quick = settings(max_examples=5)
 
 shapes = {
@@ -21,20 +21,6 @@ shapes = {
     "has_sinks": st.booleans(),
     "seed": st.integers(0, 10**6),
 }
-
-
-class Draw:
-    """Random tensors on a device."""
-
-    def __init__(self, device, dtype, seed):
-        self.device, self.dtype, self.generator = device, dtype, torch.Generator().manual_seed(seed)
-
-    def __call__(self, *shape, dtype=None):
-        return torch.randn(shape, generator=self.generator).to(self.device, dtype or self.dtype)
-
-
-def close(found, expected):
-    torch.testing.assert_close(found.double().cpu(), expected, rtol=0, atol=TOLERANCE[found.dtype])
 
 
 def plain_attention(q, k, v, seq_lens, scale, window, sinks):
@@ -74,30 +60,6 @@ def test_prefill(device, seq_lens, value_dim, dtype, num_kv_heads, group, head_d
     scale = head_dim**-0.5
     gpu.causal_attention(q, k, v, positions_of(seq_lens, device), out, scale=scale, window=window, sinks=sinks)
     close(out, plain_attention(q, k, v, seq_lens, scale, window, sinks))
-
-
-def make_cache(draw, context_lens, num_kv_heads, head_dim, block_size):
-    """Blocks in random order, NaN where no token lies; caches with a stride between blocks."""
-    needed = [-(-n // block_size) for n in context_lens]
-    num_blocks = sum(needed) + 2
-    order = torch.randperm(num_blocks, generator=draw.generator).tolist()
-    tables = torch.full((len(context_lens), max(needed, default=0) + 1), -1, dtype=torch.int32)
-    caches = []
-    for _ in "kv":
-        room = torch.full((num_blocks, num_kv_heads + 1, block_size, head_dim), float("nan"), dtype=draw.dtype)
-        caches.append(room.to(draw.device)[:, :num_kv_heads])
-    for row, (length, count) in enumerate(zip(context_lens, needed, strict=True)):
-        blocks = [order.pop() for _ in range(count)]
-        tables[row, :count] = torch.tensor(blocks, dtype=torch.int32)
-        for cache in caches:
-            for token in range(length):
-                cache[blocks[token // block_size], :, token % block_size] = draw(num_kv_heads, head_dim)
-    return (*caches, tables.to(draw.device))
-
-
-def flat(tables, context_lens, block_size):
-    """The used entries of each row, one row behind the other; as `UploadTokens` brings them."""
-    return torch.cat([row[: -(-length // block_size)] for row, length in zip(tables, context_lens, strict=True)])
 
 
 def stage(k_cache, v_cache, tables, context_lens):

@@ -31,7 +31,7 @@ def compiled(tmp_path_factory):
     return run
 
 
-PRODUCTS = {"experts._gate_up", "experts._down", "prefill._attend", "decode._attend"}
+PRODUCTS = {"experts._gate_up", "experts._down", "prefill._attend", "decode._attend", "latent._attend_latents"}
 OTHERS = {"routing._choose", "grouping._count", "grouping._offsets", "grouping._place", "experts._combine"}
 
 
