@@ -42,6 +42,9 @@ class Shapes:
     scoring: str = "softmax"
     renormalise: bool = True
     has_choice_bias: bool = False
+    num_groups: int = 1
+    groups_per_token: int = 1
+    group_score_experts: int = 1
     kv_block_size: int | None = None  # of a paged cache on the device, where there is one
 
 
@@ -62,6 +65,9 @@ def warm_up(shapes: Shapes, device: torch.device) -> None:
         scoring=shapes.scoring,
         renormalise=shapes.renormalise,
         choice_bias=zeros(shapes.num_experts, of=torch.float32) if shapes.has_choice_bias else None,
+        num_groups=shapes.num_groups,
+        groups_per_token=shapes.groups_per_token,
+        group_score_experts=shapes.group_score_experts,
     )
     ids, weights = zeros(1, shapes.top_k, of=torch.int64), zeros(1, shapes.top_k, of=torch.float32)
     out, table = zeros(1, experts.hidden, of=torch.float32), zeros(shapes.num_experts, ADDRESSES, of=torch.int64)

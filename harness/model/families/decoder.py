@@ -84,7 +84,7 @@ class Decoder:
 
     def route(self, spec: ModelSpec, w: Weights, logits: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         router, bias = spec.router, w.get("correction_bias")
-        if gpu.serves(logits) and router.num_groups == 1:
+        if gpu.serves(logits):
             return gpu.choose_experts(
                 logits,
                 spec.experts_per_token,
@@ -92,6 +92,9 @@ class Decoder:
                 renormalise=router.renormalise,
                 scale=router.scale,
                 choice_bias=bias,
+                num_groups=router.num_groups,
+                groups_per_token=router.groups_per_token,
+                group_score_experts=router.group_score_experts,
             )
         return functional.choose_experts(logits, spec.experts_per_token, router, bias)
 

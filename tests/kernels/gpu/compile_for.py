@@ -75,7 +75,7 @@ def main(capability: int, shared_kib: int, dtype: str) -> None:
     dims = {"num_experts": 8, "top_k": 2, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
     warm_up(Shapes(experts=shape, kv_block_size=16, **dims), torch.device("cpu"))
     latents = Latent(kv_rank=512, rope_dim=64, value_dim=128)
-    dims |= {"head_dim": 192, "latent": latents}
+    dims |= {"head_dim": 192, "latent": latents, "num_groups": 4, "groups_per_token": 2, "group_score_experts": 2}
     for num_heads in (16, 128) if dtype != "float32" else (16,):  # tiles of float32 do not depend on it
         warm_up(Shapes(experts=shape, kv_block_size=16, **dims | {"num_heads": num_heads}), torch.device("cpu"))
     rows = []
