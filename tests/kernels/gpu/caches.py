@@ -1,4 +1,4 @@
-"""Random tensors and paged caches on a device."""
+"""Make random tensors and paged caches on a device."""
 
 import torch
 
@@ -6,7 +6,7 @@ TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 class Draw:
-    """Random tensors on a device."""
+    """Draws random tensors on a device."""
 
     def __init__(self, device, dtype, seed):
         self.device, self.dtype, self.generator = device, dtype, torch.Generator().manual_seed(seed)
@@ -20,7 +20,7 @@ def close(found, expected):
 
 
 def make_cache(draw, context_lens, num_kv_heads, head_dim, block_size):
-    """Blocks in random order, NaN where no token lies; caches with a stride between blocks."""
+    """Make two caches with blocks in random order, NaN where no token lies, and a stride between blocks."""
     needed = [-(-n // block_size) for n in context_lens]
     num_blocks = sum(needed) + 2
     order = torch.randperm(num_blocks, generator=draw.generator).tolist()
@@ -39,5 +39,5 @@ def make_cache(draw, context_lens, num_kv_heads, head_dim, block_size):
 
 
 def flat(tables, context_lens, block_size):
-    """The used entries of each row, one row behind the other; as `UploadTokens` brings them."""
+    """Return the used entries of each row, one row behind the other; as `UploadTokens` brings them."""
     return torch.cat([row[: -(-length // block_size)] for row, length in zip(tables, context_lens, strict=True)])
