@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 from tests.contract.running import check_tokens, engine_on, requests, run_to_end, shuffled, strategy_of
 
 TINY = yaml.safe_load((ROOT / "conf/model/qwen3-tiny.yaml").read_text())
-ONDEMAND = yaml.safe_load((ROOT / "conf/strategy/ondemand.yaml").read_text())
+STRATEGIES = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / "conf/strategy").glob("*.yaml")}
 ALL_EXPERTS = {"dense_layers": [], "dense_dim": 0}  # in every layer
 VARIANTS = {  # as changes of conf/model/qwen3-tiny.yaml, which has a layer without experts
     "qwen3_moe": {},
@@ -41,10 +41,11 @@ def checkpoint_of(variant: str) -> Checkpoint:
     return Checkpoint(ensure(config))
 
 
-def run(checkpoint: Checkpoint, num_gpus: int, seed: int) -> None:
-    work = requests(8, vocab_size=checkpoint.spec.vocab_size, longest=20, seed=seed)
-    engine = engine_on(shuffled(seed, num_gpus=num_gpus), checkpoint, work, kv_blocks=60, num_gpus=num_gpus)
-    run_to_end(engine, lambda e: strategy_of(e, ONDEMAND | {"prefetch": True}))
+def run(checkpoint: Checkpoint, num_gpus: int, seed: int, strategy: str = "ondemand") -> None:
+    work, values = requests(8, vocab_size=checkpoint.spec.vocab_size, longest=20, seed=seed), STRATEGIES[strategy]
+    machine = shuffled(seed, num_gpus=num_gpus)
+    engine = engine_on(machine, checkpoint, work, kv_blocks=60, num_gpus=num_gpus, values=values)
+    run_to_end(engine, lambda e: strategy_of(e, values))
     report = check_tokens(checkpoint, engine.sequences)
     assert report.checked == len(work) and report.ok, report.first_mismatch
 
@@ -66,3 +67,9 @@ def test_tokens_of_gpus_that_share_every_layer(variant, num_gpus):
 def test_norms_over_all_heads_are_not_divided():
     with pytest.raises(ConfigError, match=r"^hardware.num_gpus: must be 1 .* \(qk_norm\), got 2"):
         run(checkpoint_of("olmoe"), 2, seed=0)
+
+
+@pytest.mark.parametrize("strategy", ["flexgen", "deepspeed_zero"])
+def test_gpus_that_have_whole_layers_have_norms_over_all_heads(strategy):
+    """The GPUs of a pipeline have layers of their own, those with data parallelism sequences of their own."""
+    run(checkpoint_of("olmoe"), 2, seed=4, strategy=strategy)

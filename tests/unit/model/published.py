@@ -15,7 +15,14 @@ class Published(NamedTuple):
 def deepseek(model_type: str, **entries: Any) -> dict[str, Any]:
     latent = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
     heads = {"num_key_value_heads": entries["num_attention_heads"]}
-    return {"model_type": model_type, "tie_word_embeddings": False, **latent, **heads, **entries}
+    positions = {"max_position_embeddings": 163840, "rope_theta": 10000, "rms_norm_eps": 1e-06}
+    same = {"tie_word_embeddings": False, "hidden_act": "silu", "moe_layer_freq": 1}
+    return {"model_type": model_type, **same, **latent, **heads, **positions, **entries}
+
+
+def yarn(mscale: float) -> dict[str, Any]:
+    ramp = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn"}
+    return {**ramp, "mscale": mscale, "mscale_all_dim": mscale}
 
 
 def mixtral(**entries: Any) -> dict[str, Any]:
@@ -38,6 +45,12 @@ DEEPSEEK_V3 = deepseek(
     q_lora_rank=1536,
     n_group=8,
     topk_group=4,
+    topk_method="noaux_tc",
+    scoring_func="sigmoid",
+    norm_topk_prob=True,
+    routed_scaling_factor=2.5,
+    rope_scaling=yarn(1.0),
+    eos_token_id=1,
     vocab_size=129280,
 )
 
@@ -91,6 +104,11 @@ PUBLISHED = {
             topk_method="group_limited_greedy",
             n_group=8,
             topk_group=3,
+            scoring_func="softmax",
+            norm_topk_prob=False,
+            routed_scaling_factor=16.0,
+            rope_scaling=yarn(0.707),
+            eos_token_id=100001,
             vocab_size=102400,
         ),
         *(235.7, 21, True),
@@ -111,6 +129,11 @@ PUBLISHED = {
             topk_method="greedy",
             n_group=1,
             topk_group=1,
+            scoring_func="softmax",
+            norm_topk_prob=False,
+            routed_scaling_factor=1.0,
+            rope_scaling=yarn(0.707),
+            eos_token_id=100001,
             vocab_size=102400,
         ),
         *(15.7, 2.4, False),
@@ -161,6 +184,15 @@ PUBLISHED = {
             q_lora_rank=None,
             n_group=1,
             topk_group=1,
+            topk_method="noaux_tc",
+            scoring_func="sigmoid",
+            norm_topk_prob=True,
+            routed_scaling_factor=2.446,
+            max_position_embeddings=8192,
+            rope_theta=50000.0,
+            rope_scaling=None,
+            rms_norm_eps=1e-05,
+            eos_token_id=163585,
             vocab_size=163840,
         ),
         *(16.0, 2.9, True),  # "3B" in its name; 2.24B without embedding and head in its report

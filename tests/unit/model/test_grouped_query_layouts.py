@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
-import yaml
 from transformers import AutoConfig
 
-from harness.config import ConfigError, parse
-from harness.memory.weights import stored_bytes
+from harness.config import ConfigError
 from harness.model import families
-from harness.model.config import ModelConfig
-from harness.model.dimensions import Dimensions
-from harness.model.planned import PlannedLayout, PlannedModel
-from tests.unit.model.conftest import CONF
+from harness.model.planned import PlannedLayout
 from tests.unit.model.published import PUBLISHED
 
-RUNNABLE = sorted(name for name, found in PUBLISHED.items() if found.config["model_type"] in families.available())
 QWEN3, OLMOE, QWEN2 = (PUBLISHED[name].config for name in ("qwen3-30b-a3b", "olmoe-1b-7b", "qwen2-57b-a14b"))
 
 
@@ -27,28 +21,6 @@ def read(entries):
 
 def as_transformers_writes(entries):
     return AutoConfig.for_model(**entries).to_dict()
-
-
-@pytest.mark.parametrize("name", RUNNABLE)
-def test_the_published_config_has_the_dimensions_of_the_yaml(name):
-    """Under the hub's names and under those that transformers writes."""
-    planned = parse(ModelConfig, yaml.safe_load((CONF / f"{name}.yaml").read_text()), "model").planned_spec()
-    for entries in (PUBLISHED[name].config, as_transformers_writes(PUBLISHED[name].config)):
-        spec = read(entries)
-        for field in fields(Dimensions):
-            if field.name != "weights":  # which numbers the files hold is no matter of config.json
-                assert getattr(spec, field.name) == getattr(planned, field.name), field.name
-
-
-@pytest.mark.parametrize("name", RUNNABLE)
-def test_parts_are_as_large_as_planned(name):
-    """Part by part, to the byte: the sizes of these models are multiples of a cache line."""
-    spec = read(PUBLISHED[name].config)
-    family = families.layout(spec.family)
-    for layer in (0, spec.num_layers - 1):
-        own, planned = (layout.layer_parts(spec, layer) for layout in (family, PlannedLayout))
-        assert [(part.name, part.nbytes) for part in own] == [(part.name, part.nbytes) for part in planned]
-    assert stored_bytes(PlannedModel(spec, family)) == stored_bytes(PlannedModel(spec)) == spec.model_bytes
 
 
 def test_a_bias_of_the_output_projection_lies_behind_attention():
