@@ -10,13 +10,13 @@ import torch
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def floats(name: str, tensor: torch.Tensor, num_dims: int) -> None:
-    """Check for bfloat16, float16 or float32, contiguous, with `num_dims` dimensions."""
+def floats(name: str, tensor: torch.Tensor, num_dims: int, *, strided: bool = False) -> None:
+    """Check for bfloat16, float16 or float32 with `num_dims` dimensions, contiguous, or `strided` in the first one."""
     if tensor.dtype not in FLOATS:
         raise ValueError(f"{name}: expected bfloat16, float16 or float32, got {tensor.dtype}")
     if tensor.dim() != num_dims:
         raise ValueError(f"{name}: expected {num_dims} dimensions, got shape {tuple(tensor.shape)}")
-    if not tensor.is_contiguous():
+    if not (tensor[:1] if strided else tensor).is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
 
 

@@ -19,7 +19,7 @@ from kernels.triton.tiling import latent_tiles
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "blocks"])
 def _attend_latents(
-    q, cache, blocks, positions, out, block_stride, scale,
+    q, cache, blocks, positions, out, q_stride, out_stride, block_stride, scale,
     NUM_HEADS: tl.constexpr, KV_RANK: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr, ROPES: tl.constexpr, LENGTHS: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -39,8 +39,7 @@ def _attend_latents(
         own_blocks = blocks + blocks_before(positions, sequence, BLOCK_SIZE, LENGTHS)
     head, rank, rope = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, RANKS), tl.arange(0, ROPES)
     is_head, is_rank, is_rope = head < NUM_HEADS, rank < KV_RANK, rope < ROPE_DIM
-    query = sequence.to(tl.int64) * NUM_HEADS + head
-    q_at = q + query[:, None] * WIDTH
+    q_at = q + sequence.to(tl.int64) * q_stride + head[:, None] * WIDTH
     latent_q = tl.load(q_at + rank[None, :], mask=is_head[:, None] & is_rank[None, :], other=0.0)
     rope_q = tl.load(q_at + KV_RANK + rope[None, :], mask=is_head[:, None] & is_rope[None, :], other=0.0)
 
@@ -66,7 +65,7 @@ def _attend_latents(
         mixed = product(probs.to(latents.dtype), latents, mixed * shrink[:, None], WIDEN)
         top = new_top
     result = mixed / total[:, None]
-    out_at = out + query[:, None] * KV_RANK + rank[None, :]
+    out_at = out + sequence.to(tl.int64) * out_stride + head[:, None] * KV_RANK + rank[None, :]
     tl.store(out_at, result.to(out.dtype.element_ty), mask=is_head[:, None] & is_rank[None, :])
 
 
@@ -76,17 +75,17 @@ def staged_latent_attention(
     """Attend with one query token per sequence to latents that lie one sequence behind the other.
 
     q:         [seqs, heads, kv_rank + rope_dim], the part without RoPE times the key up-projection (absorbed), then
-               the rotated part
+               the rotated part; may be strided in dim 0
     staging:   q's dtype, flat: for each sequence [context, kv_rank + rope_dim], the normed latent and the rotated key
     positions: int64 [seqs] of the query tokens; the context is position + 1 tokens, the query's own included
-    out:       [seqs, heads, kv_rank] in q's dtype, to be multiplied by the value up-projection
+    out:       [seqs, heads, kv_rank] in q's dtype, to be multiplied by the value up-projection; may be strided in dim 0
 
     A head's score is its query times a token's whole row; its value is the row's first kv_rank numbers. `scale` is that
     of the uncompressed head, not of q's width. Where each sequence begins is found from the positions on the device.
     Softmax and sums are in float32. The caller sees to it that `staging` holds all contexts. Raises ValueError naming
     the argument.
     """
-    check.floats("q", q, 3)
+    check.floats("q", q, 3, strided=True)
     check.floats("staging", staging, 1)
     if staging.dtype is not q.dtype or staging.device != q.device:
         raise ValueError(f"staging: expected {q.dtype} on {q.device}, got {staging.dtype} on {staging.device}")
@@ -108,7 +107,7 @@ def paged_latent_attention(
     blocks: int32, flat: the blocks of the first sequence's context, then those of the second, and so on; the caller
             sees to it that there are enough
     """
-    check.floats("q", q, 3)
+    check.floats("q", q, 3, strided=True)
     if cache.dim() != 4 or cache.shape[1] != 1:
         raise ValueError(f"cache: expected [blocks, 1, block_size, width], got {tuple(cache.shape)}")
     block_size, width = cache.shape[2:]
@@ -132,19 +131,22 @@ def _attend(
     block_stride: int,
     scale: float,
 ) -> None:
-    check.floats("out", out, 3)
+    check.floats("out", out, 3, strided=True)
     num_seqs, num_heads, width = q.shape
     kv_rank = out.shape[2]
     if not 0 < kv_rank < width:
         raise ValueError(f"out: expected kv_rank from 1 to {width - 1} (less than q's width), got {kv_rank}")
     check.tensor("positions", positions, (num_seqs,), torch.int64, q)
-    check.tensor("out", out, (num_seqs, num_heads, kv_rank), q.dtype, q)
+    if out.shape[:2] != q.shape[:2] or out.dtype is not q.dtype or out.device != q.device:
+        expected = f"{(num_seqs, num_heads, kv_rank)} {q.dtype} on {q.device}"
+        raise ValueError(f"out: expected {expected}, got {tuple(out.shape)} {out.dtype} on {out.device}")
     if num_seqs == 0:
         return
     ranks, ropes = max(16, power_of_two(kv_rank)), max(16, power_of_two(width - kv_rank))
     tiles = latent_tiles(q.element_size(), ranks + ropes, num_heads, chip(q.device))
     _attend_latents[(num_seqs * cdiv(num_heads, tiles.rows),)](
-        q, cache, q if blocks is None else blocks, positions, out, block_stride, scale * LOG2_E,
+        q, cache, q if blocks is None else blocks, positions, out, q.stride(0), out.stride(0), block_stride,
+        scale * LOG2_E,
         NUM_HEADS=num_heads, KV_RANK=kv_rank, ROPE_DIM=width - kv_rank, BLOCK_SIZE=block_size, ROWS=tiles.rows,
         COLUMNS=tiles.columns, RANKS=ranks, ROPES=ropes, LENGTHS=LENGTHS_AT_ONCE, WIDEN=widens(q),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,

@@ -21,14 +21,21 @@ def stage(cache, tables, context_lens):
     return torch.cat(parts)
 
 
+def in_rows(tensor):
+    """The tensor where rows are longer than its entries, with NaN between them."""
+    room = torch.full((len(tensor), tensor[0].numel() + 16), float("nan"), dtype=tensor.dtype, device=tensor.device)
+    entries = room[:, :-16].view(tensor.shape)
+    return entries.copy_(tensor)
+
+
 def check_both(draw, context_lens, num_heads, kv_rank, rope_dim, block_size):
     """Compare attention over both layouts with the oracle, to which latents are keys and, cut short, values."""
-    q = draw(len(context_lens), num_heads, kv_rank + rope_dim)
+    q = in_rows(draw(len(context_lens), num_heads, kv_rank + rope_dim))
     cache, _, tables = make_cache(draw, context_lens, 1, kv_rank + rope_dim, block_size)
     scale, lens = (kv_rank + rope_dim) ** -0.5, torch.tensor(context_lens, dtype=torch.int32)
     expected = reference.decode_attention(q.cpu(), cache.cpu(), cache.cpu(), tables.cpu(), lens, scale=scale)
     positions = lens.long().to(draw.device) - 1
-    paged, staged = (torch.full_like(q[..., :kv_rank], float("nan")).contiguous() for _ in range(2))
+    paged, staged = (in_rows(torch.full_like(q[..., :kv_rank], float("nan"))) for _ in range(2))
     gpu.paged_latent_attention(q, cache, flat(tables, context_lens, block_size), positions, paged, scale=scale)
     close(paged, expected[..., :kv_rank])
     gpu.staged_latent_attention(q, stage(cache, tables, context_lens), positions, staged, scale=scale)
@@ -66,7 +73,8 @@ def test_rows_of_deepseek(device, dtype):
         ({"blocks": torch.zeros(3, dtype=torch.int64)}, "blocks: expected torch.int32"),
         ({"positions": torch.zeros(2, dtype=torch.int64)}, "positions: expected shape \\(3,\\)"),
         ({"out": torch.zeros(3, 4, 24)}, "out: expected kv_rank from 1 to 23"),
-        ({"out": torch.zeros(3, 3, 16)}, "out: expected shape \\(3, 4, 16\\)"),
+        ({"out": torch.zeros(3, 3, 16)}, "out: expected \\(3, 4, 16\\)"),
+        ({"q": torch.zeros(3, 4, 48)[..., :24]}, "q: expected a contiguous"),
         ({"staging": torch.zeros(72, dtype=torch.float16)}, "staging: expected torch.float32"),
         ({"staging": torch.zeros(3, 24)}, "staging: expected 1 dimensions"),
     ],
