@@ -31,11 +31,17 @@ def float_code(name: str, tensor: torch.Tensor) -> int:
     return code
 
 
-def sum_code(name: str, tensor: torch.Tensor) -> int:
-    """Return the extension's code of the tensor's type, which must be one that products with bfloat16 weights take and
-    give."""
-    if tensor.dtype is not torch.bfloat16 and tensor.dtype is not torch.float32:
-        raise ValueError(f"{name}: expected bfloat16 or float32, got {tensor.dtype}")
+def weight_code(name: str, tensor: torch.Tensor) -> int:
+    """Return the extension's code of the type of weights, which products read in place."""
+    if tensor.dtype is not torch.bfloat16 and tensor.dtype is not torch.float16:
+        raise ValueError(f"{name}: expected bfloat16 or float16, got {tensor.dtype}")
+    return DTYPE_CODES[tensor.dtype]
+
+
+def sum_code(name: str, tensor: torch.Tensor, weight: torch.Tensor) -> int:
+    """Return the extension's code of the tensor's type, which must be one that products with `weight` take and give."""
+    if tensor.dtype is not weight.dtype and tensor.dtype is not torch.float32:
+        raise ValueError(f"{name}: expected {weight.dtype} as the weights or float32, got {tensor.dtype}")
     return DTYPE_CODES[tensor.dtype]
 
 

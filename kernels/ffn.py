@@ -31,16 +31,16 @@ def expert_ffn(
 ) -> None:
     """Compute out = row_weights * down(gating(gate(x), up(x))), or += with `accumulate`, for the tokens of one expert.
 
-    x, out:      [tokens, hidden] bfloat16 or float32 each; may be strided in dim 0
-    gate, up:    [expert_dim, hidden] bfloat16; may be strided in dim 0, so that halves of a stacked tensor
+    x, out:      [tokens, hidden] in the weights' dtype or float32 each; may be strided in dim 0
+    gate, up:    [expert_dim, hidden] bfloat16 or float16; may be strided in dim 0, so that halves of a stacked tensor
                  (t[:n], t[n:]) and rows of an interleaved one (t[0::2], t[1::2]) need no copy
-    down:        [hidden, expert_dim] bfloat16; may be strided in dim 0
+    down:        [hidden, expert_dim] in the dtype of gate and up; may be strided in dim 0
     row_weights: float32 [tokens], the router's weights; 1 where not given
 
     `method="kernel"` reads every weight once for up to 66 tokens, sums in float32 and rounds only the output (denormal
     numbers may count as zeros); "gemm" is torch's product, on torch's threads, which rounds x and intermediate results
-    to bfloat16; "auto" takes the kernel unless x is bfloat16 and a measurement at first use found torch faster for so
-    many tokens. `num_threads` is that of `decode_attention`. Raises ValueError naming the argument.
+    to the weights' dtype; "auto" takes the kernel unless x is bfloat16 and torch was measured to be faster for so many
+    tokens (gemm.py). `num_threads` is that of `decode_attention`. Raises ValueError naming the argument.
     """
     codes = _check_types(x, gate, up, down, out)
     num_tokens, hidden = x.shape
@@ -76,12 +76,13 @@ def expert_ffn(
 
 def _check_types(
     x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, out: torch.Tensor
-) -> tuple[int, int]:
+) -> tuple[int, int, int]:
     for name, tensor in {"x": x, "gate": gate, "up": up, "down": down, "out": out}.items():
         check.cpu(name, tensor, 2)
-    for name, tensor in {"gate": gate, "up": up, "down": down}.items():
-        check.dtype(name, tensor, torch.bfloat16)
-    return check.sum_code("x", x), check.sum_code("out", out)
+    weight_code = check.weight_code("gate", gate)
+    for name, tensor in {"up": up, "down": down}.items():
+        check.dtype(name, tensor, gate.dtype)
+    return check.sum_code("x", x, gate), weight_code, check.sum_code("out", out, gate)
 
 
 def _check_overlap(tensors: dict[str, torch.Tensor | None]) -> None:

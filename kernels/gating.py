@@ -20,7 +20,7 @@ class Gating:
     silu, gelu, gelu_tanh: activation(gate) * up
     clamped_swiglu:        (up' + 1) * gate' * sigmoid(alpha * gate'), gate' = min(gate, limit), up' within +-limit
                            (gpt-oss, whose constants are the defaults)
-    Biases: float32 or bfloat16, gate_bias and up_bias [expert_dim] (either order of a fused tensor: slice it),
+    Biases: float32, bfloat16 or float16, gate_bias and up_bias [expert_dim] (either order of a fused tensor: slice it),
     down_bias [hidden].
     """
 
@@ -43,7 +43,7 @@ def _float_vector(name: str, tensor: torch.Tensor | None, size: int) -> torch.Te
     if tensor is None:
         return None
     check.cpu(name, tensor, 1)
-    check.sum_code(name, tensor)
+    check.float_code(name, tensor)
     check.shape(name, tensor, (size,))
     check.spans(**{name: tensor})
     return tensor.float().contiguous()

@@ -49,9 +49,9 @@ def gemm_ffn(
 ) -> None:
     """Do the work of `expert_ffn` with arguments that are already checked."""
     gate_bias, up_bias, down_bias = biases
-    x = x.bfloat16()
+    x = x.to(gate.dtype)
     gated = _gated(_projected(x, gate, gate_bias), _projected(x, up, up_bias), gating)
-    result = _projected(gated.bfloat16(), down, down_bias)
+    result = _projected(gated.to(gate.dtype), down, down_bias)
     if row_weights is not None:
         result *= row_weights[:, None]
     if accumulate:

@@ -1,4 +1,4 @@
-"""Multiply with a matrix of bfloat16 weights that are read in place."""
+"""Multiply with a matrix of bfloat16 or float16 weights that are read in place."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def linear(
 ) -> torch.Tensor:
     """Compute x @ weight.T with float32 sums.
 
-    x:      [rows, depth] bfloat16 or float32; may be strided in dim 0
-    weight: [outputs, depth] bfloat16; may be strided in dim 0
-    out:    [rows, outputs] bfloat16 or float32, made in x's dtype where it is not given; may be strided in dim 0
+    x:      [rows, depth] in the weight's dtype or float32; may be strided in dim 0
+    weight: [outputs, depth] bfloat16 or float16; may be strided in dim 0
+    out:    [rows, outputs] in the weight's dtype or float32, made in x's where it is not given; may be strided in dim 0
 
     Nothing is widened in memory: for few rows the time is that of reading `weight` once. Denormal numbers may count as
     zeros. `num_threads` is that of `decode_attention`. Raises ValueError naming the argument.
@@ -30,10 +30,10 @@ def linear(
     if out is None:
         out = x.new_empty(x.shape[0], weight.shape[0])
     check.cpu("out", out, 2)
-    check.dtype("weight", weight, torch.bfloat16)
+    weight_code = check.weight_code("weight", weight)
     check.shape("weight", weight, (weight.shape[0], x.shape[1]))
     check.shape("out", out, (x.shape[0], weight.shape[0]))
-    codes = check.sum_code("x", x), check.sum_code("out", out)
+    codes = check.sum_code("x", x, weight), weight_code, check.sum_code("out", out, weight)
     num_threads = _options.num_threads(num_threads)
     x_stride, w_stride, out_stride = check.rows("x", x), check.rows("weight", weight), check.rows("out", out)
     check.disjoint("out", check.spans(out=out, x=x, weight=weight))

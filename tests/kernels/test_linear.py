@@ -20,20 +20,23 @@ def best_isa_again():
     rows=st.integers(0, 20),
     outputs=st.integers(1, 70),
     depth=st.integers(1, 150),
-    x_dtype=st.sampled_from([torch.bfloat16, torch.float32]),
-    out_dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    w_dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    x_is_narrow=st.booleans(),
+    out_is_narrow=st.booleans(),
     threads=st.integers(1, 3),
     isa=st.sampled_from(native().supported_isas()),
 )
-def test_product_is_exact_up_to_float32_sums(rows, outputs, depth, x_dtype, out_dtype, threads, isa):
+def test_product_is_exact_up_to_float32_sums(rows, outputs, depth, w_dtype, x_is_narrow, out_is_narrow, threads, isa):
     native().set_isa(isa)
+    x_dtype, out_dtype = (w_dtype if is_narrow else torch.float32 for is_narrow in (x_is_narrow, out_is_narrow))
     x = torch.randn(rows, 2 * depth).to(x_dtype)[:, :depth]  # strided rows
-    weight = torch.randn(outputs, depth + 3).bfloat16()[:, :depth]
+    weight = torch.randn(outputs, depth + 3).to(w_dtype)[:, :depth]
     out = torch.full((rows, outputs + 2), 7.0, dtype=out_dtype)
     kernels.linear(x, weight, out[:, :outputs], num_threads=threads)
     exact = x.double() @ weight.double().T
     scale = x.double().abs() @ weight.double().abs().T
-    rounding = exact.abs() * (2.0**-8 if out_dtype is torch.bfloat16 else 0.0)
+    unit = 2.0**-8 if w_dtype is torch.bfloat16 else 2.0**-11
+    rounding = exact.abs() * unit + 2.0**-25 if out_is_narrow else 0.0  # 2^-25: half of float16's smallest number
     assert ((out[:, :outputs].double() - exact).abs() <= rounding + scale * 1e-6).all()
     assert (out[:, outputs:] == 7.0).all(), "wrote outside its output"
 
@@ -61,13 +64,16 @@ def test_float32_inputs_lose_no_bit(isa, rows):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 6, 7, 8, 9, 17, 67])
-@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float32])
-def test_rows_deeper_than_a_chunk(isa, rows, x_dtype):
+@pytest.mark.parametrize(
+    ("x_dtype", "w_dtype"),
+    [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16), (torch.float16, torch.float16)],
+)
+def test_rows_deeper_than_a_chunk(isa, rows, x_dtype, w_dtype):
     """Chunks are up to 4096 deep and shallower for more rows; outputs fill no register tile."""
     generator = torch.Generator().manual_seed(rows)
     for depth in (1030, 8500):
         x = torch.randn(rows, depth, generator=generator).to(x_dtype)
-        weight = torch.randn(37, depth, generator=generator).bfloat16()
+        weight = torch.randn(37, depth, generator=generator).to(w_dtype)
         out = kernels.linear(x, weight, torch.empty(rows, 37), num_threads=2)
         size = x.double().abs() @ weight.double().abs().T
         assert ((out.double() - x.double() @ weight.double().T).abs() <= 1e-6 * size).all()
@@ -84,6 +90,8 @@ def test_more_rows_than_a_slab(isa):
     ("name", "change"),
     [
         ("weight", lambda x, w, o: (x, w.float(), o)),
+        ("x", lambda x, w, o: (x.half(), w, o)),
+        ("out", lambda x, w, o: (x, w, o.half())),
         ("weight", lambda x, w, o: (x, w[:, :7], o)),
         ("x", lambda x, w, o: (x.double(), w, o)),
         ("x", lambda x, w, o: (x.T.contiguous().T, w, o)),

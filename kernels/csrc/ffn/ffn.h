@@ -1,5 +1,5 @@
-// The gated feed-forward network of one expert, y = weight * (down . (act(gate . x) * up . x)), with bfloat16 weights
-// read once and in place, and float32 sums.
+// The gated feed-forward network of one expert, y = weight * (down . (act(gate . x) * up . x)), with bfloat16 or float16
+// weights read once and in place, and float32 sums.
 #pragma once
 
 #include <cstdint>
@@ -15,12 +15,12 @@ enum class Activation : int { kSilu = 0, kGelu = 1, kGeluTanh = 2, kClampedSwigl
 
 struct FfnRequest {
   const void* x;           // [num_tokens, hidden]
-  const bf16 *gate, *up;   // [expert_dim, hidden]
-  const bf16* down;        // [hidden, expert_dim]
+  const void *gate, *up;   // [expert_dim, hidden]
+  const void* down;        // [hidden, expert_dim]
   void* out;               // [num_tokens, hidden]
   const float *gate_bias, *up_bias, *down_bias;  // [expert_dim], [expert_dim], [hidden]; each may be null
   const float* row_weights;                      // [num_tokens], or null: 1
-  DType x_dtype, out_dtype;                      // kBf16 or kFp32
+  DType x_dtype, w_dtype, out_dtype;             // of weights kBf16 or kFp16; of x and out the same or kFp32
   int64_t num_tokens, hidden, expert_dim;
   int64_t x_stride, gate_stride, up_stride, down_stride, out_stride;  // in elements
   Activation activation;

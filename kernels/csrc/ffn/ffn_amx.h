@@ -13,8 +13,8 @@ constexpr int kPanelUnits = kPanelRows / 2;  // of h: a tile of B has 32 of them
 Panel gate_up_panel(const FfnRequest& r, int64_t first, int64_t last) {
   Panel panel;
   for (int half = 0; half < 2; ++half) {
-    panel.tiles[half] = WeightTile(r.gate, r.gate_stride, first + half * kTileSide, last);
-    panel.tiles[2 + half] = WeightTile(r.up, r.up_stride, first + half * kTileSide, last);
+    panel.tiles[half] = WeightTile(static_cast<const bf16*>(r.gate), r.gate_stride, first + half * kTileSide, last);
+    panel.tiles[2 + half] = WeightTile(static_cast<const bf16*>(r.up), r.up_stride, first + half * kTileSide, last);
   }
   return panel;
 }

@@ -20,8 +20,9 @@ Vec with_bias(const float* sums, const float* bias, int count) {
 }
 
 // A token's sums with the block of `range` become its h.
+template <class W>
 void activate_row(const FfnRequest& r, const float* gate, const float* up, Range range, int64_t token,
-                  const PackedRows<float>& h) {
+                  const PackedRows<float, W>& h) {
   for (int64_t unit = range.first; unit < range.last; unit += kWidth, gate += kWidth, up += kWidth) {
     const int count = int(std::min<int64_t>(kWidth, range.last - unit));
     alignas(64) float values[kWidth];
@@ -31,15 +32,20 @@ void activate_row(const FfnRequest& r, const float* gate, const float* up, Range
   }
 }
 
-void gate_up(const FfnRequest& r, const float* x, Range range, Range next, float* h) {
+template <class W>
+void gate_up_with(const FfnRequest& r, const float* x, Range range, Range next, float* h) {
   const WeightBlock block = gate_up_block(r, range);
-  const PackedRows<float> hidden(h, r.num_tokens, r.expert_dim);
-  with_packed(x, r.x_dtype, r.num_tokens, r.hidden, [&](const auto& rows) {
+  const PackedRows<float, W> hidden(h, r.num_tokens, r.expert_dim);
+  with_packed<W>(x, r.x_dtype, r.num_tokens, r.hidden, [&](const auto& rows) {
     multiply_block(rows, block, gate_up_block(r, next), [&](int64_t token, int64_t last, const float* sums) {
       for (; token < last; ++token, sums += kMaxBlockRows)
         activate_row(r, sums, sums + block.num_rows / 2, range, token, hidden);
     });
   });
+}
+
+void gate_up(const FfnRequest& r, const float* x, Range range, Range next, float* h) {
+  r.w_dtype == DType::kFp16 ? gate_up_with<fp16>(r, x, range, next, h) : gate_up_with<bf16>(r, x, range, next, h);
 }
 
 }  // namespace

@@ -18,9 +18,9 @@ LinearRequest slab(const LinearRequest& r, int64_t first, int64_t num) {
 }
 
 void run_slab(const LinearRequest& r, ThreadPool* pool) {
-  const ProductKernel kernel = product_kernel(r.num_rows);
+  const ProductKernel kernel = product_kernel(r.num_rows, r.w_dtype);
   const ScratchLoan scratch(size_t(kernel.packed_floats(r.x_dtype, r.num_rows, r.depth)));
-  kernel.pack({r.x, r.x_dtype, r.num_rows, r.depth, r.x_stride}, scratch.floats());
+  kernel.pack({r.x, r.x_dtype, r.w_dtype, r.num_rows, r.depth, r.x_stride}, scratch.floats());
   compute_outputs(kernel, r, scratch.floats(), pool);
 }
 

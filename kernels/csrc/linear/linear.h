@@ -1,4 +1,4 @@
-// y = x W^T with bfloat16 weights read in place and float32 sums: for few rows of x at the speed of memory.
+// y = x W^T with bfloat16 or float16 weights read in place and float32 sums: for few rows of x at the speed of memory.
 #pragma once
 
 #include <cstdint>
@@ -9,12 +9,12 @@ namespace kernels {
 
 class ThreadPool;
 
-// x [num_rows, depth], w [num_outputs, depth] bf16, y [num_rows, num_outputs]; strides in elements of each.
+// x [num_rows, depth], w [num_outputs, depth], y [num_rows, num_outputs]; strides in elements of each.
 struct LinearRequest {
   const void* x;
-  const bf16* w;
+  const void* w;
   void* y;
-  DType x_dtype, y_dtype;  // kBf16 or kFp32
+  DType x_dtype, w_dtype, y_dtype;  // of w kBf16 or kFp16; of x and y the same or kFp32
   int64_t num_rows, num_outputs, depth;
   int64_t x_stride, w_stride, y_stride;
   const float* bias = nullptr;         // [num_outputs], or null

@@ -17,7 +17,8 @@ void pack(const InputRows& x, float* packed) {
 }
 
 void outputs(const LinearRequest& r, const float* x, Range range, Range next) {
-  multiply_rows(packed_tokens(x, r.x_dtype, r.num_rows, r.depth), r.w, r.w_stride, range, next,
+  const TokenTiles tokens = packed_tokens(x, r.x_dtype, r.num_rows, r.depth);
+  multiply_rows(tokens, static_cast<const bf16*>(r.w), r.w_stride, range, next,
                 [&](int64_t row, Range outputs, const float* sums) { put(r, row, outputs, sums); });
 }
 

@@ -7,11 +7,16 @@
 namespace kernels::KERNELS_ISA_NS {
 namespace {
 
-void pack(const InputRows& x, float* packed) {
+template <class W>
+void pack_for(const InputRows& x, float* packed) {
   if (x.dtype == DType::kFp32)
-    pack_rows<float>(x, PackedRows<float>(packed, x.num_rows, x.depth));
+    pack_rows<float>(x, PackedRows<float, W>(packed, x.num_rows, x.depth));
   else
-    pack_rows<bf16>(x, PackedRows<PackedBf16>(packed, x.num_rows, x.depth));
+    pack_rows<W>(x, PackedRows<PackedAs<W>, W>(packed, x.num_rows, x.depth));
+}
+
+void pack(const InputRows& x, float* packed) {
+  x.w_dtype == DType::kFp16 ? pack_for<fp16>(x, packed) : pack_for<bf16>(x, packed);
 }
 
 WeightBlock output_block(const LinearRequest& r, Range range) {
@@ -20,13 +25,18 @@ WeightBlock output_block(const LinearRequest& r, Range range) {
   return block;
 }
 
-void outputs(const LinearRequest& r, const float* x, Range range, Range next) {
-  with_packed(x, r.x_dtype, r.num_rows, r.depth, [&](const auto& rows) {
+template <class W>
+void outputs_with(const LinearRequest& r, const float* x, Range range, Range next) {
+  with_packed<W>(x, r.x_dtype, r.num_rows, r.depth, [&](const auto& rows) {
     multiply_block(rows, output_block(r, range), output_block(r, next),
                    [&](int64_t row, int64_t last, const float* sums) {
                      for (; row < last; ++row, sums += kMaxBlockRows) put(r, row, range, sums);
                    });
   });
+}
+
+void outputs(const LinearRequest& r, const float* x, Range range, Range next) {
+  r.w_dtype == DType::kFp16 ? outputs_with<fp16>(r, x, range, next) : outputs_with<bf16>(r, x, range, next);
 }
 
 }  // namespace

@@ -16,7 +16,11 @@ void put_as(const LinearRequest& r, int64_t row, Range range, const float* sums)
 
 // The outputs of `range` for a row of x.
 void put(const LinearRequest& r, int64_t row, Range range, const float* sums) {
-  r.y_dtype == DType::kFp32 ? put_as<float>(r, row, range, sums) : put_as<bf16>(r, row, range, sums);
+  switch (r.y_dtype) {
+    case DType::kBf16: return put_as<bf16>(r, row, range, sums);
+    case DType::kFp16: return put_as<fp16>(r, row, range, sums);
+    default: return put_as<float>(r, row, range, sums);
+  }
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// An instruction set's part in products with bfloat16 weights: the linear layer and the expert FFN are made of it.
+// An instruction set's part in products with bfloat16 or float16 weights: the linear layer and the expert FFN are made
+// of it.
 #pragma once
 
 #include <cstdint>
@@ -21,10 +22,10 @@ inline Range range_of_item(int64_t i, int64_t step, int64_t num) {
   return {clamp(i * step), clamp((i + 1) * step)};
 }
 
-// Rows of bf16 or float32, `stride` elements apart.
+// Rows in float32 or in the dtype of the weights that they are multiplied with, `stride` elements apart.
 struct InputRows {
   const void* start;
-  DType dtype;
+  DType dtype, w_dtype;
   int64_t num_rows, depth, stride;
 };
 
@@ -40,8 +41,8 @@ struct ProductKernel {
   void (*gate_up)(const FfnRequest&, const float* x, Range range, Range next, float* h);
 };
 
-// The current path's.
-ProductKernel product_kernel(int64_t num_rows);
+// The current path's for these weights.
+ProductKernel product_kernel(int64_t num_rows, DType w_dtype);
 
 // All outputs of the linear layer from packed x; the request's own x is not used.
 void compute_outputs(const ProductKernel& kernel, const LinearRequest& request, const float* x, ThreadPool* pool);

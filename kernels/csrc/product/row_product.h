@@ -1,4 +1,4 @@
-// Products of rows of x with bfloat16 rows of weights in vector registers; one translation unit per instruction set
+// Products of rows of x with rows of weights in vector registers; one translation unit per instruction set
 // includes this, after widened.h or paired.h, which say how far it is cut.
 //
 // A block of weight rows is cut over its depth into chunks that stay in the caches while all rows of x pass by in
@@ -19,16 +19,15 @@ constexpr int panel_rows() { return 66 / most_tile_rows<X>() * most_tile_rows<X>
 // read less often.
 inline int64_t block_rows(int64_t num_rows, int64_t, int) { return num_rows <= 66 ? 32 : kMaxBlockRows; }
 
-template <int M, int N>
-KERNELS_INLINE void add_pair(const float* x, int64_t x_stride, const bf16* const (&w)[N], int64_t k,
-                             Vec (&sum)[M][N]) {
-  Vec weight[N];  // even and odd elements one after the other: both at once would not fit into the registers
-  for (int n = 0; n < N; ++n) weight[n] = load_even(w[n] + k);
+template <int M, int N, class W>
+KERNELS_INLINE void add_pair(const float* x, int64_t x_stride, const W* const (&w)[N], int64_t k, Vec (&sum)[M][N]) {
+  Vec weight[N];  // one half of the pair after the other: both at once would not fit into the registers
+  for (int n = 0; n < N; ++n) weight[n] = load_first(w[n] + k);
   for (int m = 0; m < M; ++m) {
     const Vec a = load(x + m * x_stride);
     for (int n = 0; n < N; ++n) sum[m][n] = fmadd(a, weight[n], sum[m][n]);
   }
-  for (int n = 0; n < N; ++n) weight[n] = load_odd(w[n] + k);
+  for (int n = 0; n < N; ++n) weight[n] = load_second(w[n] + k);
   for (int m = 0; m < M; ++m) {
     const Vec b = load(x + m * x_stride + kWidth);
     for (int n = 0; n < N; ++n) sum[m][n] = fmadd(b, weight[n], sum[m][n]);
@@ -36,8 +35,8 @@ KERNELS_INLINE void add_pair(const float* x, int64_t x_stride, const bf16* const
 }
 
 // Less than a pair.
-template <int M, int N>
-KERNELS_INLINE void add_rest(const float* x, int64_t x_stride, const bf16* const (&w)[N], int64_t k, int count,
+template <int M, int N, class W>
+KERNELS_INLINE void add_rest(const float* x, int64_t x_stride, const W* const (&w)[N], int64_t k, int count,
                              Vec (&sum)[M][N]) {
   for (int i = 0; i < count; i += kWidth) {
     const int part = std::min(kWidth, count - i);
@@ -49,12 +48,12 @@ KERNELS_INLINE void add_rest(const float* x, int64_t x_stride, const bf16* const
 }
 
 // acc[m][n] += x[m] . w[n] over elements [first, last), a chunk, for M rows of x and N of w, lane by lane.
-template <int M, int N, class X>
-KERNELS_INLINE void tile(const X* x, const bf16* const* rows, int64_t first, int64_t last, Vec* acc, int acc_stride,
+template <int M, int N, class W, class X>
+KERNELS_INLINE void tile(const X* x, const void* const* rows, int64_t first, int64_t last, Vec* acc, int acc_stride,
                          RowPrefetcher& prefetch) {
   const int64_t length = last - first, x_stride = padded_depth(length);
-  const bf16* w[N];
-  for (int n = 0; n < N; ++n) w[n] = rows[n] + first;
+  const W* w[N];
+  for (int n = 0; n < N; ++n) w[n] = static_cast<const W*>(rows[n]) + first;
   Vec sum[M][N];
   for (int m = 0; m < M; ++m)
     for (int n = 0; n < N; ++n) sum[m][n] = first == 0 ? zero() : acc[m * acc_stride + n];
@@ -69,21 +68,21 @@ KERNELS_INLINE void tile(const X* x, const bf16* const* rows, int64_t first, int
 }
 
 // One chunk of all the block's rows with M rows of x.
-template <int M, class X>
+template <int M, class W, class X>
 __attribute__((noinline)) void chunk_of_rows(const X* x, const WeightBlock& block, int64_t first, int64_t last,
                                              Vec* acc, RowPrefetcher& prefetch) {
   constexpr int N = tile_outputs<X>(M);
   for (int n = 0; n < block.num_rows; n += N)
-    tile<M, N>(x, block.rows + n, first, last, acc + n, block.num_rows, prefetch);
+    tile<M, N, W>(x, block.rows + n, first, last, acc + n, block.num_rows, prefetch);
 }
 
 // Computes a chunk for `num_rows` of x, from 1 to M.
-template <int M, class X>
+template <int M, class W, class X>
 inline void chunk_of_up_to(int64_t num_rows, const X* x, const WeightBlock& block, int64_t first, int64_t last,
                            Vec* acc, RowPrefetcher& prefetch) {
   if constexpr (M > 1)
-    if (num_rows < M) return chunk_of_up_to<M - 1>(num_rows, x, block, first, last, acc, prefetch);
-  chunk_of_rows<M>(x, block, first, last, acc, prefetch);
+    if (num_rows < M) return chunk_of_up_to<M - 1, W>(num_rows, x, block, first, last, acc, prefetch);
+  chunk_of_rows<M, W>(x, block, first, last, acc, prefetch);
 }
 
 inline Vec* accumulators(size_t num_vectors) {
@@ -109,8 +108,8 @@ inline int64_t num_tiles(const RowGroups& groups, int num_weight_rows) {
 
 // Rows [first_row, last_row) of x, up to a panel: sums[row - first_row][n] is the product of row and block.rows[n];
 // rows of sums lie kMaxBlockRows apart. The first chunk of `next` (which may be empty) is fetched during the last.
-template <class X>
-inline void multiply_panel(const PackedRows<X>& x, int64_t first_row, int64_t last_row, const WeightBlock& block,
+template <class X, class W>
+inline void multiply_panel(const PackedRows<X, W>& x, int64_t first_row, int64_t last_row, const WeightBlock& block,
                            const WeightBlock& next, float* sums) {
   if (x.depth == 0) return;  // sums are zeros
   const int width = block.num_rows;
@@ -124,7 +123,7 @@ inline void multiply_panel(const PackedRows<X>& x, int64_t first_row, int64_t la
                                             : RowPrefetcher(next, 0, x.chunk_end(0), num_steps);
     for (int64_t group = 0; group < groups.num_groups; ++group) {
       const Range rows = groups[group];
-      chunk_of_up_to<most_tile_rows<X>()>(rows.last - rows.first, x.chunk_of(rows.first, first), block, first, last,
+      chunk_of_up_to<most_tile_rows<X>(), W>(rows.last - rows.first, x.chunk_of(rows.first, first), block, first, last,
                                           acc + (rows.first - first_row) * width, prefetch);
     }
   }
@@ -136,8 +135,8 @@ inline void multiply_panel(const PackedRows<X>& x, int64_t first_row, int64_t la
 }
 
 // All rows of x with a block: finish(first row, last row, sums) is called for each panel of them.
-template <class X, class Finish>
-inline void multiply_block(const PackedRows<X>& x, const WeightBlock& block, const WeightBlock& next,
+template <class X, class W, class Finish>
+inline void multiply_block(const PackedRows<X, W>& x, const WeightBlock& block, const WeightBlock& next,
                            const Finish& finish) {
   alignas(64) float sums[panel_rows<X>() * kMaxBlockRows] = {};
   for (int64_t row = 0; row < x.num_rows; row += panel_rows<X>()) {

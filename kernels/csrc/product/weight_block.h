@@ -1,18 +1,20 @@
-// Rows of bfloat16 weights that are multiplied together, and the fetching of those to come.
+// Rows of weights (bfloat16 or float16) that are multiplied together, and the fetching of those to come.
 #pragma once
 
 namespace kernels::KERNELS_ISA_NS {
 
 constexpr int kMaxBlockRows = 64;
+constexpr int64_t kWeightBytes = 2;
 
 // Weight rows by address, so that they may come from two matrices (gate and up) or lie any distance apart.
 struct WeightBlock {
-  const bf16* rows[kMaxBlockRows];
+  const void* rows[kMaxBlockRows];
   int num_rows = 0;
 
   // Rows [first, last) of a matrix, filled up to a multiple of `multiple` by repeating the last.
-  void add(const bf16* matrix, int64_t stride, int64_t first, int64_t last, int multiple) {
-    for (int64_t row = first; row < last; ++row) rows[num_rows++] = matrix + row * stride;
+  void add(const void* matrix, int64_t stride, int64_t first, int64_t last, int multiple) {
+    const char* const start = static_cast<const char*>(matrix);
+    for (int64_t row = first; row < last; ++row) rows[num_rows++] = start + row * stride * kWeightBytes;
     for (; num_rows % multiple; ++num_rows) rows[num_rows] = rows[num_rows - 1];
   }
 };
@@ -26,8 +28,8 @@ class ChunkPrefetcher {
     if (block.num_rows == 0 || num_steps == 0) return;
     num_rows_ = block.num_rows;
     rows_ = block.rows;
-    offset_ = first_offset_ = first * int64_t(sizeof(bf16));
-    end_offset_ = last * int64_t(sizeof(bf16));
+    offset_ = first_offset_ = first * kWeightBytes;
+    end_offset_ = last * kWeightBytes;
     const int64_t lines = int64_t(num_rows_) * ((end_offset_ - first_offset_ + 63) / 64);
     lines_per_step_ = int((lines + num_steps - 1) / num_steps);
     num_streams_ = std::min(kStreams, num_rows_);
@@ -35,7 +37,7 @@ class ChunkPrefetcher {
 
   KERNELS_INLINE void step() {
     for (int i = 0; i < lines_per_step_; ++i) {
-      __builtin_prefetch(reinterpret_cast<const char*>(rows_[stream_]) + offset_, 0, kLocality);
+      __builtin_prefetch(static_cast<const char*>(rows_[stream_]) + offset_, 0, kLocality);
       if (++stream_ == num_streams_) next_line();
     }
   }
@@ -52,7 +54,7 @@ class ChunkPrefetcher {
     if (num_rows_ == 0) lines_per_step_ = 0;
   }
 
-  const bf16* const* rows_ = nullptr;
+  const void* const* rows_ = nullptr;
   int num_rows_ = 0, num_streams_ = 0, stream_ = 0, lines_per_step_ = 0;
   int64_t first_offset_ = 0, offset_ = 0, end_offset_ = 0;
 };

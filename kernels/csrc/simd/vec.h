@@ -2,7 +2,8 @@
 // translation unit).
 //
 // Each of those defines, in its own namespace: Vec (kWidth floats), arithmetic, loads that widen bf16 and fp16, and
-// load_pair(bf16*), which splits 2*kWidth elements into even and odd ones because that needs no shuffle.
+// load_pair(bf16*), which splits 2*kWidth elements into even and odd ones because that needs no shuffle. load_first and
+// load_second give these one at a time.
 // Hence "kernel order": the order in which the elements of a row of T leave these loads. Dot products do not care as
 // long as both sides agree; results are put back into natural order once, at the end.
 #pragma once
@@ -16,9 +17,11 @@ inline void load_pair(const float* p, Vec& first, Vec& second) {
   first = load(p);
   second = load(p + kWidth);
 }
+inline Vec load_first(const fp16* p) { return load(p); }
+inline Vec load_second(const fp16* p) { return load(p + kWidth); }
 inline void load_pair(const fp16* p, Vec& first, Vec& second) {
-  first = load(p);
-  second = load(p + kWidth);
+  first = load_first(p);
+  second = load_second(p);
 }
 
 // A score vector holds 4 tokens of each of kHeadTile heads, one head per 128-bit lane: reduce_4_tokens makes one of

@@ -56,8 +56,8 @@ inline Vec even_of(__m256i bits) { return _mm256_castsi256_ps(_mm256_slli_epi32(
 inline Vec odd_of(__m256i bits) {
   return _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(int(0xffff0000u))));
 }
-inline Vec load_even(const bf16* p) { return even_of(load_bits(p)); }
-inline Vec load_odd(const bf16* p) { return odd_of(load_bits(p)); }
+inline Vec load_first(const bf16* p) { return even_of(load_bits(p)); }
+inline Vec load_second(const bf16* p) { return odd_of(load_bits(p)); }
 inline void load_pair(const bf16* p, Vec& even, Vec& odd) {
   const __m256i bits = load_bits(p);
   even = even_of(bits);

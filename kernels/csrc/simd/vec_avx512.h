@@ -60,8 +60,8 @@ inline Vec even_of(__m512i bits) { return _mm512_castsi512_ps(_mm512_slli_epi32(
 inline Vec odd_of(__m512i bits) {
   return _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(int(0xffff0000u))));
 }
-inline Vec load_even(const bf16* p) { return even_of(_mm512_loadu_si512(p)); }
-inline Vec load_odd(const bf16* p) { return odd_of(_mm512_loadu_si512(p)); }
+inline Vec load_first(const bf16* p) { return even_of(_mm512_loadu_si512(p)); }
+inline Vec load_second(const bf16* p) { return odd_of(_mm512_loadu_si512(p)); }
 inline void load_pair(const bf16* p, Vec& even, Vec& odd) {
   const __m512i bits = _mm512_loadu_si512(p);
   even = even_of(bits);

@@ -68,11 +68,11 @@ inline UintVec load_pairs(const bf16* p) {
   std::memcpy(&bits, p, sizeof bits);
   return bits;
 }
-inline Vec load_even(const bf16* p) { return (Vec)(load_pairs(p) << 16); }
-inline Vec load_odd(const bf16* p) { return (Vec)(load_pairs(p) & 0xffff0000u); }
+inline Vec load_first(const bf16* p) { return (Vec)(load_pairs(p) << 16); }
+inline Vec load_second(const bf16* p) { return (Vec)(load_pairs(p) & 0xffff0000u); }
 inline void load_pair(const bf16* p, Vec& even, Vec& odd) {
-  even = load_even(p);
-  odd = load_odd(p);
+  even = load_first(p);
+  odd = load_second(p);
 }
 
 template <class T>
