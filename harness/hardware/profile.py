@@ -95,11 +95,13 @@ class HardwareConfig:
         return found
 
     def gemm_flop_s(self, dtype: str, *, peak: bool = False) -> float:
-        """Return the achieved (or peak) FLOP/s of large products in `dtype`. A GPU without bfloat16 is taken to use
-        float16, as the papers do on T4 and V100. Raises ConfigError where the profile has no such rate."""
+        """Return the achieved (or peak) FLOP/s of large products in `dtype`. Tensor cores are as fast in float16 as in
+        bfloat16, so that one rate stands for both; without bfloat16 (T4, V100) float16 is used, as in the papers.
+        Raises ConfigError where the profile has no such rate."""
         name = "gemm_peak_tflop_s" if peak else "gemm_tflop_s"
         rates: dict[str, Constant] = getattr(self, name)
-        for candidate in (dtype, "float16") if dtype == "bfloat16" else (dtype,):
+        halves = ("float16", "bfloat16")
+        for candidate in (dtype, *halves) if dtype in halves else (dtype,):
             if candidate in rates:
                 return rates[candidate] * 1e12
         raise ConfigError(f"hardware.{name}", f"profile {self.name!r} states no rate for {dtype}")

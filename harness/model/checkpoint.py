@@ -13,19 +13,19 @@ import torch
 
 from harness.config import ConfigError
 from harness.model import families
-from harness.model.checkpoint_files import FLOAT_DTYPES, WeightFiles, checkpoint_error, read_json
-from harness.model.families.reading import EntriesRead, bad_entry
+from harness.model.checkpoint_files import FLOAT_DTYPES, checkpoint_error, read_json
+from harness.model.families.reading import EntriesRead
 from harness.model.hub import resolve_model
 from harness.model.layout import PartLayout, TensorLayout
+from harness.model.quantised import weights_in
 from harness.model.quiet import quiet_transformers
 from harness.model.sharding import shard_spec, shard_start
+from harness.model.spec import DTYPE_NAMES, DTYPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 __all__ = ["Checkpoint", "resolve_model"]
-
-FINGERPRINT_SAMPLES = 16  # leading values of each tensor: tells apart checkpoints that differ in their weights only
 
 
 class Checkpoint:
@@ -45,31 +45,32 @@ class Checkpoint:
         if "model_type" not in self.config:
             raise checkpoint_error(str(self.folder / "config.json"), "model_type: missing")
         self.family = families.family(str(self.config["model_type"]))
-        self._files = WeightFiles(self.folder)
-        if self.config.get("quantization_config"):
-            raise bad_entry("quantization_config", "must be absent; only weights that are not quantised can be run")
+        self._weights = weights_in(self.folder, self.config)
         entries = EntriesRead(self.config)
         self.spec = self.family.spec_from_config(entries, self.folder.name, dtype or self._own_dtype())
         self.entries_read = entries.read
         self.validate()
 
     def _own_dtype(self) -> str:
-        """Return the dtype that config.json names; without an entry, that of the first stored tensor."""
+        """Return the dtype that config.json names; without an entry, that of the first stored tensor that is not
+        quantised."""
         own = self.config.get("dtype", self.config.get("torch_dtype"))
         if own is None:
-            names = self._files.names()
-            own = FLOAT_DTYPES[self._files.header(names[0]).dtype] if names else "float32"
-        if own not in ("float32", "bfloat16"):
-            raise ConfigError("model.dtype", f"the checkpoint is stored as {own}: choose float32 or bfloat16")
+            stored = (self._weights.header(name).dtype for name in self._weights.names())
+            own = next((FLOAT_DTYPES[dtype] for dtype in stored if dtype in FLOAT_DTYPES), "float32")
+        if own not in DTYPES:
+            raise ConfigError("model.dtype", f"the checkpoint is stored as {own}: choose {DTYPE_NAMES}")
         return own
 
     def stored_dtypes(self) -> set[str]:
         """Return the dtypes of the model's tensors as they lie in the files."""
-        return {FLOAT_DTYPES[self._files.header(name).dtype] for name in self._tensor_names()}
+        stored = {self._weights.header(name).dtype for name in self._tensor_names()}
+        return {FLOAT_DTYPES.get(dtype, dtype) for dtype in stored}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the model's tensors as they lie in the open files, by their names there: views, no copies."""
-        return {name: self._files.tensor(name) for name in self._tensor_names()}
+        """Return the model's tensors by their names: views of the open files, but for those that are quantised, which
+        are widened."""
+        return {name: self._weights.tensor(name)[()] for name in self._tensor_names()}
 
     def _tensor_names(self) -> list[str]:
         return sorted({name for _, part in self.parts() for t in part.tensors for name in t.checkpoint_names})
@@ -96,15 +97,15 @@ class Checkpoint:
         untied = self.family.head_part(replace(self.spec, tie_embeddings=False)).tensors
         for ours, own in zip(tied, untied, strict=True):
             for name, own_name in zip(ours.checkpoint_names, own.checkpoint_names, strict=True):
-                present = own_name != name and own_name in self._files.names()
-                if present and not torch.equal(self._files.tensor(name), self._files.tensor(own_name)):
+                present = own_name != name and own_name in self._weights.names()
+                if present and not torch.equal(self._weights.tensor(name), self._weights.tensor(own_name)):
                     raise checkpoint_error(own_name, f"differs from {name}, though config.json has tie_word_embeddings")
 
     def _validate_tensor(self, tensor: TensorLayout) -> None:
         """Check that stacked checkpoint tensors agree in all dimensions but the first, which must add up."""
         shapes = []
         for name, piece in tensor.pieces:
-            stored = self._files.header(name).shape
+            stored = self._weights.header(name).shape
             if (shape := piece.shape_of(stored)) is None:
                 raise checkpoint_error(name, f"shape must reach {piece.index} by config.json, got {stored}")
             shapes.append(shape)
@@ -133,7 +134,7 @@ class Checkpoint:
         assert out.dtype == torch.uint8 and out.shape == (part.nbytes,), f"{part.name} of layer {layer}: {out.shape}"
         views = part_views(part, out)
         for tensor in part.tensors:
-            pieces = [piece.of(self._files.tensor(name)) for name, piece in tensor.pieces]
+            pieces = [piece.of(self._weights.tensor(name)) for name, piece in tensor.pieces]
             num_rows = sum(piece.shape[0] for piece in pieces)
             in_proportion = [piece.shape[0] * tensor.shape[0] // num_rows for piece in pieces]
             slots = views[tensor.name].split(list(tensor.rows) or in_proportion)
@@ -158,9 +159,8 @@ class Checkpoint:
     def _fingerprint(self) -> str:
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for name in self._tensor_names():
-            sample = self._files.tensor(name).flatten()[:FINGERPRINT_SAMPLES].double()
-            digest.update(repr((name, self._files.header(name), sample.tolist())).encode())
-        for path, opened in self._files.files().items():
+            digest.update(repr((name, self._weights.header(name), self._weights.samples(name))).encode())
+        for path, opened in self._weights.files().items():
             digest.update(f"{path.name} {opened.st_size}".encode())
         return digest.hexdigest()[:16]
 
@@ -172,7 +172,7 @@ class Checkpoint:
     def version(self) -> str:
         """Return 16 hex digits over the fingerprint and the files' times of change when they were opened. They are the
         key for anything derived from the files."""
-        times = [opened.st_mtime_ns for opened in self._files.files().values()]
+        times = [opened.st_mtime_ns for opened in self._weights.files().values()]
         return hashlib.sha256(repr((self._fingerprint, times)).encode()).hexdigest()[:16]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+FINGERPRINT_SAMPLES = 16  # leading values of each tensor: tells apart checkpoints that differ in their weights only
 FLOAT_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' names
 
 
@@ -90,17 +92,17 @@ class WeightFiles:
         """Return the status of every file, as it was when it was opened."""
         return {file.path: file.stat for file in self._open.values()}
 
-    def header(self, name: str) -> TensorHeader:
-        """Return shape and dtype without touching the data. Raises `ConfigError` if the tensor is absent or not of
-        floats."""
+    def header(self, name: str, dtypes: Collection[str] = FLOAT_DTYPES) -> TensorHeader:
+        """Return shape and dtype without touching the data. Raises `ConfigError` if the tensor is absent or of none of
+        the dtypes."""
         file = self._file_of.get(name)
         if file is None:
             raise checkpoint_error(name, f"tensor missing from {self._folder}")
         if name not in self._names[file]:
             raise checkpoint_error(name, f"tensor missing from {self._folder / file}, where {INDEX_FILE} places it")
         piece = self._open[file].tensors.get_slice(name)
-        if piece.get_dtype() not in FLOAT_DTYPES:
-            raise checkpoint_error(name, f"dtype must be one of {', '.join(FLOAT_DTYPES)}, got {piece.get_dtype()}")
+        if piece.get_dtype() not in dtypes:
+            raise checkpoint_error(name, f"dtype must be one of {', '.join(dtypes)}, got {piece.get_dtype()}")
         return TensorHeader(tuple(piece.get_shape()), piece.get_dtype())
 
     def tensor(self, name: str) -> Tensor:
@@ -111,6 +113,11 @@ class WeightFiles:
             return tensor
         except (SafetensorError, OSError) as error:
             raise checkpoint_error(name, f"not readable ({error})") from None
+
+    def samples(self, name: str) -> list[float]:
+        """Return a tensor's first values, as they are stored."""
+        found: list[float] = self.tensor(name).flatten()[:FINGERPRINT_SAMPLES].double().tolist()
+        return found
 
 
 def _files_by_tensor(folder: Path) -> dict[str, str]:

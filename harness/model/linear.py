@@ -1,9 +1,10 @@
-"""`linear` computes x @ weight.T in the way that is fastest for bfloat16 on a CPU.
+"""`linear` computes x @ weight.T in the way that is fastest for 16-bit weights on a CPU.
 
-The C++ kernel reads bfloat16 weights in place. torch is slower: without bfloat16 units it runs at a third of float32's
-speed, and widening the weights first costs more than the product for few rows. Only with AVX512_BF16 and without AMX
-torch is faster, for many rows (docs/kernels.md, "Linear"). The measurements there decide, and no timing here: the two
-ways differ in the order of float32 sums, and equal runs must give equal tokens. Both round to bfloat16 once.
+The C++ kernel reads bfloat16 and float16 weights in place. torch is slower: without bfloat16 units it runs at a third
+of float32's speed, and widening the weights first costs more than the product for few rows. Only with AVX512_BF16 and
+without AMX torch is faster, for many rows (docs/kernels.md, "Linear"). The measurements there decide, and no timing
+here: the two ways differ in the order of float32 sums, and equal runs must give equal tokens. Both round to bfloat16
+once. torch's product of float16 was not measured: the kernel does all of these.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ _BY_PATH = {"avx512bf16": "native"}  # with 64 rows 1.6 times as fast on one thr
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Multiply [m, n_in] by a weight [n_out, n_in] of the same dtype -> [m, n_out] in that dtype."""
-    if x.device.type != "cpu" or x.dtype != torch.bfloat16 or bf16_method() == "native":
-        return F.linear(x, weight)
-    return kernels.linear(x, weight)
+    by_kernel = x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and bf16_method() == "kernel")
+    return kernels.linear(x, weight) if by_kernel and x.device.type == "cpu" else F.linear(x, weight)
 
 
 @lru_cache(maxsize=1)

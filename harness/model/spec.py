@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from harness.model.components import (
     ATTENTION,
@@ -23,7 +23,9 @@ from harness.model.components import (
 )
 from harness.model.dimensions import Dimensions, SpecConfig
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+DTYPES = get_args(Dtype)
+DTYPE_NAMES = f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

@@ -3,9 +3,9 @@
 float32: `generate`, token for token. Where a sequence diverges, it is replayed teacher-forced with its recorded
 routing, and the divergence is excused only if the replay explains it by choices within rounding of each other.
 
-bfloat16: a free-running comparison proves nothing, since rounding flips a route for every seventh token or so and the
-texts part. So a float32 copy of the reference is fed the run's own tokens with the run's own routing replayed, and
-every token and every expert chosen must be a near-best choice there.
+bfloat16 and float16: a free-running comparison proves nothing, since rounding flips a route for every seventh token or
+so (in bfloat16) and the texts part. So a float32 copy of the reference is fed the run's own tokens with the run's own
+routing replayed, and every token and every expert chosen must be a near-best choice there.
 """
 
 from __future__ import annotations
@@ -30,8 +30,16 @@ class Tolerance:
     router_gap: float  # below the reference's k-th best expert, as a share of that expert's score
 
 
-TOLERANCES = {"float32": Tolerance(1e-5, 1e-5), "bfloat16": Tolerance(0.15, 0.15)}
-MODES = {"float32": "float32, Hugging Face generate", "bfloat16": "bfloat16, teacher-forced with replayed routing"}
+TOLERANCES = {
+    "float32": Tolerance(1e-5, 1e-5),
+    "bfloat16": Tolerance(0.15, 0.15),
+    "float16": Tolerance(0.02, 0.02),  # three bits more than bfloat16: an eighth of its rounding
+}
+MODES = {
+    "float32": "float32, Hugging Face generate",
+    "bfloat16": "bfloat16, teacher-forced with replayed routing",
+    "float16": "float16, teacher-forced with replayed routing",
+}
 
 
 @dataclass
@@ -78,7 +86,7 @@ def _check(reference: Reference, sequence: GeneratedSequence, eos: bool) -> _Fin
     found = _past_the_end(reference, sequence) if eos else _Findings()
     if found.mismatches:
         return found
-    check = _check_float32 if reference.spec.dtype == "float32" else _check_bfloat16
+    check = _check_float32 if reference.spec.dtype == "float32" else _check_rounded
     try:
         return check(reference, sequence)
     except NotFiniteError as error:
@@ -113,9 +121,9 @@ def _check_float32(reference: Reference, sequence: GeneratedSequence) -> _Findin
     return found
 
 
-def _check_bfloat16(reference: Reference, sequence: GeneratedSequence) -> _Findings:
-    """Check a bfloat16 sequence: here the tolerance is the test itself, not an exception to it."""
-    return _check_lives(reference, sequence, TOLERANCES["bfloat16"])
+def _check_rounded(reference: Reference, sequence: GeneratedSequence) -> _Findings:
+    """Check a bfloat16 or float16 sequence: here the tolerance is the test itself, not an exception to it."""
+    return _check_lives(reference, sequence, TOLERANCES[reference.spec.dtype])
 
 
 def _cut_after(sequence: GeneratedSequence, index: int) -> GeneratedSequence:

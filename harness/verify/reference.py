@@ -198,9 +198,9 @@ def _load_float32(checkpoint: Checkpoint) -> nn.Module:
             experts_implementation="eager",
         )
     model.generation_config = GenerationConfig()  # transformers fills one in from the configuration
-    rounded = checkpoint.spec.dtype == "bfloat16"  # the run rounded its weights, so the reference does too
+    dtype = getattr(torch, checkpoint.spec.dtype)  # the run rounded its weights to it, so the reference does too
     for parameter in model.parameters():
         # A copy in any case: float32 weights are still views of the mapped files.
-        parameter.data = parameter.data.bfloat16().float() if rounded else parameter.data.clone()
+        parameter.data = parameter.data.clone() if dtype == torch.float32 else parameter.data.to(dtype).float()
     loaded: nn.Module = model.eval()
     return loaded

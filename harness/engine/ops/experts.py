@@ -200,9 +200,9 @@ def _run_expert(
     ctx: Context, family: Any, spec: ModelSpec, part: PlacedPart, x: Any, out: Any, probs: Any, *, on_host: bool
 ) -> None:
     """Write an expert's results for rows `x` [n, hidden] to `out` (float32), times `probs` [n] where there are any. On
-    the cpu lane the CPU's kernel for bfloat16 computes them, otherwise the family's own math."""
+    the cpu lane the CPU's kernel for 16-bit weights computes them, otherwise the family's own math."""
     w = weights(ctx, part)
-    if on_host and spec.dtype == "bfloat16":
+    if on_host and spec.dtype != "float32":
         m = family.expert_matrices(spec, w)
         if m.activation == SILU and not m.biases:
             kernels.expert_ffn(x, m.gate, m.up, m.down, out, row_weights=probs, num_threads=ctx.num_threads())

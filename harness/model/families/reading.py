@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from harness.config import ConfigError, parse
 from harness.model.dimensions import Yarn
-from harness.model.spec import Dtype
+from harness.model.spec import DTYPE_NAMES, DTYPES, Dtype
 
 
 def bad_entry(key: str, message: str) -> ConfigError:
@@ -151,6 +151,6 @@ class ConfigReader:
 
 
 def checked_dtype(dtype: str) -> Dtype:
-    if dtype not in ("float32", "bfloat16"):
-        raise ConfigError("model.dtype", f"must be float32 or bfloat16, got {dtype!r}")
+    if dtype not in DTYPES:
+        raise ConfigError("model.dtype", f"must be {DTYPE_NAMES}, got {dtype!r}")
     return cast(Dtype, dtype)

@@ -81,10 +81,18 @@ def test_dtype_is_converted_and_defaults_to_the_checkpoints_own(tiny, tiny_copy)
     assert Checkpoint(tiny_copy).stored_dtypes() == {"float32"}
 
 
-def test_float16_checkpoints_need_a_choice(tiny_copy):
-    edit_json(tiny_copy / "config.json", lambda c: c.update(dtype="float16"))
-    assert message(tiny_copy) == "the checkpoint is stored as float16: choose float32 or bfloat16"
+def test_float64_checkpoints_need_a_choice(tiny_copy):
+    edit_json(tiny_copy / "config.json", lambda c: c.update(dtype="float64"))
+    assert message(tiny_copy) == "the checkpoint is stored as float64: choose float32, bfloat16 or float16"
     assert Checkpoint(tiny_copy, "float32").spec.dtype == "float32"
+
+
+def test_float16_is_read_as_stored(tiny_copy):
+    rewrite(tiny_copy, lambda t: t.update({name: tensor.half() for name, tensor in t.items()}))
+    edit_json(tiny_copy / "config.json", lambda c: c.update(dtype="float16"))
+    checkpoint = Checkpoint(tiny_copy)
+    assert checkpoint.spec.dtype == "float16" and checkpoint.stored_dtypes() == {"float16"}
+    assert torch.equal(read(checkpoint, 1, "expert.2")["down"], checkpoint.tensors()[W1.replace("w1", "w2")])
 
 
 def test_weights_are_views_of_the_mapped_file(tiny):

@@ -164,7 +164,7 @@ def test_bad_entries_are_named(changes, named):
 
 
 def test_impossible_dtype_and_unknown_family_say_what_is_valid():
-    with pytest.raises(ConfigError, match=r"model\.dtype: must be float32 or bfloat16, got 'int8'"):
+    with pytest.raises(ConfigError, match=r"model\.dtype: must be float32, bfloat16 or float16, got 'int8'"):
         LAYOUT.spec_from_config(MIXTRAL_8X7B, "m", "int8")
     with pytest.raises(ConfigError, match=r"unknown family 'llama'; available: .*mixtral"):
         families.family("llama")

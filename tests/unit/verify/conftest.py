@@ -19,6 +19,7 @@ MINI_LIKE = {"hidden_dim": 256, "num_heads": 4, "head_dim": 64, "expert_dim": 32
 RECIPES = {
     "tiny-float32": {},
     "tiny-bfloat16": {"dtype": "bfloat16"},
+    "tiny-float16": {"dtype": "float16"},
     "mini-like-bfloat16": {**MINI_LIKE, "dtype": "bfloat16", "init_std": None},
 }
 PROMPTS = (
