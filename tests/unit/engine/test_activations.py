@@ -32,20 +32,29 @@ def test_bytes_per_token_are_those_that_are_reserved(max_tokens):
 
 @settings(max_examples=50)
 @given(
-    layers=st.integers(1, 3), batches=st.integers(1, 3), taken=st.integers(0, 1 << 22), reserved=st.integers(0, 1 << 20)
+    layers=st.integers(1, 3),
+    batches=st.integers(1, 3),
+    taken=st.integers(0, 1 << 22),
+    reserved=st.integers(0, 1 << 20),
+    predicted=st.integers(0, 4),
 )
-def test_as_many_tokens_as_are_said_to_fit_do_fit(layers, batches, taken, reserved):
+def test_as_many_tokens_as_are_said_to_fit_do_fit(layers, batches, taken, reserved, predicted):
     on = engine(sequences((5, 5)))
     on.machine.tiers["device"].reserve("embedding", taken)
     fitting = tokens_that_fit(
-        on, num_layers_buffered=layers, num_micro_batches=batches, reserved_bytes={"mine": reserved}
+        on,
+        num_layers_buffered=layers,
+        num_micro_batches=batches,
+        reserved_bytes={"mine": reserved},
+        num_predicted=predicted,
     )
     assert fitting >= 1
     on.machine.tiers["device"].reserve("other", reserved + layers * on.store.layer_bytes)
     for number in range(batches):
-        Activations(on.machine, SPEC, max_tokens=fitting, name=f"batch {number}")
+        Activations(on.machine, SPEC, max_tokens=fitting, name=f"batch {number}", num_predicted=predicted)
     unused = on.machine.tiers["device"].free_bytes
-    assert unused < batches * device_bytes_per_token(SPEC) + (1 << 16), "more would have fitted"
+    token_bytes = device_bytes_per_token(SPEC) + 12 * predicted  # a number of 8 bytes, and a score of 4
+    assert unused < batches * token_bytes + (1 << 16), "more would have fitted"
 
 
 @pytest.mark.parametrize("tier", ["device", "pinned"])
