@@ -13,9 +13,8 @@ from harness.bench.shapes import Shape
 from harness.calibration.probes import LayerProbes
 from harness.calibration.table import LINKS
 from harness.calibration.undisturbed import Undisturbed
-from harness.engine.emitter import Emitter, InFlight
 from harness.engine.engine import Engine
-from harness.engine.ops import data, host
+from harness.engine.in_flight import InFlight
 from harness.machine.base import CPU, D2H, GPU, H2D, PIN, Lane, Span, Ticket
 
 _STREAM_S = 0.2  # how long lanes are watched together
@@ -79,7 +78,7 @@ class Together:
         gpu = probes.batch(0, Shape(prompts=(100,) * max(1, min(400, acts.max_tokens) // 100)))
         contexts = min(48, self._max_context // (128 + self._engine.kv.allocator.block_size), acts.max_tokens)
         cpu = probes.batch(1, Shape(contexts=(128,) * max(1, contexts)))
-        prepare, part, layer = Emitter(self._engine), probes.stream.part, probes.layer
+        prepare, part, layer = probes.ops.emit, probes.stream.part, probes.layer
         probes.stream.request_layer(layer)
         for it in (gpu, cpu):
             prepare.embed(it)
@@ -91,28 +90,26 @@ class Together:
 
     def _stream(self, lane: Lane, gpu: InFlight, cpu: InFlight) -> Callable[[], None]:
         """Return a function that keeps `lane` supplied when called often."""
-        engine, probes, layer = self._engine, self._probes, self._probes.layer
+        probes, layer = self._probes, self._probes.layer
+        emit, stream = probes.ops.emit, probes.stream
         open_: list[Ticket] = []
         transferred: list[Lane] = []  # not empty once a layer was requested
+        steps: dict[Lane, Callable[[], Ticket | None]] = {
+            GPU: lambda: emit.experts(gpu, layer, stream.experts(layer)),
+            CPU: lambda: emit.attend_on_host(cpu, layer),
+            D2H: lambda: emit.offload_qkv(gpu, layer),
+            PIN: lambda: emit.submit(PIN, probes.stage()),
+        }
 
         def submit() -> list[Ticket]:
-            if lane == GPU:
-                ticket = Emitter(engine).experts(gpu, layer, probes.stream.experts(layer))
-                assert ticket is not None, "the probed layer has experts"
+            if lane in steps:
+                ticket = steps[lane]()
+                assert ticket is not None, "the probed layer has experts, and the micro-batches are there for these ops"
                 return [ticket]
-            if lane == CPU:
-                assert engine.kv.host is not None, "calibration attends over a cache in host memory"
-                cache, part = engine.kv.host, engine.store.attention[layer]
-                op = host.DecodeAttention(engine.family, engine.spec, cpu.batch, cpu.acts, layer, cache, part)
-                return [engine.machine.submit(lane, op)]
-            if lane == D2H:
-                return [engine.machine.submit(lane, data.OffloadQkv(engine.spec, gpu.batch, gpu.acts, layer))]
-            if lane == PIN:
-                return [engine.machine.submit(lane, probes.stage())]
-            for name in probes.stream.part_names(probes.beside) if transferred else ():
-                probes.stream.release(probes.beside, name)
+            for name in stream.part_names(probes.beside) if transferred else ():
+                stream.release(probes.beside, name)
             transferred.append(lane)
-            return probes.stream.request_layer(probes.beside)
+            return stream.request_layer(probes.beside)
 
         def supply() -> None:
             open_[:] = [t for t in open_ if not t.done]
