@@ -175,18 +175,18 @@ def workspace_bytes_per_token(spec: ModelSpec) -> int:
 
 
 def _projected_numbers(spec: ModelSpec) -> int:
-    """Return the numbers per token that the projections in front of attention hold at the same time, and those behind
-    it.
+    """Return the numbers per token that the ops around attention hold at the same time.
 
     Rotary embedding takes the projections, its results, and the queries' halves on the way. With latents, queries and
-    keys are joined from two parts each, or queries are absorbed; values come out of latents behind attention.
+    keys are joined from two parts each, or queries are absorbed; values come out of latents behind attention. Attention
+    over the cache takes queries and results twice where prompts are padded (`attend_each`).
     """
     if (latent := spec.latent) is None:
         return 2 * (spec.q_dim + spec.kv_dim + spec.v_dim) + 3 * spec.q_dim
     both = spec.hidden_dim + spec.q_dim + spec.num_heads * latent.rope_dim + 4 * spec.kv_pieces[0].dim
     expanded = 2 * spec.q_dim + spec.num_heads * (latent.nope_dim + latent.value_dim)
     absorbed = spec.cached_o_dim + spec.cached_q_dim
-    return max(both + max(expanded, absorbed), 3 * spec.o_dim + spec.hidden_dim)
+    return max(both + expanded, both + absorbed, 2 * absorbed, 3 * spec.o_dim + spec.hidden_dim)
 
 
 def head_workspace_bytes(spec: ModelSpec) -> int:

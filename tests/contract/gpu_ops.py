@@ -1,6 +1,6 @@
 """Run the ops that strategies submit to the GPU's lane in a context in which their code needs no memory.
 
-Their tensors have Mixtral-8x7B's real shapes on torch's device "meta".
+Their tensors have the real shapes of Mixtral-8x7B or DeepSeek-V2-Lite on torch's device "meta".
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ FINE = {  # small experts and a large vocabulary, as Qwen3 has them
     "hidden_dim": 2048, "expert_dim": 768, "num_heads": 32, "num_kv_heads": 4, "num_experts": 32,
     "experts_per_token": 8, "vocab_size": 151936,
 }  # fmt: skip
+LATENT = [  # without a layer of its own kind in front
+    *("model=deepseek-v2-lite", "model.spec.dense_layers=[]", "model.spec.dense_dim=0"),
+]
 CASES = {
     "deepspeed_zero": [],
     "fastdecode": [],
@@ -33,6 +36,10 @@ CASES = {
     "moelightning": [],
     "flexgen, padded": ["strategy.padding=true"],
     "flexgen, padded, on the device": ["strategy.padding=true", "strategy.policy.resident_kv=0.9"],
+    "moelens, latents": ["strategy.n_real=2000", *LATENT],
+    "moelens on the gpu, latents": ["strategy.n_real=2000", "strategy.attention=gpu", *LATENT],
+    "deepspeed_zero, latents": LATENT,
+    "flexgen, latents, padded, on the device": ["strategy.padding=true", "strategy.policy.resident_kv=0.9", *LATENT],
     "ondemand": [],
     "ondemand, fine experts": [f"model.spec.{name}={value}" for name, value in FINE.items()],
 }
@@ -58,7 +65,7 @@ class MetaContext:
 
 def weight_views(ctx, part):
     """Give layouts without tensors, where weights are planned."""
-    family, spec = families.family("mixtral"), ctx.spec
+    family, spec = families.family(ctx.spec.family), ctx.spec
     parts = (*family.layer_parts(spec, 0), family.embedding_part(spec), family.head_part(spec))
     layout = next(each for each in parts if each.name == part.layout.name)
     with _disable_current_modes():
@@ -74,8 +81,9 @@ def submitted(monkeypatch: pytest.MonkeyPatch, name: str, num_requests: int) -> 
             ops.append(op)
         return original(self, lane, op, **options)
 
+    model = [] if any(each.startswith("model=") for each in CASES[name]) else ["model=mixtral-8x7b"]
     overrides = [
-        *(f"strategy={name.split()[0].strip(',')}", "machine=simulated", "model=mixtral-8x7b", "hardware=a40"),
+        *(f"strategy={name.split()[0].strip(',')}", "machine=simulated", *model, "hardware=a40"),
         *("model.spec.num_layers=2", "hardware.device_memory_gb=20", "kv_cache_gb=4", "dataset.max_new_tokens=3"),
         *(f"dataset.num_requests={num_requests}", *CASES[name]),
     ]

@@ -26,7 +26,10 @@ from tests.composing import composed
 from tests.contract.gpu_ops import CASES, DEVICE, MetaContext, submitted, weight_views
 from tests.contract.watching import Watched, undeclared_views
 
-KERNELS = "grouped_experts", "causal_attention", "staged_decode_attention", "paged_decode_attention"
+KERNELS = (
+    *("grouped_experts", "causal_attention", "staged_decode_attention", "paged_decode_attention"),
+    *("staged_latent_attention", "paged_latent_attention"),
+)
 NO_LAUNCH = torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.empty_like
 
 
@@ -96,8 +99,9 @@ def kernels_left_out(monkeypatch):
 def launches_by_kind(ops: list, called: list[str]) -> dict[str, float]:
     """The most that an op of each kind launches, the head by run. Fails on whatever must not happen within a pass."""
     spec = ops[0].spec
-    dtype = TORCH_DTYPES[spec.dtype]
-    functional.rope_tables(spec.rope_theta, spec.head_dim, spec.max_positions, dtype, DEVICE, spec.yarn)
+    rotated = spec.latent.rope_dim if spec.latent else spec.head_dim
+    for dtype in (TORCH_DTYPES[spec.dtype], torch.float32):  # DeepSeek-V2 rotates in the latter
+        functional.rope_tables(spec.rope_theta, rotated, spec.max_positions, dtype, DEVICE, spec.yarn)
     memory, most = MetaContext(spec), defaultdict(int)
     for op in ops:
         called.clear()
@@ -138,7 +142,9 @@ def test_launches_do_not_depend_on_the_number_of_sequences(monkeypatch, kernels_
     launches = [launches_by_kind(ops, kernels_left_out) for ops in (few, many)]
     both = launches[0].keys() & launches[1].keys()  # a search may keep another share of the KV cache on the device
     assert {"attention in", "attention out", "experts", "head"} <= both
-    assert {kind: launches[0][kind] for kind in both} == {kind: launches[1][kind] for kind in both}
+    for kind in both:
+        joins = kind == "attention out" and "latents" in name  # results of prompts and of decode, if it has both
+        assert 0 <= launches[1][kind] - launches[0][kind] <= joins, kind
 
 
 def waits(op, ctx):

@@ -52,19 +52,25 @@ def keys_and_values(spec: ModelSpec, pieces: Any) -> tuple[Any, Any]:
     return latent, latent[..., : spec.latent.kv_rank]
 
 
-def prompt_rows(ctx: Context, op: Any) -> tuple[Any, Any, Any, Any]:
-    """Return queries, keys, values and places of results of the prompts' tokens, each [tokens, heads, width]. `op` has
-    `spec`, `acts` and `batch`."""
+def prompt_rows(ctx: Context, op: Any) -> tuple[Any, Any, Any]:
+    """Return queries, keys and values of the prompts' tokens, each [tokens, heads, width]. Those of heads are dense,
+    though narrower than the rows of queries over the cache. `op` has `spec`, `acts` and `batch`."""
     spec, acts, first = op.spec, op.acts, op.batch.num_prefill_tokens
-    heads, kv_heads = spec.num_heads, spec.num_kv_heads
-    if spec.expands_prefill:  # narrower than the rows of the cache's queries and results, and dense
-        q = ctx.tensor(acts.q, (first, heads, spec.head_dim), spec.dtype)
-        k = ctx.tensor(acts.k, (first, kv_heads, spec.head_dim), spec.dtype)
-        v = ctx.tensor(acts.v, (first, kv_heads, spec.value_dim), spec.dtype)
-        return q, k, v, ctx.tensor(acts.attention, (first, heads, spec.value_dim), spec.dtype)
+    if spec.expands_prefill:
+        q = ctx.tensor(acts.q, (first, spec.num_heads, spec.head_dim), spec.dtype)
+        k = ctx.tensor(acts.k, (first, spec.num_kv_heads, spec.head_dim), spec.dtype)
+        return q, k, ctx.tensor(acts.v, (first, spec.num_kv_heads, spec.value_dim), spec.dtype)
     q = cached_queries(ctx, spec, acts.q, first, spec.q_row_dim)
-    k, v = keys_and_values(spec, [ctx.tensor(acts.latent, (first, 1, spec.kv_pieces[0].width), spec.dtype)])
-    return q, k, v, cached_results(ctx, spec, acts.attention, first, spec.o_row_dim)
+    latent = ctx.tensor(acts.latent, (first, 1, spec.kv_pieces[0].width), spec.dtype)
+    return q, *keys_and_values(spec, [latent])
+
+
+def prompt_results(ctx: Context, op: Any) -> Any:
+    """Return the places of results [tokens, heads, width] that belong to `prompt_rows`."""
+    spec, first = op.spec, op.batch.num_prefill_tokens
+    if spec.expands_prefill:
+        return ctx.tensor(op.acts.attention, (first, spec.num_heads, spec.value_dim), spec.dtype)
+    return cached_results(ctx, spec, op.acts.attention, first, spec.o_row_dim)
 
 
 def keep_latents(ctx: Context, op: Any, found: LatentRows) -> None:
@@ -75,8 +81,7 @@ def keep_latents(ctx: Context, op: Any, found: LatentRows) -> None:
     rows(ctx, acts.latent, n, spec.kv_pieces[0].dim, spec.dtype).copy_(found.latent)
     cached_queries(ctx, spec, acts.q, n, spec.q_row_dim)[first:].copy_(found.absorbed)
     if first:
-        q, k, v, _ = prompt_rows(ctx, op)
-        for target, source in ((q, found.q), (k, found.k), (v, found.v)):
+        for target, source in zip(prompt_rows(ctx, op), (found.q, found.k, found.v), strict=True):
             target.copy_(source)
 
 

@@ -16,6 +16,7 @@ from harness.engine.ops.attention_rows import (
     keep_latents,
     keys_and_values,
     num_expanded,
+    prompt_results,
     prompt_rows,
     value_up_flops,
 )
@@ -143,9 +144,9 @@ class PrefillAttention(ComputeOp):
 
     def run(self, ctx: Context, packet: int) -> None:
         spec, first = self.spec, self.batch.num_prefill_tokens
-        q, k, v, out = prompt_rows(ctx, self)
+        (q, k, v), out = prompt_rows(ctx, self), prompt_results(ctx, self)
         w = attention_weights(ctx, self.part)
-        if on_gpu.attends(spec, q) and spec.expands_prefill:
+        if on_gpu.attends_in_prompts(spec, q):
             positions = device_rows(ctx, self.batch, self.acts)[1, :first]
             options = self.family.attention_options(spec, w, self.layer)
             return on_gpu.prefill_attention(options, q, k, v, positions, out)
@@ -201,14 +202,16 @@ class DecodeAttentionDevice(ComputeOp):
         positions = device_rows(ctx, self.batch, self.acts)[1, mine]
         _add_newest(staging, positions, new)
         reads = self.there.reads.among(self.rows.start, self.rows.stop)
-        if reads.num_shadows and on_gpu.attends(spec, q):
+        if reads.num_shadows and on_gpu.attends(q):
             positions = on_gpu.numbers(reads.positions, q.device)
 
         w, layer = attention_weights(ctx, self.part), self.layer
 
         def attend(q: Any, out: Any) -> None:
-            if on_gpu.attends(spec, q):
+            if on_gpu.attends(q):
                 options = self.family.attention_options(spec, w, layer)
+                if spec.latent is not None:
+                    return on_gpu.latent_attention(options, q, staging, positions, out)
                 return on_gpu.decode_attention(options, q, staging, positions, out, num_kv_heads=spec.num_kv_heads)
             lens = reads.lens.tolist()
             for at, (keys, values) in enumerate(self._staged(staging, lens)):
@@ -326,5 +329,5 @@ class Head(ComputeOp):
         sampled = ctx.tensor(self.acts.sampled, (num_sequences,), "int64")
         at_once = max(1, self.acts.workspace.nbytes // head_workspace_bytes(spec))
         for run in (slice(first, first + at_once) for first in range(0, num_sequences, at_once)):
-            logits = self.family.head(spec, weights(ctx, self.parts[0]), hidden.index_select(0, last_rows[run]))
-            sampled[run].copy_(logits.argmax(dim=-1))
+            last = hidden.index_select(0, last_rows[run])  # its logits are gone before the next run's are made
+            sampled[run].copy_(self.family.head(spec, weights(ctx, self.parts[0]), last).argmax(dim=-1))

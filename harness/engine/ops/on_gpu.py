@@ -12,9 +12,14 @@ from harness.model.spec import ModelSpec
 from kernels import triton as gpu
 
 
-def attends(spec: ModelSpec, q: Any) -> bool:
-    """Return whether the kernels do this model's attention: queries over keys and values of heads."""
-    return gpu.serves(q) and spec.latent is None
+def attends(q: Any) -> bool:
+    """Return whether the kernels do attention over the cache: to keys and values of heads, or to latents."""
+    return gpu.serves(q)
+
+
+def attends_in_prompts(spec: ModelSpec, q: Any) -> bool:
+    """Return whether the kernels do this model's attention in prompts, which is to keys and values of heads."""
+    return gpu.serves(q) and spec.expands_prefill
 
 
 def prefill_attention(options: AttentionOptions, q: Any, k: Any, v: Any, positions: Any, out: Any) -> None:

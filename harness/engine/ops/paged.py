@@ -79,7 +79,7 @@ class DecodeAttentionPaged(AttentionOverCache):
         spec, n, mine = self.spec, self.batch.num_tokens, self.batch.on_device.decode
         q = cached_queries(ctx, spec, self.acts.q, n, spec.q_row_dim)[mine]
         out = cached_results(ctx, spec, self.acts.attention, n, spec.o_row_dim)[mine]
-        if on_gpu.attends(spec, q):
+        if on_gpu.attends(q):
             self._by_gpu_kernel(ctx, q, self.cached(ctx), out)
         else:
             (self.by_kernel if q.device.type == "cpu" else self.by_family)(ctx, q, self.cached(ctx), out)
@@ -94,8 +94,10 @@ class DecodeAttentionPaged(AttentionOverCache):
         options = self.options(ctx)
 
         def attend(q: Any, out: Any) -> None:
+            if len(cached) == 1:
+                return on_gpu.paged_latent_attention(options, q, cached[0], blocks, positions, out)
             keys, values = cached
-            on_gpu.paged_attention(options, q, keys, values, blocks, positions, out)
+            return on_gpu.paged_attention(options, q, keys, values, blocks, positions, out)
 
         attend_each(here.reads, q, out, attend)
 
