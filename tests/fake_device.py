@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -23,7 +23,8 @@ CLOCK_OFFSET_S, CLOCK_RATE = 4321.0, 1 + 2e-5  # the device's own clock
 
 
 class FakeEvent:
-    def __init__(self) -> None:
+    def __init__(self, lock: threading.RLock) -> None:
+        self.over = threading.Condition(lock)
         self.recorded = self.reached = 0
         self.device_s = 0.0
         self.error: BaseException | None = None
@@ -35,33 +36,38 @@ class FakeStream:
     def __init__(self, device: FakeDevice, number: int, urgent: bool) -> None:
         self.number, self.urgent, self.device = number, urgent, device
         self.actions: deque[tuple[Callable[[], Any], bool]] = deque()
+        self.given = threading.Condition(device.lock)
         threading.Thread(target=self._work, name=f"fake stream {number}", daemon=True).start()
 
     def push(self, action: Callable[[], Any], *, at_once: bool = False) -> None:
         """Push an action. With `at_once`, whoever sees what the action did also sees that it is over."""
-        with self.device.changed:
+        with self.device.lock:
             self.actions.append((action, at_once))
-            self.device.changed.notify_all()
+            self.given.notify()
 
     def _work(self) -> None:
         while True:
-            with self.device.changed:
-                self.device.changed.wait_for(lambda: (self.actions and not self.device.held) or self.device.closed)
+            with self.device.lock:
+                self.device.wait_for(self.given, lambda: self.actions and not self.device.held)
                 if self.device.closed:
                     return
                 action, at_once = self.actions[0]
             self.device.pause()
             try:
-                with self.device.changed if at_once else nullcontext():
+                with self.device.lock if at_once else nullcontext():
                     action()
                     if at_once:
-                        self.actions.popleft()
+                        self._done()
                         continue
             except BaseException as error:  # what a kernel does wrong shows at the next event, and ends everything
                 self.device.broken = self.device.broken or error
-            with self.device.changed:
-                self.actions.popleft()
-                self.device.changed.notify_all()
+            with self.device.lock:
+                self._done()
+
+    def _done(self) -> None:
+        self.actions.popleft()
+        if not self.actions:
+            self.device.idle.notify_all()
 
 
 class FakeDevice:
@@ -75,7 +81,9 @@ class FakeDevice:
 
     def __init__(self, seed: int = 0, *, longest_pause_s: float = 3e-4, total_bytes: int = 1 << 30) -> None:
         self.total_bytes = self.free_bytes = total_bytes
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        self.idle = threading.Condition(self.lock)  # a stream has nothing more to do
+        self.waited_for: Counter[threading.Condition] = Counter()  # now; each wakes those only whom it concerns
         self.held = self.closed = False
         self.broken: BaseException | None = None
         self.blocking: list[str] = []
@@ -94,14 +102,24 @@ class FakeDevice:
             time.sleep(self._random.random() * self._longest_pause_s)
 
     def hold(self, on: bool) -> None:
-        with self.changed:
+        with self.lock:
             self.held = on
-            self.changed.notify_all()
+            self._wake_all()
 
     def close(self) -> None:
-        with self.changed:
+        with self.lock:
             self.closed = True
-            self.changed.notify_all()
+            self._wake_all()
+
+    def wait_for(self, condition: threading.Condition, holds: Callable[[], Any]) -> None:
+        """Wait, with the lock held, until that holds or the device is closed."""
+        self.waited_for[condition] += 1
+        condition.wait_for(lambda: holds() or self.closed)
+        self.waited_for[condition] -= 1
+
+    def _wake_all(self) -> None:
+        for condition in +self.waited_for:
+            condition.notify_all()
 
     # -- DeviceRuntime --------------------------------------------------------------------------------------------
 
@@ -134,17 +152,17 @@ class FakeDevice:
         return self.streams[-1]
 
     def event(self) -> FakeEvent:
-        return FakeEvent()
+        return FakeEvent(self.lock)
 
     def record(self, event: FakeEvent, stream: FakeStream) -> None:
         event.recorded += 1
         turn = event.recorded
 
         def reach() -> None:
-            with self.changed:
+            with self.lock:
                 event.reached, event.error = turn, self.broken
                 event.device_s = CLOCK_OFFSET_S + time.monotonic() * CLOCK_RATE
-                self.changed.notify_all()
+                event.over.notify_all()
 
         stream.push(reach, at_once=True)
 
@@ -152,19 +170,19 @@ class FakeDevice:
         turn = event.recorded
 
         def wait() -> None:
-            with self.changed:
-                self.changed.wait_for(lambda: event.reached >= turn or self.closed)
+            with self.lock:
+                self.wait_for(event.over, lambda: event.reached >= turn)
 
         stream.push(wait)
 
     def query(self, event: FakeEvent) -> bool:
-        with self.changed:
+        with self.lock:
             self._raise(event)
             return event.reached >= event.recorded
 
     def synchronize(self, event: FakeEvent) -> None:
-        with self.changed:
-            self.changed.wait_for(lambda: event.reached >= event.recorded or self.closed)
+        with self.lock:
+            self.wait_for(event.over, lambda: event.reached >= event.recorded)
             self._raise(event)
 
     def _raise(self, event: FakeEvent) -> None:
@@ -176,9 +194,8 @@ class FakeDevice:
         return second.device_s - first.device_s
 
     def settle(self) -> None:
-        with self.changed:
-            done = lambda: all(not stream.actions for stream in self.streams)  # noqa: E731
-            self.changed.wait_for(lambda: done() or self.held or self.closed)
+        with self.lock:
+            self.wait_for(self.idle, lambda: self.held or not any(stream.actions for stream in self.streams))
 
     def launch(self, stream: FakeStream, run: Callable[[], Any]) -> None:
         stream.push(run)
