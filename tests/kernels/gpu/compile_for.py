@@ -1,22 +1,23 @@
-"""Compile every kernel of Mixtral-8x7B's shape, and attention of DeepSeek-V2 and V2-Lite: python compile_for.py
-CAPABILITY SHARED_KIB DTYPE.
+"""Compile every kernel of Mixtral-8x7B's shape, and attention of DeepSeek-V2 and V2-Lite.
 
-The GPU need not be here. The kernels are compiled as `warm_up` does on one that is, and what came out is printed as
-JSON.
+python compile_for.py CAPABILITY,SHARED_KIB,DTYPE ...
+
+The GPUs need not be here. The kernels are compiled as `warm_up` does on one that is, and what came out is printed as
+JSON, a list for each.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
 
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -27,45 +28,40 @@ from kernels.triton.warming import Latent, Shapes, warm_up
 
 
 class AbsentGpu:
-    """The driver of a GPU that is not here answers what Triton's compiler asks of a driver."""
+    """The driver of GPUs that are not here answers what Triton's compiler asks of a driver."""
 
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
+    def __init__(self, number: int, capability: int) -> None:
+        self.number, self.capability = number, capability
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self.number  # Triton keeps what it has compiled by this number
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
-def spill_bytes(ptx: str, capability: int) -> int:
-    """Registers' worth of memory traffic that ptxas reports."""
-    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
-    assert target is not None, "PTX names what it is for"
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [get_ptxas(capability).path, "-v", f"-arch={target[1]}", file.name, "-o", "/dev/null"]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return sum(map(int, re.findall(r"(\d+) bytes spill stores", report)))
+class Compiled:
+    """What `warm_up` compiles: each kernel once, with its name, its options and what ptxas reports of it."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[int, tuple[str, Any, dict[str, Any], str]] = {}
+        self._run = JITFunction.run
+
+    def run(self, kernel: Any, *arguments: Any, **options: Any) -> Any:
+        with redirect_stdout(StringIO()) as report:
+            found = self._run(kernel, *arguments, **options | {"warmup": True})
+        name = f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
+        self.kernels.setdefault(id(found), (name, found, options, report.getvalue()))
+        return found
 
 
-def main(capability: int, shared_kib: int, dtype: str) -> None:
-    driver.set_active(AbsentGpu(capability))
-    compiled: list[tuple[str, Any, dict[str, Any]]] = []
-    run = JITFunction.run
-
-    def compile_only(self: Any, *arguments: Any, **options: Any) -> Any:
-        kernel = run(self, *arguments, **options | {"warmup": True})
-        if not any(kernel is known for _, known, _ in compiled):
-            compiled.append((f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__}", kernel, options))
-        return kernel
-
-    JITFunction.run = compile_only
+def compiled_for(number: int, capability: int, shared_kib: int, dtype: str) -> list[dict[str, Any]]:
+    driver.set_active(AbsentGpu(number, capability))
+    compiled = Compiled()
+    JITFunction.run = lambda self, *arguments, **options: compiled.run(self, *arguments, **options)
     for module in (decode, experts, latent, prefill):
         module.chip = lambda device: Chip(capability // 10, shared_kib << 10)
     shape = ExpertShape(
@@ -73,31 +69,46 @@ def main(capability: int, shared_kib: int, dtype: str) -> None:
         dtype=getattr(torch, dtype),
     )  # fmt: skip
     dims = {"num_experts": 8, "top_k": 2, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
-    warm_up(Shapes(experts=shape, kv_block_size=16, **dims), torch.device("cpu"))
+    all_dims = [dims]
     latents = Latent(kv_rank=512, rope_dim=64, value_dim=128)
-    dims |= {"head_dim": 192, "latent": latents, "num_groups": 4, "groups_per_token": 2, "group_score_experts": 2}
+    dims = {**dims, "head_dim": 192, "latent": latents}
+    dims |= {"num_groups": 4, "groups_per_token": 2, "group_score_experts": 2}
     for num_heads in (16, 128) if dtype != "float32" else (16,):  # tiles of float32 do not depend on it
-        warm_up(Shapes(experts=shape, kv_block_size=16, **dims | {"num_heads": num_heads}), torch.device("cpu"))
-    rows = []
-    for name, kernel, options in compiled:
-        ptx = kernel.asm["ptx"]
-        found = {
-            "kernel": name,
-            "tile_rows": options.get("ROWS"),
-            "cubin_bytes": len(kernel.asm["cubin"]),
-            "shared_bytes": kernel.metadata.shared,
-            "spill_bytes": spill_bytes(ptx, capability),
-            "copies_of_16_bytes": len(re.findall(r"cp\.async\.cg\.shared\.global", ptx)),
-            "loads_of_2_bytes": len(re.findall(r"ld\.global\.b16", ptx)),
-            "copies_of_4_bytes": len(re.findall(r"cp\.async\.ca\.shared\.global", ptx)),
-            "warp_group_products": len(re.findall(r"wgmma\.mma_async", ptx)),
-            "warp_products": len(re.findall(r"mma\.sync", ptx)),
-            "tf32": "tf32" in ptx,
-            "atomics": len(re.findall(r"\b(atom|red)\.(global|gpu|relaxed)", ptx)),
-        }
-        rows.append(found)
-    print(json.dumps(rows))
+        all_dims.append({**dims, "num_heads": num_heads})
+    try:
+        for each in all_dims:
+            warm_up(Shapes(experts=shape, kv_block_size=16, **each), torch.device("cpu"))
+    finally:
+        JITFunction.run = compiled._run
+    return [row_of(*each) for each in compiled.kernels.values()]
+
+
+def row_of(name: str, kernel: Any, options: dict[str, Any], report: str) -> dict[str, Any]:
+    ptx, spills = kernel.asm["ptx"], re.findall(r"(\d+) bytes spill stores", report)
+    assert spills, f"ptxas reports nothing of {name}: {report!r}"
+    return {
+        "kernel": name,
+        "tile_rows": options.get("ROWS"),
+        "cubin_bytes": len(kernel.asm["cubin"]),
+        "shared_bytes": kernel.metadata.shared,
+        "spill_bytes": sum(map(int, spills)),
+        "copies_of_16_bytes": len(re.findall(r"cp\.async\.cg\.shared\.global", ptx)),
+        "loads_of_2_bytes": len(re.findall(r"ld\.global\.b16", ptx)),
+        "copies_of_4_bytes": len(re.findall(r"cp\.async\.ca\.shared\.global", ptx)),
+        "warp_group_products": len(re.findall(r"wgmma\.mma_async", ptx)),
+        "warp_products": len(re.findall(r"mma\.sync", ptx)),
+        "tf32": "tf32" in ptx,
+        "atomics": len(re.findall(r"\b(atom|red)\.(global|gpu|relaxed)", ptx)),
+    }
+
+
+def main(chips: list[str]) -> None:
+    knobs.nvidia.dump_ptxas_log = True  # what Triton's own ptxas says of spills
+    knobs.compilation.always_compile = True  # which it says only while it compiles
+    for number, chip in enumerate(chips):
+        capability, shared_kib, dtype = chip.split(",")
+        print(json.dumps(compiled_for(number, int(capability), int(shared_kib), dtype)))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1:])
