@@ -6,13 +6,17 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 import torch
 
+from harness.model.checkpoint import Checkpoint
+from harness.model.zoo import ensure
 from kernels import triton as gpu
-from tests.conftest import ROOT, tiny_checkpoint
+from strategies.moelens import profiler
+from tests.conftest import ROOT, tiny_config
 from tests.contract.running import check_tokens, engine_on, requests, run_to_end, shuffled, strategy_of
 from tests.contract.test_strategies import YAMLS
 
@@ -42,6 +46,14 @@ def test_tokens():
     assert done.stdout.splitlines() == [f"{run}: right" for run in RUNS]
 
 
+def small_checkpoint() -> Checkpoint:
+    """Make one whose layers are as few and small as there can be, since the interpreter is slow."""
+    config = tiny_config()
+    assert config.recipe is not None
+    sizes = {"num_layers": 2, "num_experts": 4, "expert_dim": 32, "hidden_dim": 32, "num_heads": 2, "num_kv_heads": 1}
+    return Checkpoint(ensure(replace(config, recipe=replace(config.recipe, **sizes))), "float32")
+
+
 def main() -> None:
     """Serve CPU tensors as if they were on a GPU, and count the kernels' calls."""
     torch.set_num_threads(1)
@@ -59,7 +71,8 @@ def main() -> None:
     for name in (*ALWAYS, *DECODES.values()):
         setattr(gpu, name, counted(name))
     gpu.serves = lambda tensor: True  # type: ignore[assignment]
-    checkpoint = tiny_checkpoint()
+    profiler._PROBE_TOKENS, profiler._MAX_STEPS = 16, 1  # how long the interpreter takes is of no interest
+    checkpoint = small_checkpoint()
     for run, (strategy, change) in RUNS.items():
         calls.clear()
         work = requests(2, vocab_size=checkpoint.spec.vocab_size, longest=9, max_new_tokens=2, seed=1)
