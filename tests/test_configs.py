@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from harness.config import ConfigError
 from harness.machine.build import load_machine
 from harness.machine.cuda import device_found
 from harness.model.planned import planned_model
 from harness.settings import Settings, load_strategy, parse_settings
+from tests import composing
 from tests.composing import CONF, GROUPS, composed, names_in
 
 CHOICES = [(group, name) for group in GROUPS for name in names_in(group)]
@@ -91,6 +93,21 @@ def test_every_machine_is_built_as_the_profile_says(name):
     machine.close()
     assert machine.name == chosen
     assert {tier: t.capacity_bytes for tier, t in machine.tiers.items()} == settings.hardware.capacities_bytes
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["dataset.num_requests=7", "experiment=balanced", "seed=3", "hardware.h2d_gb_s=1e-1"],
+        ["strategy=flexgen", "strategy.policy.batch_size=3", "dataset.path=null", "machine.poison=true"],
+        ["model=mixtral-8x7b", "model.spec.num_layers=2", "hardware=t4x2", "results_dir=/a b/c-d_0"],
+    ],
+)
+def test_tests_compose_as_hydra_does(overrides):
+    """They have the files from a cache and set values in them."""
+    assert composing._set(*composing.parted(overrides)) is not None, "nothing is left to Hydra"
+    by_hydra = OmegaConf.to_container(composing._by_hydra(tuple(overrides)), resolve=True)
+    assert composed(*overrides) == composed(*overrides) == by_hydra
 
 
 def test_the_default_machine_is_that_of_this_computer():

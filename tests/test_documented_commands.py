@@ -115,6 +115,20 @@ def run_module(words: list[str]) -> object:
     return import_module(name).main(words[1:])
 
 
+def shortened(words: list[str]) -> list[str]:
+    """Cut each list that is swept over to its first and last value; those between only make a configuration."""
+    if words[:2] != ["run.py", "-m"]:
+        return words
+    lists = {name: values.split(",") for name, _, values in (word.partition("=") for word in words[2:])}
+    first = {name: values[0] for name, values in lists.items()}
+    for name, values in lists.items():
+        for value in values[1:-1]:
+            chosen = {**first, name: value}
+            load_strategy(parse_settings(composed(*(f"{key}={chosen[key]}" for key in chosen))).strategy)
+    ends = {name: dict.fromkeys((values[0], values[-1])) for name, values in lists.items()}
+    return [*words[:2], *(f"{name}={','.join(values)}" for name, values in ends.items())]
+
+
 def size_of(words: list[str]) -> list[str]:
     """What makes a command small; later words come before earlier ones."""
     match words[:2]:
@@ -137,7 +151,7 @@ def marked(command: str) -> object:
 @pytest.mark.parametrize("command", [marked(command) for command in SHOWN if small(command)[1] is None], ids=str)
 def test_it_runs(command, workplace, monkeypatch, capsys):
     monkeypatch.chdir(workplace)
-    words = arguments_of(small(command)[0])
+    words = shortened(arguments_of(small(command)[0]))
     words += size_of(words)
     assert (run_module(words[1:]) if words[0] == "-m" else run_script(monkeypatch, words)) == 0, capsys.readouterr().err
     assert capsys.readouterr().out

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerFast
 
 from harness.config import ConfigError
@@ -29,17 +27,14 @@ from harness.record.store import read_run
 from harness.run import report
 from harness.run.experiment import RunFailed, run_experiment
 from harness.settings import parse_settings
+from tests.composing import composed
 from tests.conftest import ROOT
 from tests.kernels.eventually import eventually
 
 
 def settings(tmp_path: Path, *overrides: str) -> dict[str, Any]:
     base = ["experiment=smoke", f"results_dir={tmp_path}", "wandb.mode=disabled", "progress=false"]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("config", overrides=[*base, *overrides])
-    values = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(values, dict)
-    return values  # type: ignore[return-value]
+    return composed(*base, *overrides)
 
 
 def only_run(tmp_path: Path):

@@ -12,7 +12,8 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -78,8 +79,15 @@ def _has_published_lengths(dataset: Mapping[str, Any]) -> bool:
     name = dataset["name"]
     if not (CONF / "dataset" / f"{name}.yaml").is_file():
         return False
-    published = composed_values([f"dataset={name}"])["dataset"]
+    published = _published(CONF, name)
     return all(dataset[key] == published[key] for key in _LENGTHS)
+
+
+@cache
+def _published(conf: Path, name: str) -> Mapping[str, Any]:
+    """Return a dataset's settings as its file in the folder `conf` has them."""
+    dataset: Mapping[str, Any] = composed_values([f"dataset={name}"])["dataset"]
+    return dataset
 
 
 def _number_is_asked_for(overrides: Sequence[str]) -> bool:

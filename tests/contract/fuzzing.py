@@ -61,7 +61,7 @@ def draw(rng: random.Random, kv_bytes_per_token: int) -> list[str]:
         "kv_cache_gb": f"{(num_blocks * block_tokens * kv_bytes_per_token + 1) * 1e-9:.9f}",
         "hardware.num_gpus": num_gpus,
         "hardware.device_memory_gb": rng.choice((0.0025, 0.004, 0.02)),
-        "strategy.packet_mb": rng.choice((0.002, 0.01, 0.05, 1)),
+        "strategy.packet_mb": rng.choice((0.004, 0.01, 0.05, 1)),
         "verify": "all",
     }
     values |= {f"strategy.{name}": value for name, value in own.items()}

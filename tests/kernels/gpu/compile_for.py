@@ -44,7 +44,7 @@ class AbsentGpu:
 
 
 class Compiled:
-    """What `warm_up` compiles: each kernel once, with its name, its options and what ptxas reports of it."""
+    """Keeps each kernel that `warm_up` compiles once, with its name, its options and what ptxas reports of it."""
 
     def __init__(self) -> None:
         self.kernels: dict[int, tuple[str, Any, dict[str, Any], str]] = {}
