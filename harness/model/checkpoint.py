@@ -82,6 +82,10 @@ class Checkpoint:
         layers += [(i, part) for i in range(spec.num_layers) if (part := family.attention_part(spec, i))]
         return [(None, family.embedding_part(spec)), *layers, (None, family.head_part(spec))]
 
+    @cached_property
+    def _parts(self) -> dict[tuple[int | None, str], PartLayout]:
+        return {(layer, part.name): part for layer, part in self.parts()}
+
     def validate(self) -> None:
         """Check presence, shape and dtype of every tensor of every part."""
         for _, part in self.parts():
@@ -128,18 +132,21 @@ class Checkpoint:
     ) -> None:
         """Copy the part's tensors to their offsets in `out`, uint8 [part.nbytes] on the CPU, converting the dtype.
 
-        If the part is laid out for one of `num_ranks` GPUs, only the shard of `rank` is copied. No other copy is made.
+        If the part is laid out for one of `num_ranks` GPUs, only the shard of `rank` is copied. Where the whole lies in
+        the files is said by its own layout. No other copy is made.
         Raises `ConfigError` naming a tensor that holds NaN or infinity.
         """
         assert out.dtype == torch.uint8 and out.shape == (part.nbytes,), f"{part.name} of layer {layer}: {out.shape}"
         views = part_views(part, out)
-        for tensor in part.tensors:
-            pieces = [piece.of(self._weights.tensor(name)) for name, piece in tensor.pieces]
+        for tensor, whole in zip(part.tensors, self._parts[layer, part.name].tensors, strict=True):
+            pieces = [piece.of(self._weights.tensor(name)) for name, piece in whole.pieces]
             num_rows = sum(piece.shape[0] for piece in pieces)
             in_proportion = [piece.shape[0] * tensor.shape[0] // num_rows for piece in pieces]
             slots = views[tensor.name].split(list(tensor.rows) or in_proportion)
             for name, piece, slot in zip(tensor.checkpoint_names, pieces, slots, strict=True):
                 slot.copy_(_shard_of(piece, slot.shape, rank, num_ranks))
+                if tensor.added_once and rank > 0:
+                    slot.zero_()
                 if not torch.stack(torch.aminmax(slot)).isfinite().all():
                     raise checkpoint_error(name, "corrupt: holds NaN or infinity")
 

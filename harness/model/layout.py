@@ -20,8 +20,7 @@ ALIGNMENT_BYTES = 64  # one cache line; also the alignment that suits AVX-512 lo
 @dataclass(frozen=True, slots=True)
 class Section:
     """The units from `start` to `stop` of a dimension that has `of` equal ones. The units are neighbours; where it is
-    interleaved, they are one entry of each `of`. Given in units, a section stays the same where several GPUs
-    divide a model's dimensions."""
+    interleaved, they are one entry of each `of`."""
 
     start: int
     stop: int
@@ -97,6 +96,7 @@ class TensorSource:
 
     `rows` says how many rows each of these has here; empty where they share dim 0 as they do in the checkpoint.
     `slices` says which part of each is meant; empty: all of it. `dtype` is the tensor's own; None: that of its part.
+    `added_once` marks a bias of results that several GPUs add up: the first GPU has it, the others have zeros.
     """
 
     name: str
@@ -105,6 +105,7 @@ class TensorSource:
     rows: tuple[int, ...] = ()
     slices: tuple[TensorSlice, ...] = ()
     dtype: str | None = None
+    added_once: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,7 @@ class TensorLayout:
     dtype: str
     rows: tuple[int, ...] = ()
     slices: tuple[TensorSlice, ...] = ()
+    added_once: bool = False
 
     @property
     def pieces(self) -> tuple[tuple[str, TensorSlice], ...]:
@@ -158,6 +160,7 @@ def lay_out(name: str, dtype: str, sources: Iterable[TensorSource], *, expert: i
                 own,
                 source.rows,
                 source.slices,
+                source.added_once,
             )
         )
         offset_bytes += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
