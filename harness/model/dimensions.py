@@ -113,6 +113,18 @@ class Router:
 
 
 @config
+class ClampedSwiglu:
+    """The activation is (up + 1) * gate * sigmoid(alpha * gate), with gate and up cut at the limit (gpt-oss)."""
+
+    limit: float = 7.0
+    alpha: float = 1.702
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "alpha"):
+            require(getattr(self, name) > 0, name, f"must be positive, got {getattr(self, name)}")
+
+
+@config
 class WeightFormat:
     """The matrices of some components are published in this format, scales included; everything else is in the model's
     dtype."""
@@ -161,6 +173,7 @@ class Dimensions:
     router_bias: bool = False
     correction_bias: bool = False  # added to the router's scores for choosing, not for weighting
     expert_bias: bool = False
+    clamped_swiglu: ClampedSwiglu | None = None  # the experts' activation; null: SwiGLU
     router: Router = Router()
     weights: WeightFormat | None = None
 

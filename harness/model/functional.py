@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from harness.model.dimensions import Router, Yarn
+from harness.model.dimensions import ClampedSwiglu, Router, Yarn
 from harness.model.linear import linear
 
 
@@ -162,6 +162,12 @@ def _in_best_groups(choice: torch.Tensor, router: Router) -> torch.Tensor:
     best = of_groups.topk(router.groups_per_token, dim=-1).indices
     is_out = torch.ones_like(of_groups, dtype=torch.bool).scatter(-1, best, False)
     return grouped.masked_fill(is_out[..., None], float("-inf")).flatten(-2)
+
+
+def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, by: ClampedSwiglu) -> torch.Tensor:
+    """Compute (up + 1) * gate * sigmoid(alpha * gate), with the gate below the limit and |up| too (gpt-oss)."""
+    gate, up = gate.clamp(max=by.limit), up.clamp(-by.limit, by.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * by.alpha))
 
 
 def swiglu(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:

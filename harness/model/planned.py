@@ -31,7 +31,8 @@ from harness.model.spec import ModelSpec
 class PlannedLayout:
     """The parts of any model by size: attention_in, attention_out, then the experts, as a family with weights has them.
 
-    Shared experts lie in attention_out, and so does the MLP of a dense layer, which has no experts.
+    Shared experts lie in attention_out, and so does the MLP of a dense layer, which has no experts. Attention sinks
+    count in attention_in; a family keeps them as a part of their own.
     """
 
     @staticmethod

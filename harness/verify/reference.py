@@ -177,7 +177,8 @@ def reference_config(checkpoint: Checkpoint) -> Any:
 
     try:
         with quiet_transformers():
-            return AutoConfig.for_model(**deepcopy(checkpoint.entries_read))  # it writes into what it is given
+            entries = checkpoint.family.reference_entries(checkpoint.spec, checkpoint.entries_read)
+            return AutoConfig.for_model(**deepcopy(entries))  # it writes into what it is given
     except Exception as error:  # each version has its own kinds
         reason = " ".join(str(error).split())
         message = f"transformers refuses it ({reason}); correct it, or choose verify=off"

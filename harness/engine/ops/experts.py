@@ -23,7 +23,6 @@ from harness.machine.base import Context, Op, Work
 from harness.memory.placed import PlacedPart
 from harness.memory.tiers import Buffer
 from harness.model.spec import ModelSpec
-from kernels.triton.matrices import SILU
 
 
 class Experts(ComputeOp):
@@ -204,9 +203,18 @@ def _run_expert(
     w = weights(ctx, part)
     if on_host and spec.dtype != "float32":
         m = family.expert_matrices(spec, w)
-        if m.activation == SILU and not m.biases:
-            kernels.expert_ffn(x, m.gate, m.up, m.down, out, row_weights=probs, num_threads=ctx.num_threads())
-            return
+        gating = kernels.Gating(
+            activation=m.activation.name,
+            alpha=m.activation.alpha,
+            limit=m.activation.limit,
+            gate_bias=m.gate_bias,
+            up_bias=m.up_bias,
+            down_bias=m.down_bias,
+        )
+        kernels.expert_ffn(
+            x, m.gate, m.up, m.down, out, row_weights=probs, gating=gating, num_threads=ctx.num_threads()
+        )
+        return
     out.copy_(family.expert(spec, w, x))
     if probs is not None:
         out.mul_(probs[:, None])

@@ -62,6 +62,11 @@ class FamilyLayout(Protocol):
         one."""
         ...
 
+    def reference_entries(self, spec: ModelSpec, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of config.json by which transformers makes this model; `entries` are those that were
+        read."""
+        ...
+
     def config_from_recipe(self, recipe: RandomRecipe) -> dict[str, Any]:
         """Return entries of config.json for a checkpoint with random weights, without the ids of special tokens."""
         ...

@@ -22,11 +22,15 @@ class Decoder:
     def embed(self, spec: ModelSpec, w: Weights, token_ids: Tensor) -> Tensor:
         return F.embedding(token_ids, w["embed"])
 
+    def norm(self, spec: ModelSpec, x: Tensor, weight: Tensor) -> Tensor:
+        """Normalise hidden states [tokens, hidden]: in front of attention, behind it, and before the head."""
+        return functional.rms_norm(x, weight, spec.norm_eps)
+
     def attention_in(
         self, spec: ModelSpec, w: Weights, hidden: Tensor, positions: Tensor, layer: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_tokens = hidden.shape[0]
-        qkv = linear(functional.rms_norm(hidden, w["input_norm"], spec.norm_eps), w["qkv"])
+        qkv = linear(self.norm(spec, hidden, w["input_norm"]), w["qkv"])
         if spec.qkv_bias:
             qkv = qkv + w["qkv_bias"]
         q, k, v = qkv.split((spec.q_dim, spec.kv_dim, spec.kv_dim), dim=-1)
@@ -66,7 +70,7 @@ class Decoder:
         residual = residual + projected
         if spec.o_bias:
             residual = residual + w["o_bias"]  # here, since the GPUs' `projected` are summed
-        normed = functional.rms_norm(residual, w["post_norm"], spec.norm_eps)
+        normed = self.norm(spec, residual, w["post_norm"])
         if spec.is_dense(layer):
             return MoeInput(residual, normed, None, None, functional.swiglu(normed, w["gate_up"], w["down"]))
         ids, weights = self.route(spec, w, self.router_logits(spec, w, normed, layer), layer)
@@ -106,7 +110,7 @@ class Decoder:
         return gpu.ExpertMatrices(gate=gate, up=up, down=w["down"])
 
     def head(self, spec: ModelSpec, w: Weights, hidden: Tensor) -> Tensor:
-        return linear(functional.rms_norm(hidden, w["final_norm"], spec.norm_eps), w["lm_head"]).float()
+        return linear(self.norm(spec, hidden, w["final_norm"]), w["lm_head"]).float()
 
     def reference_routers(self, spec: ModelSpec, model: nn.Module) -> list[nn.Module]:
         return [model.model.layers[layer].mlp.gate for layer in spec.moe_layers]  # type: ignore[union-attr, index]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from harness.model.dimensions import require_countable
 from harness.model.families.reading import ConfigReader, bad_entry, checked_dtype
@@ -14,11 +15,16 @@ from harness.model.spec import ModelSpec
 if TYPE_CHECKING:
     from harness.model.recipe import RandomRecipe
 
+SLIDES, SEES_ALL = "sliding_attention", "full_attention"  # kinds of layers in config.json
+
 
 class DecoderLayout:
     """The layout of grouped-query attention and SwiGLU experts, where each matrix is a checkpoint tensor of its own.
     Families say what differs."""
 
+    layers: ClassVar[str] = "model.layers"
+    embedding: ClassVar[str] = "model.embed_tokens.weight"
+    final_norm: ClassVar[str] = "model.norm.weight"
     mlp: ClassVar[str] = "mlp"  # a layer's module that has router and experts
     experts: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
     shared: ClassVar[str] = "shared_experts"  # the module of all shared experts together
@@ -30,16 +36,19 @@ class DecoderLayout:
     def attention_part(self, spec: ModelSpec, layer: int) -> PartLayout | None:
         return None
 
+    def reference_entries(self, spec: ModelSpec, entries: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(entries)
+
     def embedding_part(self, spec: ModelSpec) -> PartLayout:
         shape = (spec.vocab_size, spec.hidden_dim)
-        return lay_out("embedding", spec.dtype, (TensorSource("embed", shape, ("model.embed_tokens.weight",)),))
+        return lay_out("embedding", spec.dtype, (TensorSource("embed", shape, (self.embedding,)),))
 
     def head_part(self, spec: ModelSpec) -> PartLayout:
         """Return the head. With tied embeddings `lm_head` is a copy of the embedding, so that this part stands alone,
         as in other models."""
-        matrix = "model.embed_tokens.weight" if spec.tie_embeddings else "lm_head.weight"
+        matrix = self.embedding if spec.tie_embeddings else "lm_head.weight"
         sources = (
-            TensorSource("final_norm", (spec.hidden_dim,), ("model.norm.weight",)),
+            TensorSource("final_norm", (spec.hidden_dim,), (self.final_norm,)),
             TensorSource("lm_head", (spec.vocab_size, spec.hidden_dim), (matrix,)),
         )
         return lay_out("head", spec.dtype, sources)
@@ -97,7 +106,7 @@ class DecoderLayout:
 
 @lru_cache(maxsize=1024)
 def _layer_parts(layout: DecoderLayout, spec: ModelSpec, layer: int) -> tuple[PartLayout, ...]:
-    prefix, is_dense = f"model.layers.{layer}.", spec.is_dense(layer)
+    prefix, is_dense = f"{layout.layers}.{layer}.", spec.is_dense(layer)
     mlp = (layout.dense_sources,) if is_dense else (layout.router_sources, layout.shared_sources)
     behind = [source for sources in (layout.attention_out_sources, *mlp) for source in sources(spec, prefix)]
     return (
@@ -165,6 +174,24 @@ def read_dense_layers(read: ConfigReader) -> dict[str, Any]:
     if len(dense) == num_layers:
         raise bad_entry("mlp_only_layers" if named else "decoder_sparse_step", "must leave a layer with experts")
     return {"dense_layers": dense, "dense_dim": read.positive_int("intermediate_size") if dense else 0}
+
+
+def read_layer_types(read: ConfigReader, default: list[str]) -> list[bool]:
+    """Read by layer whether it has a sliding window. `default` are the kinds of layers where config.json says none."""
+    kinds, num_layers = read.entries.get("layer_types"), read.positive_int("num_hidden_layers")
+    kinds = default if kinds is None else kinds
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= {SLIDES, SEES_ALL}:
+        raise bad_entry("layer_types", f"must be {num_layers} times {SLIDES!r} or {SEES_ALL!r}, got {kinds!r}")
+    return [kind == SLIDES for kind in kinds]
+
+
+def sliding_layers(slides: list[bool], key: str) -> Literal["all", "even"]:
+    """Return which layers have a sliding window, as `ModelSpec` knows them. `key` is the entry that said so."""
+    if all(slides):
+        return "all"
+    if slides != [layer % 2 == 0 for layer in range(len(slides))]:
+        raise bad_entry(key, "must give a window to all layers, or to every second one from the first on")
+    return "even"
 
 
 def decoder_entries(recipe: RandomRecipe) -> dict[str, Any]:

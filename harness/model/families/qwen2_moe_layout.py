@@ -4,24 +4,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from harness.model.dimensions import Router
 from harness.model.families.decoder_parts import (
+    SEES_ALL,
+    SLIDES,
     DecoderLayout,
     decoder_entries,
     dense_entries,
     read_dense_layers,
     read_dimensions,
     read_experts,
+    read_layer_types,
+    sliding_layers,
 )
 from harness.model.families.reading import ConfigReader, bad_entry
 from harness.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from harness.model.recipe import RandomRecipe
-
-SLIDES, SEES_ALL = "sliding_attention", "full_attention"
 
 
 class Qwen2MoeLayout(DecoderLayout):
@@ -63,25 +65,19 @@ def _read_windows(read: ConfigReader) -> dict[str, Any]:
     """Read which layers have a sliding window: those of `layer_types`; without it every second one, from the first on
     and below `max_window_layers`."""
     num_layers, uses_window = read.positive_int("num_hidden_layers"), read.flag("use_sliding_window", default=False)
-    kinds = read.entries.get("layer_types")
-    if kinds is None:
-        until = read.positive_int("max_window_layers", default=28) if uses_window else 0
-        kinds = [SLIDES if layer % 2 == 0 and layer < until else SEES_ALL for layer in range(num_layers)]
-    elif not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= {SLIDES, SEES_ALL}:
-        raise bad_entry("layer_types", f"must be {num_layers} times {SLIDES!r} or {SEES_ALL!r}, got {kinds!r}")
-    found = [kind == SLIDES for kind in kinds]
-    if not any(found):
+    until = read.positive_int("max_window_layers", default=28) if uses_window else 0
+    slides = read_layer_types(
+        read, [SLIDES if layer % 2 == 0 and layer < until else SEES_ALL for layer in range(num_layers)]
+    )
+    if not any(slides):
         return {}
+    key = "max_window_layers" if read.entries.get("layer_types") is None else "layer_types"
     if not uses_window:
-        raise bad_entry("layer_types", f"must be all {SEES_ALL!r} without use_sliding_window, got {kinds!r}")
-    layers: Literal["all", "even"] = "all" if all(found) else "even"
-    if layers == "even" and found != [layer % 2 == 0 for layer in range(num_layers)]:
-        key = "max_window_layers" if read.entries.get("layer_types") is None else "layer_types"
-        raise bad_entry(key, "must give a window to all layers, or to every second one from the first on")
+        raise bad_entry(key, f"must be all {SEES_ALL!r} without use_sliding_window")
     window = read.optional_positive_int("sliding_window", default=4096)
     if window is None:
         raise bad_entry("sliding_window", "must be a positive integer with use_sliding_window, got None")
-    return {"sliding_window": window, "sliding_layers": layers}
+    return {"sliding_window": window, "sliding_layers": sliding_layers(slides, key)}
 
 
 LAYOUT = Qwen2MoeLayout()

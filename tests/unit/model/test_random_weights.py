@@ -116,6 +116,7 @@ def test_the_simulated_machine_knows_the_same_model():
 
 
 def test_a_family_without_math_is_refused():
-    dbrx = parse_settings(composed("model=dbrx", "model.path=random", "verify=off"))
-    with pytest.raises(ConfigError, match="family"):
-        load_model(dbrx.model, has_tensors=True, seed=0)
+    unknown = ["model.spec.family=made_up", "model.path=random", "verify=off"]
+    parsed = parse_settings(composed("model=dbrx", *unknown))
+    with pytest.raises(ConfigError, match="unknown family 'made_up'"):
+        load_model(parsed.model, has_tensors=True, seed=0)
