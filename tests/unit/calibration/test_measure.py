@@ -29,6 +29,7 @@ from harness.machine.turn import Turn
 from harness.machine.virtual.costs import Roofline
 from harness.machine.virtual.world import World
 from harness.memory.transfers import Poison
+from harness.model.checkpoint import Checkpoint
 from harness.model.planned import planned_model
 from harness.plan.planning import make_plan
 from harness.record.terminal import told_estimated
@@ -37,6 +38,7 @@ from harness.settings import parse_settings
 from tests.composing import names_in
 from tests.contract.running import CAPACITIES_BYTES, emulated, engine_on, requests, run_to_end
 from tests.contract.sketches import expert_placement, module_batching
+from tests.tiny_families import tiny_family
 
 LOCAL = ("machine=simulated", "hardware=local")
 OVERRIDES = ("model=mixtral-tiny", "kv_cache_gb=0.002", "dataset.num_requests=6", "dataset.max_new_tokens=3")
@@ -47,13 +49,17 @@ RATES = {LaneKind.H2D: 2e8, LaneKind.D2H: 2e8, LaneKind.PIN: 1e9}
 
 @pytest.fixture(scope="module")
 def calibrated(tiny) -> CalibrationTable:
-    """Few and short measurements: what they say does not matter here."""
+    return measured(tiny)
+
+
+def measured(checkpoint: Checkpoint) -> CalibrationTable:
+    """Make few and short measurements: what they say does not matter here."""
     machine = emulated()
     patch = pytest.MonkeyPatch()
     patch.setattr(together, "_STREAM_S", 0.05)
     patch.setattr(undisturbed, "MAX_ATTEMPTS", 1)
     try:
-        engine = engine_on(machine, tiny, [], kv_blocks=400, block_size=16)
+        engine = engine_on(machine, checkpoint, [], kv_blocks=400, block_size=16)
         held = {name: tier.holders() for name, tier in machine.tiers.items()}
         table = measure_all(
             engine, link_bytes_s=RATES, packet_bytes=100_000, ram_bytes=100_000_000, meta={"code": "test"}, repeats=1
@@ -125,6 +131,28 @@ def test_the_simulator_runs_strategies_on_it(calibrated, strategy, tmp_path, mon
     assert summary["generated_tokens"] == 6 * 3
     assert summary["throughput_tok_s"] > 0
     assert summary["estimated"] == {"share": 0.0, "by_kind": {}}
+
+
+@pytest.fixture(scope="module")
+def calibrated_latents() -> CalibrationTable:
+    return measured(tiny_family("deepseek_v3"))
+
+
+@pytest.mark.parametrize("strategy", [["moelens"], ["moelens", "strategy.attention=gpu"], ["deepspeed_zero"]])
+def test_the_simulator_runs_latents_on_measurements_of_their_own(calibrated_latents, strategy, tmp_path, monkeypatch):
+    """Attention over latents takes what it was measured to take, in host and device memory and staged."""
+    monkeypatch.setenv("MOE_HARNESS_CACHE", str(tmp_path))
+    folder = tiny_family("deepseek_v3").folder
+    model = ("model=deepseek-mini", f"model.path={folder}", *OVERRIDES[1:])
+    values = composed_values([f"strategy={strategy[0]}", *strategy[1:], *LOCAL, *model])
+    settings = parse_settings(values)
+    calibrated_latents.write(table_path(settings, planned_model(settings.model).spec))
+    plan = make_plan(values)
+    assert plan.summary["generated_tokens"] == 6 * 3
+    assert plan.summary["estimated"] == {"share": 0.0, "by_kind": {}}
+    assert {span.kind for span in plan.machine.spans} & {
+        *("decode attention", "decode attention (device)", "decode attention (paged)"),
+    }
 
 
 def test_the_share_of_a_kind_that_is_missing_is_told(calibrated, tmp_path, monkeypatch):
