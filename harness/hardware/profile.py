@@ -60,6 +60,7 @@ class HardwareConfig:
     host_peak_gb_s: OptionalNumber = None
     cpu_gb_s: OptionalNumber = None  # host memory as the attention kernel reads it
     cpu_gflop_s: OptionalNumber = None  # the attention kernel's
+    cpu_latent_gflop_s: OptionalNumber = None  # the attention kernel's over latents
     cpu_gemm_gflop_s: OptionalNumber = None  # matrix products' (experts on the CPU)
     cpu_peak_gflop_s: OptionalNumber = None  # float32
 

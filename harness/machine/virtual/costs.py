@@ -33,9 +33,29 @@ class LaneCost:
     host_bytes_s: float = float("inf")
     link_bytes_s: float = float("inf")
 
+    def seconds(self, work: Work) -> float:
+        rates = (self.flops_s, self.device_bytes_s, self.host_bytes_s, self.link_bytes_s)
+        return self.overhead_s + max(amount / rate for amount, rate in zip(work, rates, strict=True))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
     """One `LaneCost` a kind of lane. The simulated machine knows how to reckon with it and asks nobody."""
 
     lanes: Mapping[LaneKind, LaneCost]
+
+
+ATTENTION_ON_HOST = "decode attention"  # the kind of op that attends on the cpu lane
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentRoofline:
+    """A roofline for a model that caches latents. Attention over these on the CPU is arithmetic, at a rate that is not
+    that of matrix products."""
+
+    lanes: Mapping[LaneKind, LaneCost]
+    attention: LaneCost  # of the CPU over latents
+
+    def seconds(self, lane: Lane, op: Op, work: Work) -> float:
+        attends = lane.kind is LaneKind.CPU and op.kind == ATTENTION_ON_HOST
+        return (self.attention if attends else self.lanes[lane.kind]).seconds(work)

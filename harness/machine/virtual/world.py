@@ -15,7 +15,7 @@ import numpy as np
 from harness.config import ConfigError
 from harness.hardware.profile import HardwareConfig
 from harness.machine.base import LaneKind
-from harness.machine.virtual.costs import LaneCost, Roofline
+from harness.machine.virtual.costs import LaneCost, LatentRoofline, Roofline
 from harness.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -95,8 +95,11 @@ class World:
         return counts
 
 
-def profile_costs(hardware: HardwareConfig, spec: ModelSpec) -> Roofline:
-    """Make a roofline for each lane from the profile's achieved rates."""
+LATENT_SHARE = 0.5  # of the rate of matrix products that latent_attention reached: docs/kernels.md, "Latent attention"
+
+
+def profile_costs(hardware: HardwareConfig, spec: ModelSpec) -> Roofline | LatentRoofline:
+    """Make a roofline for each lane from the profile's achieved rates, and one for the CPU's attention over latents."""
 
     def rate(name: str, unit: float = 1e9) -> float:
         value = getattr(hardware, name)
@@ -105,7 +108,7 @@ def profile_costs(hardware: HardwareConfig, spec: ModelSpec) -> Roofline:
         return float(value) * unit
 
     latency_s = (hardware.transfer_latency_us or 0.0) * 1e-6
-    return Roofline(
+    roofline = Roofline(
         lanes={
             LaneKind.GPU: LaneCost(
                 overhead_s=(hardware.kernel_launch_us or 0.0) * 1e-6,
@@ -120,6 +123,13 @@ def profile_costs(hardware: HardwareConfig, spec: ModelSpec) -> Roofline:
             LaneKind.PIN: LaneCost(link_bytes_s=rate("pin_gb_s")),
         }
     )
+    if spec.latent is None:
+        return roofline
+    latent_flops_s = LATENT_SHARE * rate("cpu_gemm_gflop_s")
+    if hardware.cpu_latent_gflop_s is not None:
+        latent_flops_s = rate("cpu_latent_gflop_s")
+    attention = LaneCost(flops_s=latent_flops_s, host_bytes_s=rate("cpu_gb_s"))
+    return LatentRoofline(lanes=roofline.lanes, attention=attention)
 
 
 def host_bytes_s(hardware: HardwareConfig) -> float:

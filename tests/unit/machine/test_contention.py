@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.config import ConfigError
+from harness.engine.ops.host import DecodeAttention
 from harness.machine.base import CPU, D2H, GPU, H2D, PIN, Lane, LaneKind, Op, Work
 from harness.machine.build import load_machine
 from harness.machine.simulated import SimulatedMachine
 from harness.machine.virtual.contention import MeasuredTogether, MemorySharing, SharedMemory
 from harness.machine.virtual.costs import LaneCost, Roofline
 from harness.machine.virtual.world import profile_costs
+from harness.model.dimensions import LatentAttention
 from harness.settings import parse_settings
 from tests.composing import composed
 from tests.unit.engine.fakes import SPEC
@@ -169,3 +173,44 @@ def test_each_lane_costs_what_the_profile_says_of_it():
         LaneKind.D2H: LaneCost(overhead_s=9e-6, link_bytes_s=2e9),
         LaneKind.PIN: LaneCost(link_bytes_s=3e9),
     }
+
+
+@pytest.mark.parametrize(("stated", "gflop_s"), [([], 35), (["hardware.cpu_latent_gflop_s=20"], 20)])
+def test_attention_over_latents_is_not_charged_at_the_rate_of_products(stated, gflop_s):
+    """As much as it reached of that rate, unless the profile says it; every other op costs what it always did."""
+    overrides = ("hardware=a40", "hardware.cpu_gemm_gflop_s=70", "hardware.cpu_gb_s=10", *stated)
+    hardware = parse_settings(composed("machine=simulated", *overrides)).hardware
+    latent = LatentAttention(kv_rank=32, nope_dim=16, rope_dim=8, value_dim=16)
+    costs = profile_costs(hardware, replace(SPEC, head_dim=24, latent=latent))
+    plain = profile_costs(hardware, SPEC)
+    machines = [SimulatedMachine(capacities_bytes={}, costs=each, host_bytes_s=1e12) for each in (costs, plain)]
+    work = Work(flops=7e9, device_bytes=3e6, host_bytes=1e8, link_bytes=1e6)
+    assert Attend.kind == DecodeAttention.kind
+
+    def seconds(machine, lane, op) -> float:
+        ticket = machine.submit(lane, op)
+        machine.wait(ticket)
+        return ticket.finished_s - ticket.started_s
+
+    for lane in (CPU, H2D, D2H, Lane(LaneKind.GPU)):
+        attends = lane == CPU
+        mine, theirs = (seconds(machine, lane, Attend(work)) for machine in machines)
+        assert mine == pytest.approx(7 / gflop_s if attends else theirs)
+        mine, theirs = (seconds(machine, lane, Other(work)) for machine in machines)
+        assert mine == pytest.approx(theirs)
+    bound_by_memory = Attend(Work(flops=1e6, host_bytes=1e9))
+    assert seconds(machines[0], CPU, bound_by_memory) == pytest.approx(0.1)
+
+
+class Other(Op):
+    kind = "other"
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def work(self) -> Work:
+        return self._work
+
+
+class Attend(Other):
+    kind = "decode attention"
