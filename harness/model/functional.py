@@ -17,8 +17,8 @@ from harness.model.linear import linear
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Normalise over the last dimension, in float32, rounded to x's dtype before the multiplication by the weight."""
     wide = x.float()
-    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * scaled.to(x.dtype)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)  # at most two float32 copies at a time
+    return weight * wide.to(x.dtype)
 
 
 @lru_cache(maxsize=8)

@@ -1,6 +1,6 @@
 """Run the ops that strategies submit to the GPU's lane in a context in which their code needs no memory.
 
-Their tensors have the real shapes of Mixtral-8x7B or DeepSeek-V2-Lite on torch's device "meta".
+Their tensors have the real shapes of Mixtral-8x7B, or of the model that a case names, on torch's device "meta".
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ CASES = {
     "flexgen, latents, padded, on the device": ["strategy.padding=true", "strategy.policy.resident_kv=0.9", *LATENT],
     "ondemand": [],
     "ondemand, fine experts": [f"model.spec.{name}={value}" for name, value in FINE.items()],
+    "ondemand, norms of heads": ["model=qwen3-30b-a3b"],
+    "ondemand, norms over heads": ["model=olmoe-1b-7b", "+model.spec.clip_qkv=8.0"],
+    "ondemand, a shared expert": ["model=qwen2-57b-a14b"],
 }
 
 

@@ -30,6 +30,17 @@ class Decoder:
         self, spec: ModelSpec, w: Weights, hidden: Tensor, positions: Tensor, layer: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_tokens = hidden.shape[0]
+        projected = self._project(spec, w, hidden)
+        q, k, v = (x.reshape(num_tokens, -1, spec.head_dim) for x in projected)
+        del projected
+        tables = functional.rope_tables(
+            spec.rope_theta, spec.head_dim, spec.max_positions, hidden.dtype, hidden.device, spec.yarn
+        )
+        cos, sin = (table[positions] for table in tables)
+        return functional.apply_rope(q, cos, sin), functional.apply_rope(k, cos, sin), v.contiguous()
+
+    def _project(self, spec: ModelSpec, w: Weights, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute queries, keys and values before RoPE, each [tokens, heads * head_dim]."""
         qkv = linear(self.norm(spec, hidden, w["input_norm"]), w["qkv"])
         if spec.qkv_bias:
             qkv = qkv + w["qkv_bias"]
@@ -38,12 +49,7 @@ class Decoder:
             q, k = (self._norm_heads(spec, x, w[name]) for x, name in ((q, "q_norm"), (k, "k_norm")))
         if spec.clip_qkv is not None:
             q, k, v = (x.clamp(-spec.clip_qkv, spec.clip_qkv) for x in (q, k, v))
-        q, k, v = (x.reshape(num_tokens, -1, spec.head_dim) for x in (q, k, v))
-        tables = functional.rope_tables(
-            spec.rope_theta, spec.head_dim, spec.max_positions, hidden.dtype, hidden.device, spec.yarn
-        )
-        cos, sin = (table[positions] for table in tables)
-        return functional.apply_rope(q, cos, sin), functional.apply_rope(k, cos, sin), v.contiguous()
+        return q, k, v
 
     def _norm_heads(self, spec: ModelSpec, x: Tensor, weight: Tensor) -> Tensor:
         """Normalise queries or keys [tokens, heads * head_dim] over as many entries as the weight has: those of each

@@ -138,9 +138,9 @@ def test_mini_is_large_enough_to_time_and_small_enough_to_keep(model_config, nam
     assert 200e6 < num_bytes < 400e6
 
 
-@pytest.mark.parametrize("recipe", [{}, SMALL_BF16], ids=["tiny", "bfloat16"])
-def test_random_models_say_many_different_things(model_config, recipe):
-    folder = zoo.ensure(model_config("mixtral-tiny", **recipe))
+@pytest.mark.parametrize(("name", "recipe"), [("mixtral-tiny", {}), ("mixtral-tiny", SMALL_BF16), ("qwen3-tiny", {})])
+def test_random_models_say_many_different_things(model_config, name, recipe):
+    folder = zoo.ensure(model_config(name, **recipe))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     texts = []
     for prompt in ("Tell me about bread.", "How do I sort a list?", "Why does the moon turn?"):
