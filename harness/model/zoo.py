@@ -64,8 +64,11 @@ def _require_entries(folder: Path, entries: dict[str, Any]) -> None:
     try:
         stored = read_json(path)
         for key, value in entries.items():
-            if stored.get(key) != value:
-                raise ConfigError("model.recipe", f"{path}: {key} is {stored.get(key)!r}, {value!r} in the recipe")
+            found = stored.get(key)
+            if isinstance(found, dict) and "model_type" in found:  # transformers adds its defaults to nested ones
+                found = {name: found.get(name) for name in value}
+            if found != value:
+                raise ConfigError("model.recipe", f"{path}: {key} is {found!r}, {value!r} in the recipe")
     except ConfigError as error:
         raise ConfigError(error.field, f"{error.message}; remove {folder}, and it is made again") from error
 
