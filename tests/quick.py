@@ -10,7 +10,7 @@ import pytest
 HERE = Path(__file__).parent
 ALL = ""
 QUICK = {  # file below tests/ -> regular expression that the names of its quick tests match
-    "contract/test_strategies.py": r"shuffled_machine\[0-\w+-default\]",
+    "contract/test_families.py": r"shuffled_machine\[mixtral-",
     "kernels/test_kv_append.py": ALL,
     "test_architecture.py": ALL,
     "test_cli.py": "mistake_is_one_line",

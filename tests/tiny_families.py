@@ -77,15 +77,18 @@ VARIANTS: dict[str, dict[str, Any]] = {  # name -> entries of config.json; a fam
     | {"sliding_window": 12},
     "qwen3_moe": _QWEN | {"model_type": "qwen3_moe", "head_dim": 24, "norm_topk_prob": True, "mlp_only_layers": [1]},
     "qwen3_moe-every-second": _QWEN
-    | {"model_type": "qwen3_moe", "head_dim": 16, "norm_topk_prob": False}
-    | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "tie_word_embeddings": True},
+    | {"model_type": "qwen3_moe", "head_dim": 16, "norm_topk_prob": False, "attention_bias": True}
+    | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "tie_word_embeddings": True}
+    | {"use_sliding_window": True, "sliding_window": 12, "rope_parameters": YARN},
     "olmoe": _COMMON | {"model_type": "olmoe", "num_experts": 16, "intermediate_size": 48},
     "olmoe-clipped": _COMMON
-    | {"model_type": "olmoe", "num_experts": 16, "intermediate_size": 48, "norm_topk_prob": True, "clip_qkv": 1.2},
+    | {"model_type": "olmoe", "num_experts": 16, "intermediate_size": 48, "norm_topk_prob": True}
+    | {"attention_bias": True, "clip_qkv": 1.2},
     "qwen2_moe": _QWEN | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 64, "mlp_only_layers": [1]},
     "qwen2_moe-every-second": _QWEN
     | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 64, "norm_topk_prob": True}
-    | {"num_hidden_layers": 4, "decoder_sparse_step": 2},
+    | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "qkv_bias": False}
+    | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},
     "dbrx": _DBRX,
     "deepseek_v2": _DEEPSEEK
     | _GROUPS

@@ -41,8 +41,8 @@ VARIANTS = {
     ],
     "deepspeed_zero": [{"batch_size": 3}, {"prefetch": False}],
 }
-CASES = [(name, {}) for name in YAMLS] + [(name, change) for name, list_ in VARIANTS.items() for change in list_]
-IDS = [f"{name}-{'-'.join(f'{k}={v}' for k, v in change.items()) or 'default'}" for name, change in CASES]
+CASES = [(name, change) for name, list_ in VARIANTS.items() for change in list_]  # test_families.py has the defaults
+IDS = [f"{name}-{'-'.join(f'{k}={v}' for k, v in change.items())}" for name, change in CASES]
 
 
 @pytest.mark.parametrize(("name", "change"), CASES, ids=IDS)

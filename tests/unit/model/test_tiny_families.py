@@ -11,14 +11,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.tiny_families import VARIANTS, VOCAB_SIZE, folder_of, kind_of
+from tests.tiny_families import PLAIN_ROPE, VARIANTS, VOCAB_SIZE, folder_of, kind_of
 
 PROMPT = torch.randint(3, VOCAB_SIZE, (1, 40), generator=torch.Generator().manual_seed(0))
 EFFECTS = {  # variant -> entries that would switch off something it has
     "mixtral": {"sliding_window": None},
     "qwen3_moe": {"norm_topk_prob": False},
+    "qwen3_moe-every-second": {"sliding_window": 100, "rope_parameters": PLAIN_ROPE},
     "olmoe-clipped": {"clip_qkv": None, "norm_topk_prob": False},
-    "qwen2_moe-every-second": {"norm_topk_prob": False},
+    "qwen2_moe-every-second": {"norm_topk_prob": False, "sliding_window": 100},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 100.0, "rope_theta": 5e5}},
     "deepseek_v2": {"topk_method": "greedy", "routed_scaling_factor": 1.0},
     "deepseek_v3": {"topk_group": 4, "routed_scaling_factor": 1.0, "norm_topk_prob": False, "rope_interleave": False},

@@ -1,0 +1,123 @@
+"""Every family computes what transformers' own model does: tokens on all machines, and each part of each layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness.plan.planning import make_plan
+from tests.composing import composed
+from tests.contract.layerwise import (
+    ATTENTION,
+    ATTENTION_IN,
+    ATTENTION_OUT,
+    COMMON,
+    DECODE,
+    EXPERTS,
+    HEAD,
+    ROUTER,
+    first_difference,
+    of_transformers,
+    weights_of,
+)
+from tests.contract.running import check_tokens, emulated, engine_on, requests, run_to_end, shuffled, strategy_of
+from tests.contract.test_strategies import YAMLS
+from tests.tiny_families import VOCAB_SIZE, folder_of, runnable, tiny_family
+
+FAMILIES = [name for name in runnable() if "-" not in name]
+ON_HOST = {"batch_size": 3, "micro_batch_size": 2, "gpu_ffn": False, "gpu_attention": False}
+PROMPT = torch.randint(3, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+PLACES = {  # name of a part -> where a tensor of it that is wrong may show first
+    "attention_in": {ATTENTION_IN},
+    "attention": {ATTENTION, DECODE},
+    "attention_out": {ATTENTION_OUT, ROUTER, COMMON},
+    "head": {HEAD},
+}
+
+
+def check_run(machine, variant, values, dtype="float32", **given):
+    checkpoint = tiny_family(variant, dtype)
+    work = requests(5, vocab_size=VOCAB_SIZE, longest=40, max_new_tokens=5, seed=2)
+    engine = engine_on(machine, checkpoint, work, kv_blocks=60, values=values, **given)
+    run_to_end(engine, lambda e: strategy_of(e, values))
+    report = check_tokens(checkpoint, engine.sequences)
+    assert report.checked == len(work)
+    assert report.ok, report.first_mismatch
+
+
+@pytest.mark.parametrize("strategy", YAMLS)
+@pytest.mark.parametrize("variant", runnable())
+def test_tokens_on_the_shuffled_machine(variant, strategy):
+    check_run(shuffled(seed=len(variant + strategy)), variant, YAMLS[strategy])
+
+
+@pytest.mark.parametrize("variant", [name for name in FAMILIES if name != "mixtral"])  # see test_strategies.py
+def test_tokens_on_the_emulated_machine(variant):
+    check_run(emulated(), variant, YAMLS["moelens"])
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_float16_on_both_sides(variant):
+    """Attention and experts on the device; then on the host, by the CPU's kernels."""
+    check_run(shuffled(1), variant, YAMLS["deepspeed_zero"], "float16")
+    check_run(shuffled(2), variant, YAMLS["moelightning"] | {"policy": ON_HOST}, "float16")
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_keys_and_values_staged_on_the_device(variant):
+    check_run(shuffled(3), variant, YAMLS["moelens"] | {"attention": "gpu", "gpu_kv_staging_mb": 0.02, "n_real": 60})
+
+
+@pytest.mark.parametrize(
+    ("variant", "strategy"),
+    [*((variant, "moelens") for variant in FAMILIES), *(("deepseek_v3", name) for name in YAMLS if name != "moelens")],
+)
+def test_planned_on_the_simulated_machine(variant, strategy):
+    """By config.json alone."""
+    settings = ("machine=simulated", "hardware=a40", "kv_cache_gb=0.01", "model=mixtral", f"strategy={strategy}")
+    workload = ("dataset.num_requests=6", "dataset.max_new_tokens=4")
+    plan = make_plan(composed(*settings, *workload, f"model.path={folder_of(variant)}"))
+    assert plan.engine.spec.family == variant and plan.summary["generated_tokens"] == 24
+    assert 0 < max(plan.summary["utilization"].values()) <= 1 + 1e-9
+
+
+@pytest.fixture(scope="module")
+def right():
+    """What transformers computes, by variant."""
+    found = {}
+
+    def of(variant):
+        if variant not in found:
+            found[variant] = of_transformers(tiny_family(variant), PROMPT)
+        return found[variant]
+
+    return of
+
+
+@pytest.mark.parametrize("variant", runnable())
+def test_every_part_of_every_layer(variant, right):
+    checkpoint = tiny_family(variant)
+    place = first_difference(checkpoint, weights_of(checkpoint), right(variant))
+    assert place is None, f"layer {place[0]}, {place[1]}: other numbers than transformers'"
+
+
+@pytest.mark.parametrize("variant", runnable())
+def test_a_norm_or_bias_left_out_is_found_where_it_is(variant, right):
+    checkpoint = tiny_family(variant)
+    weights, last = weights_of(checkpoint), checkpoint.spec.num_layers - 1
+    busiest = f"expert.{right(variant)[last, ROUTER].sum(0).argmax()}"
+    planted = 0
+    for (layer, part), tensors in weights.items():
+        if (layer, part) not in ((None, "head"), *((last, name) for name in (*PLACES, busiest))):
+            continue
+        for name, tensor in tensors.items():
+            if tensor.dim() > 1:
+                continue
+            kept = tensor.clone()
+            tensor.fill_(1.0 if "norm" in name else 0.0)
+            at, found = first_difference(checkpoint, weights, right(variant)) or (None, "nowhere")
+            assert at == layer and found in PLACES.get(part, {EXPERTS}), f"{part}, {name}: found in {at}, {found}"
+            tensor.copy_(kept)
+            planted += 1
+    assert planted >= 3
+    assert first_difference(checkpoint, weights, right(variant)) is None
