@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import yaml
 
@@ -53,6 +56,20 @@ def run(checkpoint: Checkpoint, num_gpus: int, seed: int, strategy: str = "ondem
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tokens(variant):
     run(checkpoint_of(variant), 1, seed=2)
+
+
+@pytest.mark.parametrize("variant", ["qwen3_moe", "olmoe", "qwen2_moe"])
+def test_tokens_of_a_folder_with_the_entries_of_the_hub(variant, tmp_path):
+    """Verification gives transformers these entries, so that it knows them under these names, too."""
+    made = checkpoint_of(variant)
+    folder = shutil.copytree(made.folder, tmp_path / made.folder.name)
+    entries = json.loads((folder / "config.json").read_text())
+    entries["num_experts"] = entries.pop("num_local_experts", entries.get("num_experts"))
+    entries["rope_theta"] = entries.pop("rope_parameters")["rope_theta"]
+    entries["torch_dtype"] = entries.pop("dtype")
+    (folder / "config.json").write_text(json.dumps(entries))
+    assert Checkpoint(folder).spec == made.spec
+    run(Checkpoint(folder), 1, seed=5)
 
 
 @pytest.mark.parametrize("num_gpus", [2, 4])
