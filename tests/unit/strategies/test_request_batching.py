@@ -48,20 +48,22 @@ def longest_taken(batching: Batching) -> int:
 
 @settings(max_examples=300)
 @given(cases())
-def test_every_request_goes_to_exactly_one_place(case):
+def test_every_request_goes_where_the_limits_allow(case):
     queue, limits, padded = case
     result = batch_requests(queue, limits, padded=padded)
+    each_goes_to_exactly_one_place(queue, result)
+    limits_hold(result, limits, padded)
+    only_what_fits_no_empty_micro_batch_is_rejected(queue, result, limits)
+
+
+def each_goes_to_exactly_one_place(queue, result) -> None:
     places = [*result.aborted, *(s for s, _ in result.rejected), *(s for m in result.micro_batches for s in m)]
     assert sorted(s.request.request_id for s in places) == [s.request.request_id for s in queue]
     assert all(result.micro_batches), "an empty micro-batch was returned"
     assert result.micro_batches or not result.aborted, "a batch of nobody puts requests off for ever"
 
 
-@settings(max_examples=300)
-@given(cases())
-def test_limits_hold(case):
-    queue, limits, padded = case
-    result = batch_requests(queue, limits, padded=padded)
+def limits_hold(result, limits, padded) -> None:
     longest = longest_taken(result) if padded else None
     all_cached, all_prompts = 0, 0
     assert len(result.micro_batches) <= limits.num_micro_batches
@@ -77,11 +79,7 @@ def test_limits_hold(case):
     assert limits.prompt_tokens is None or all_prompts <= limits.prompt_tokens
 
 
-@settings(max_examples=300)
-@given(cases())
-def test_only_what_fits_no_empty_micro_batch_is_rejected(case):
-    queue, limits, padded = case
-    result = batch_requests(queue, limits, padded=padded)
+def only_what_fits_no_empty_micro_batch_is_rejected(queue, result, limits) -> None:
     rejected = {s.request.request_id for s, _ in result.rejected}
     for sequence in queue:
         cached = prompt_and_generation(sequence, 0)

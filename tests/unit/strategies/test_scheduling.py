@@ -36,65 +36,59 @@ def too_large(load: Workload, sequence: Sequence) -> bool:
 
 @settings(max_examples=200)
 @given(workloads())
-def test_moelens_conserves_requests_and_blocks(load):
+def test_moelens_keeps_its_rules(load):
     record = run_moelens(load)
     check_conservation(record, load, lambda s: too_large(load, s) or s.max_tokens > load.max_pass_tokens)
     check_first_admissions(record)
+    for one in record.passes:
+        starves_nobody(one)
+        is_filled_up_to_n_real(one, load)
+        preempts_the_newest_and_no_more_than_it_must(one)
 
 
-@settings(max_examples=120)
-@given(workloads())
-def test_static_batches_conserve_requests_and_blocks(load):
-    record = run_static(load)
-    check_conservation(record, load, lambda s: too_large(load, s) or s.prompt_len > load.max_pass_tokens)
-    check_first_admissions(record)
-    assert all(not one.preempted for one in record.passes)
-
-
-@settings(max_examples=120)
-@given(workloads())
-def test_moelens_starves_nobody(load):
+def starves_nobody(one) -> None:
     """The oldest unfinished request is in every pass, and every pass gives each of its sequences a token: so a request
     waits at most for the tokens of those before it."""
-    record = run_moelens(load)
-    for one in record.passes:
-        assert min(one.unfinished) in (*one.prefill, *one.decode)
-        assert one.decode == sorted(one.decode), "older sequences come first"
+    assert min(one.unfinished) in (*one.prefill, *one.decode)
+    assert one.decode == sorted(one.decode), "older sequences come first"
 
 
-@settings(max_examples=120)
-@given(workloads())
-def test_moelens_fills_a_pass_up_to_n_real(load):
+def is_filled_up_to_n_real(one, load) -> None:
     """More only for a single prefill beside fewer decoding sequences than n_real; never more than the buffers hold."""
-    for one in run_moelens(load).passes:
-        num_tokens = len(one.decode) + sum(one.prefill_tokens)
-        assert num_tokens <= load.max_pass_tokens
-        if num_tokens > load.n_real:
-            alone = len(one.prefill) == 1 and len(one.decode) < load.n_real
-            assert alone or not one.prefill
-        if not one.preempted:
-            assert one.decode == one.running_before[: load.max_pass_tokens], "in normal mode all decoding sequences run"
+    num_tokens = len(one.decode) + sum(one.prefill_tokens)
+    assert num_tokens <= load.max_pass_tokens
+    if num_tokens > load.n_real:
+        alone = len(one.prefill) == 1 and len(one.decode) < load.n_real
+        assert alone or not one.prefill
+    if not one.preempted:
+        assert one.decode == one.running_before[: load.max_pass_tokens], "in normal mode all decoding sequences run"
 
 
-@settings(max_examples=120)
-@given(workloads())
-def test_moelens_preempts_the_newest_and_no_more_than_it_must(load):
-    for one in run_moelens(load).passes:
-        assert one.mode == ("preemption" if one.preempted else "normal")
-        assert bool(one.preempted) == (one.missing_before > one.free_before)
-        if one.preempted:
-            assert one.prefill == [], "nobody is admitted in a preemption pass"
-            count = len(one.preempted)
-            assert one.preempted == set(one.running_before[-count:]), "the newest give their blocks back"
-            assert one.queue_head == min(one.preempted), "they are first in the queue, the oldest in front"
+def preempts_the_newest_and_no_more_than_it_must(one) -> None:
+    assert one.mode == ("preemption" if one.preempted else "normal")
+    assert bool(one.preempted) == (one.missing_before > one.free_before)
+    if one.preempted:
+        assert one.prefill == [], "nobody is admitted in a preemption pass"
+        count = len(one.preempted)
+        assert one.preempted == set(one.running_before[-count:]), "the newest give their blocks back"
+        assert one.queue_head == min(one.preempted), "they are first in the queue, the oldest in front"
 
 
 @settings(max_examples=200)
 @given(workloads())
-def test_static_batches_keep_the_phases_apart(load):
+def test_static_batches_keep_their_rules(load):
+    record = run_static(load)
+    check_conservation(record, load, lambda s: too_large(load, s) or s.prompt_len > load.max_pass_tokens)
+    check_first_admissions(record)
+    assert all(not one.preempted for one in record.passes)
+    keep_the_phases_apart(record, load)
+    decode_in_turns(record)
+
+
+def keep_the_phases_apart(record, load) -> None:
     """A batch is prefilled completely before it decodes, and decodes to its end before the next is admitted."""
     generated: dict[int, int] = {}
-    for one in run_static(load).passes:
+    for one in record.passes:
         assert bool(one.prefill) != bool(one.decode)
         assert one.mode == ("prefill" if one.prefill else "decode")
         assert sum(one.prefill_tokens) + len(one.decode) <= load.max_pass_tokens
@@ -104,12 +98,10 @@ def test_static_batches_keep_the_phases_apart(load):
             generated[number] = generated.get(number, 0) + 1
 
 
-@settings(max_examples=200)
-@given(workloads())
-def test_static_batches_decode_in_turns(load):
+def decode_in_turns(record) -> None:
     """Where a pass cannot hold all of a batch, nobody gets a second token before everybody had a first."""
     generated: dict[int, int] = {}
-    for one in run_static(load).passes:
+    for one in record.passes:
         for number in one.decode:
             generated[number] = generated.get(number, 0) + 1
         waiting = [n for n in one.running_before if n not in one.decode]
