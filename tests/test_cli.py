@@ -43,10 +43,7 @@ def run(tmp_path: Path, *arguments: str, sweep: bool = False, **more: str) -> su
 
 @pytest.mark.parametrize(("mistake", "field", "valid"), MISTAKES, ids=[m for m, _, _ in MISTAKES])
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, mistake, field, valid, monkeypatch, capfd):
-    """In this process, since a process of its own takes seconds to import all that it needs."""
-    monkeypatch.chdir(tmp_path)
-    words = ["experiment=smoke", "progress=false", mistake, f"results_dir={tmp_path}/results", "wandb.mode=disabled"]
-    assert run_script(monkeypatch, ["run.py", *words]) == 2
+    assert here(tmp_path, monkeypatch, mistake) == 2
     told = capfd.readouterr()
     (line,) = told.err.splitlines()
     assert line.startswith(f"error: {field}: ")
@@ -84,24 +81,30 @@ def test_a_table_that_cannot_be_printed_costs_no_run(tmp_path):
     assert line.endswith(str(folder))
 
 
-def test_repeats_are_single_runs_with_seeds_of_their_own_and_end_in_their_median(tmp_path):
-    done = run(tmp_path, "experiment=smoke", "progress=false", "verify=off", "repeats=3", "seed=5")
-    assert done.returncode == 0, done.stderr
-    runs = list_runs(tmp_path / "results")
+def here(tmp_path: Path, patch: pytest.MonkeyPatch, *arguments: str, sweep: bool = False) -> object:
+    """Exit code of run.py in this process, where nothing has to be imported."""
+    patch.chdir(tmp_path)
+    base = ["experiment=smoke", "progress=false", f"results_dir={tmp_path}/results", "wandb.mode=disabled"]
+    return run_script(patch, ["run.py", *(["-m"] if sweep else []), *base, *arguments])
+
+
+def test_repeats_are_single_runs_with_seeds_of_their_own_and_end_in_their_median(tmp_path, monkeypatch, capfd):
+    assert here(tmp_path, monkeypatch, "verify=off", "repeats=3", "seed=5") == 0
+    runs, told = list_runs(tmp_path / "results"), capfd.readouterr().out
     assert [each.config["seed"] for each in runs] == [5, 6, 7] and {each.config["repeats"] for each in runs} == {1}
     assert len({each.run_id for each in runs}) == 3
     tok_s = sorted(each.summary["throughput_tok_s"] for each in runs)
     least, middle, most = map(number, tok_s)
-    assert f" {middle} ({least}-{most}) " in done.stdout
-    assert done.stdout.count("[emulated]") == 3
+    assert f" {middle} ({least}-{most}) " in told
+    assert told.count("[emulated]") == 3
 
 
-def test_a_sweep_goes_on_after_a_failed_job_and_tells(tmp_path):
-    done = run(tmp_path, "experiment=smoke", "progress=false", "dataset.num_requests=0,2", sweep=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: dataset.num_requests: must be 1 or more")
-    assert "Traceback" not in done.stderr
-    assert "2 of 2 finished" in done.stdout
+def test_a_sweep_goes_on_after_a_failed_job_and_tells(tmp_path, monkeypatch, capfd):
+    assert here(tmp_path, monkeypatch, "dataset.num_requests=0,2", sweep=True) == 2
+    told = capfd.readouterr()
+    assert told.err.startswith("error: dataset.num_requests: must be 1 or more")
+    assert "Traceback" not in told.err
+    assert "2 of 2 finished" in told.out
 
 
 def test_help_is_the_projects_own(tmp_path):
