@@ -29,7 +29,9 @@ class DeepseekV3Layout(LatentLayout):
             scoring="sigmoid",
             renormalise=read.flag("norm_topk_prob", default=True),
             scale=read.positive_float("routed_scaling_factor", 2.5),
-            **read_groups(read, dimensions["num_experts"], dimensions["experts_per_token"], scored_by=2),
+            **read_groups(
+                *(read, dimensions["num_experts"], dimensions["experts_per_token"]), scored_by=2, groups=8, best=4
+            ),
         )
         return ModelSpec(family="deepseek_v3", router=router, correction_bias=True, **dimensions)
 

@@ -118,10 +118,19 @@ def _experts(read: ConfigReader, num_layers: int, num_experts: str, num_dense: i
     }
 
 
-def read_groups(read: ConfigReader, num_experts: int, per_token: int, *, scored_by: int) -> dict[str, Any]:
+def read_groups(
+    read: ConfigReader,
+    num_experts: int,
+    per_token: int,
+    *,
+    scored_by: int,
+    groups: int | None = None,
+    best: int | None = None,
+) -> dict[str, Any]:
     """Read in how many groups experts lie and how many of them a token may use, as fields of `Router`. The sum over
-    `scored_by` experts is a group's score. Raises ConfigError where the groups cannot give a token its experts."""
-    num_groups, chosen = read.positive_int("n_group"), read.positive_int("topk_group")
+    `scored_by` experts is a group's score; `groups` and `best` are transformers' defaults. Raises ConfigError where the
+    groups cannot give a token its experts."""
+    num_groups, chosen = read.positive_int("n_group", groups), read.positive_int("topk_group", best)
     size = num_experts // num_groups
     if num_experts % num_groups or size < scored_by:
         raise bad_entry(
