@@ -41,7 +41,7 @@ def emulated(h2d_gb_s: float = 0.2, *, num_gpus: int = 1) -> EmulatedMachine:
 
 
 def requests(
-    count: int, *, vocab_size: int, longest: int = 40, max_new_tokens: int = 4, seed: int = 0
+    count: int, *, vocab_size: int, longest: int = 60, max_new_tokens: int = 6, seed: int = 0
 ) -> list[Request]:
     rng = random.Random(seed)
     return [

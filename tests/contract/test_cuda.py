@@ -20,7 +20,7 @@ def outcome(tiny, values, seed: int = 0, **settings) -> str:
     """ "right", "wrong tokens", or the text of what ended the run."""
     device = FakeDevice(seed)
     machine = cuda_machine(CAPACITIES_BYTES, device=device, **settings)
-    work = requests(8, vocab_size=tiny.spec.vocab_size, seed=seed)
+    work = requests(8, vocab_size=tiny.spec.vocab_size, longest=40, max_new_tokens=4, seed=seed)
     try:
         engine = engine_on(machine, tiny, work, kv_blocks=60)
         run_to_end(engine, lambda e: strategy_of(e, values))

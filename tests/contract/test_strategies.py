@@ -49,7 +49,7 @@ IDS = [f"{name}-{'-'.join(f'{k}={v}' for k, v in change.items())}" for name, cha
 @pytest.mark.parametrize("seed", [0, 1])
 def test_shuffled_machine(tiny, name, change, seed):
     machine = shuffled(seed)
-    work = requests(8, vocab_size=tiny.spec.vocab_size)
+    work = requests(8, vocab_size=tiny.spec.vocab_size, longest=40, max_new_tokens=4)
     values = YAMLS[name] | change
     engine = engine_on(machine, tiny, work, kv_blocks=40, values=values)
     run_to_end(engine, lambda e: strategy_of(e, values))
@@ -60,7 +60,7 @@ def test_shuffled_machine(tiny, name, change, seed):
 
 @pytest.mark.parametrize("name", YAMLS)
 def test_emulated_machine(tiny, name):
-    work = requests(8, vocab_size=tiny.spec.vocab_size)
+    work = requests(8, vocab_size=tiny.spec.vocab_size, longest=40, max_new_tokens=4)
     engine = engine_on(emulated(), tiny, work, kv_blocks=40, values=YAMLS[name])
     run_to_end(engine, lambda e: strategy_of(e, YAMLS[name]))
     report = check_tokens(tiny, engine.sequences)
