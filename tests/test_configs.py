@@ -27,7 +27,7 @@ CHOICES = [(group, name) for group in GROUPS for name in names_in(group)]
 SPEC = planned_model(parse_settings(composed("model=mixtral-8x7b")).model).spec
 # What a choice cannot do without on the command line.
 NEEDED = {
-    ("model", "mixtral"): ["model.path=some/folder"],
+    ("model", "checkpoint"): ["model.path=some/folder"],
     ("dataset", "file"): ["dataset.path=prompts.jsonl"],
 }
 

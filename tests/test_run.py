@@ -215,7 +215,7 @@ def test_a_corrupt_weight_is_bad_input_and_named(tmp_path):
     content[8 + header_bytes : 8 + header_bytes + 4] = b"\xff" * 4
     weights.write_bytes(content)
     with pytest.raises(ConfigError, match="model.path: .*corrupt: holds NaN or infinity"):
-        run_experiment(settings(tmp_path, "model=mixtral", f"model.path={folder}"))
+        run_experiment(settings(tmp_path, "model=checkpoint", f"model.path={folder}"))
     assert only_run(tmp_path).status == "failed"
 
 

@@ -74,7 +74,7 @@ def test_keys_and_values_staged_on_the_device(variant):
 )
 def test_planned_on_the_simulated_machine(variant, strategy):
     """By config.json alone."""
-    settings = ("machine=simulated", "hardware=a40", "kv_cache_gb=0.01", "model=mixtral", f"strategy={strategy}")
+    settings = ("machine=simulated", "hardware=a40", "kv_cache_gb=0.01", "model=checkpoint", f"strategy={strategy}")
     workload = ("dataset.num_requests=6", "dataset.max_new_tokens=4")
     plan = make_plan(composed(*settings, *workload, f"model.path={folder_of(variant)}"))
     assert plan.engine.spec.family == variant and plan.summary["generated_tokens"] == 24

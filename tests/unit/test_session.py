@@ -57,7 +57,7 @@ def test_the_machine_of_this_computer_is_chosen_once(parsed):
 
 def test_the_first_mistake_in_the_order_of_the_steps_is_told():
     """Raise none of them after the model is loaded, which is not there."""
-    values = composed("machine=simulated", "model=mixtral", "model.path=not/there", "hardware=t4x2")
+    values = composed("machine=simulated", "model=checkpoint", "model.path=not/there", "hardware=t4x2")
     values["strategy"]["no_such"] = 1
     values["machine"]["no_such"] = 1
     values["no_such"] = 1

@@ -48,7 +48,7 @@ def test_a_recipe_has_the_layout_of_its_checkpoint():
     assert stored_bytes(model) == pytest.approx(stored_bytes(planned), rel=1e-3)  # but for alignment
 
 
-@pytest.mark.parametrize("model", ["mixtral-8x7b", "mixtral-mini", "mixtral"])
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "mixtral-mini", "checkpoint"])
 @pytest.mark.parametrize("path", ["nowhere/at/all", "some/hub-id"])
 def test_a_path_that_leads_nowhere_is_an_error(model, path):
     """It is not passed over for the dimensions that the configuration has besides."""
@@ -56,7 +56,7 @@ def test_a_path_that_leads_nowhere_is_an_error(model, path):
         planned_model(parse_settings(composed(f"model={model}", f"model.path={path}")).model)
 
 
-@pytest.mark.parametrize("model", ["mixtral-8x7b", "mixtral-mini", "mixtral"])
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "mixtral-mini", "checkpoint"])
 def test_a_checkpoint_comes_before_other_dimensions(model, tiny):
     planned = planned_model(parse_settings(composed(f"model={model}", f"model.path={tiny.folder}")).model)
     assert replace(planned.spec, name="") == replace(tiny.spec, name="")
@@ -68,7 +68,7 @@ def test_a_checkpoint_of_another_family_needs_dimensions(tmp_path):
     r1 = planned_model(parse_settings(composed("model=deepseek-r1", f"model.path={tmp_path}")).model)
     assert r1.spec == planned_model(config("deepseek-r1")).spec
     with pytest.raises(ConfigError, match=r"model.path: config.json: model_type"):
-        planned_model(parse_settings(composed("model=mixtral", f"model.path={tmp_path}")).model)
+        planned_model(parse_settings(composed("model=checkpoint", f"model.path={tmp_path}")).model)
 
 
 @pytest.mark.parametrize(("tokens", "reached"), [(1, 8.0), (4, 30.53), (10_000, 256.0)])
