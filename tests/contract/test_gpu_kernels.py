@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from harness.model.checkpoint import Checkpoint
+from harness.model.dimensions import ClampedSwiglu
 from harness.model.zoo import ensure
 from kernels import triton as gpu
 from strategies.moelens import profiler
@@ -20,13 +21,18 @@ from tests.conftest import ROOT, tiny_config
 from tests.contract.running import check_tokens, engine_on, requests, run_to_end, shuffled, strategy_of
 from tests.contract.test_strategies import YAMLS
 
+STAGED = {"attention": "gpu", "gpu_kv_staging_mb": 0.02, "n_real": 60, "profile_repeats": 1}
 RUNS = {
-    "all experts at once": (
-        "moelens",
-        {"attention": "gpu", "gpu_kv_staging_mb": 0.02, "n_real": 60, "profile_repeats": 1},
-    ),
-    "one expert after another": ("ondemand", {}),
-    "a cache on the device": ("deepspeed_zero", {}),
+    "all experts at once": ("mixtral", "moelens", STAGED),
+    "one expert after another": ("mixtral", "ondemand", {}),
+    "sinks, windows and clamped experts with biases": ("gpt_oss", "moelens", STAGED),
+    "a cache on the device": ("gpt_oss", "deepspeed_zero", {}),
+}
+GPT_OSS = {
+    "qkv_bias": True,
+    "sliding_window": 4,
+    "sliding_layers": "even",
+    "clamped_swiglu": ClampedSwiglu(limit=0.8, alpha=1.5),
 }
 ALWAYS = {"choose_experts", "grouped_experts", "causal_attention"}
 DECODES = {"moelens": "staged_decode_attention", "deepspeed_zero": "paged_decode_attention"}
@@ -46,12 +52,13 @@ def test_tokens():
     assert done.stdout.splitlines() == [f"{run}: right" for run in RUNS]
 
 
-def small_checkpoint() -> Checkpoint:
+def small_checkpoint(family: str) -> Checkpoint:
     """Make one whose layers are as few and small as there can be, since the interpreter is slow."""
     config = tiny_config()
     assert config.recipe is not None
     sizes = {"num_layers": 2, "num_experts": 4, "expert_dim": 32, "hidden_dim": 32, "num_heads": 2, "num_kv_heads": 1}
-    return Checkpoint(ensure(replace(config, recipe=replace(config.recipe, **sizes))), "float32")
+    own = GPT_OSS if family == "gpt_oss" else {}
+    return Checkpoint(ensure(replace(config, recipe=replace(config.recipe, family=family, **sizes, **own))), "float32")
 
 
 def main() -> None:
@@ -72,8 +79,8 @@ def main() -> None:
         setattr(gpu, name, counted(name))
     gpu.serves = lambda tensor: True  # type: ignore[assignment]
     profiler._PROBE_TOKENS, profiler._MAX_STEPS = 16, 1  # how long the interpreter takes is of no interest
-    checkpoint = small_checkpoint()
-    for run, (strategy, change) in RUNS.items():
+    for run, (family, strategy, change) in RUNS.items():
+        checkpoint = small_checkpoint(family)
         calls.clear()
         work = requests(2, vocab_size=checkpoint.spec.vocab_size, longest=9, max_new_tokens=2, seed=1)
         engine = engine_on(shuffled(0), checkpoint, work, kv_blocks=40)
