@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config import ConfigError
+from harness.model.checkpoint import Checkpoint
 from harness.run.experiment import RunFailed, run_experiment
 from tests.composing import composed
 
@@ -34,7 +35,7 @@ def run(overrides: list[str], results_dir: Path) -> str:
     return "ok" if summary["verify"]["checked"] else "nothing was verified"
 
 
-def draw(rng: random.Random, kv_bytes_per_token: int) -> list[str]:
+def draw(rng: random.Random, checkpoint: Checkpoint) -> list[str]:
     """Draw every setting that decides which ops there are, how they are cut, and who waits for whom."""
     strategy, longest, new_tokens = rng.choice(STRATEGIES), rng.choice((1, 8, 20, 40)), rng.choice((1, 2, 5, 9))
     num_gpus = 1 if strategy == "moelens" else rng.choice((1, 2, 2, 4))
@@ -49,6 +50,7 @@ def draw(rng: random.Random, kv_bytes_per_token: int) -> list[str]:
         "machine.seed": rng.randrange(1000),
         "machine.poison": rng.random() < 0.5,
         "model": "mixtral-tiny",
+        "model.path": checkpoint.folder,
         "dataset": "gsm8k",
         "dataset.min_prompt_tokens": 1,
         "dataset.max_prompt_tokens": longest,
@@ -58,7 +60,7 @@ def draw(rng: random.Random, kv_bytes_per_token: int) -> list[str]:
         "dataset.num_requests": rng.choice((1, 3, 7, 12)),
         "dataset.max_new_tokens": new_tokens,
         "kv_block_tokens": block_tokens,
-        "kv_cache_gb": f"{(num_blocks * block_tokens * kv_bytes_per_token + 1) * 1e-9:.9f}",
+        "kv_cache_gb": f"{(num_blocks * block_tokens * checkpoint.spec.kv_bytes_per_token + 1) * 1e-9:.9f}",
         "hardware.num_gpus": num_gpus,
         "hardware.device_memory_gb": rng.choice((0.0025, 0.004, 0.02)),
         "strategy.packet_mb": rng.choice((0.004, 0.01, 0.05, 1)),
