@@ -14,7 +14,7 @@ import torch
 from harness.config import ConfigError
 from harness.model import families
 from harness.model.checkpoint_files import FLOAT_DTYPES, checkpoint_error, read_json
-from harness.model.families.reading import EntriesRead
+from harness.model.families.reading import read_spec
 from harness.model.hub import resolve_model
 from harness.model.layout import PartLayout, TensorLayout
 from harness.model.quantised import weights_in
@@ -46,9 +46,8 @@ class Checkpoint:
             raise checkpoint_error(str(self.folder / "config.json"), "model_type: missing")
         self.family = families.family(str(self.config["model_type"]))
         self._weights = weights_in(self.folder, self.config)
-        entries = EntriesRead(self.config)
-        self.spec = self.family.spec_from_config(entries, self.folder.name, dtype or self._own_dtype())
-        self.entries_read = entries.read
+        name = self.folder.name
+        self.spec, self.entries_read = read_spec(self.family, self.config, name, dtype or self._own_dtype())
         self.validate()
 
     def _own_dtype(self) -> str:

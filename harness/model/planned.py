@@ -23,6 +23,7 @@ from harness.model.components import (
     SHARED_EXPERTS,
 )
 from harness.model.config import RANDOM, ModelConfig
+from harness.model.families.reading import read_spec
 from harness.model.layout import PartLayout
 from harness.model.sharding import shard_spec
 from harness.model.spec import ModelSpec
@@ -96,7 +97,8 @@ def planned_model(config: ModelConfig) -> PlannedModel:
         family = str(entries.get("model_type"))
         if family in families.available() or config.spec is None:
             found, own = families.layout(family), entries.get("dtype", entries.get("torch_dtype"))
-            return PlannedModel(found.spec_from_config(entries, config.name, config.dtype or own or "bfloat16"), found)
+            spec, _ = read_spec(found, entries, config.name, config.dtype or own or "bfloat16")
+            return PlannedModel(spec, found)
     if config.spec is not None:
         return PlannedModel(ModelSpec.from_config(config.spec, config.name, config.dtype))
     if config.recipe is not None:

@@ -15,7 +15,7 @@ import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
 
 from harness.config import ConfigError
 from harness.model.dimensions import Dimensions
@@ -55,7 +55,10 @@ class LatentRows(NamedTuple):
 
 
 class FamilyLayout(Protocol):
-    """The torch-free half of a family: its dimensions and the layout of its tensors."""
+    """The torch-free half of a family: its dimensions and the layout of its tensors. `harmless` has entries of
+    config.json that change nothing in this family, with the reasons."""
+
+    harmless: ClassVar[Mapping[str, str]]
 
     def spec_from_config(self, config: Mapping[str, Any], name: str, dtype: str) -> ModelSpec:
         """Return the model that the entries of config.json describe. `ConfigError` names a missing or impossible

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from harness.model.dimensions import Router, require_countable
 from harness.model.families.decoder_parts import DecoderLayout, rope_entries
-from harness.model.families.reading import ConfigReader, bad_entry, checked_dtype
+from harness.model.families.reading import ConfigReader, bad_entry, checked_dtype, refuse_unknown
 from harness.model.layout import Section, TensorSlice, TensorSource
 from harness.model.spec import ModelSpec
 
@@ -17,11 +17,18 @@ if TYPE_CHECKING:
 
 NORM_EPS = 1e-5  # no entry says it
 ROPE_THETA = 1e4  # transformers' own, where no entry says it
+_OF_ALL_CONFIGS = ("model_type", "is_encoder_decoder")  # transformers writes them into parts of a config as well
+ATTENTION_ENTRIES = ("kv_n_heads", "clip_qkv", "rope_theta", *_OF_ALL_CONFIGS)
+EXPERT_ENTRIES = (
+    *("moe_num_experts", "moe_top_k", "moe_normalize_expert_weights", "ffn_hidden_size", "ffn_act_fn"),
+    *("hidden_size", *_OF_ALL_CONFIGS),  # the model's hidden size once more
+)
 
 
 class DbrxLayout(DecoderLayout):
     """The layout of fused tensors: one for queries, keys and values, and three that have the rows of all experts."""
 
+    harmless: ClassVar = {"num_key_value_heads": "repeats attn_config.kv_n_heads"}
     layers = "transformer.blocks"
     embedding = "transformer.wte.weight"
     final_norm = "transformer.norm_f.weight"
@@ -120,18 +127,20 @@ class DbrxLayout(DecoderLayout):
         return gate_up, down
 
 
-def _below(read: ConfigReader, key: str) -> ConfigReader:
-    """Return a reader of the entries inside an entry, which errors name with both names."""
+def _below(read: ConfigReader, key: str, known: Collection[str]) -> ConfigReader:
+    """Return a reader of the entries inside an entry, which errors name with both names. Those are refused that are not
+    `known`."""
     nested = read.entries.get(key)
     nested = {} if nested is None else nested
     if not isinstance(nested, Mapping):
         raise bad_entry(key, f"must be a mapping, got {nested!r}")
+    refuse_unknown(nested, known, prefix=f"{key}.")
     return ConfigReader({f"{key}.{name}": value for name, value in nested.items()})
 
 
 def _read_attention(read: ConfigReader, num_heads: int) -> dict[str, Any]:
     """Read `attn_config` and RoPE, whose base published files have there."""
-    own = _below(read, "attn_config")
+    own = _below(read, "attn_config", ATTENTION_ENTRIES)
     kv_heads = own.positive_int("attn_config.kv_n_heads", default=1)
     if num_heads % kv_heads:
         raise bad_entry("attn_config.kv_n_heads", f"must divide n_heads {num_heads}, got {kv_heads}")
@@ -146,7 +155,7 @@ def _read_attention(read: ConfigReader, num_heads: int) -> dict[str, Any]:
 
 def _read_experts(read: ConfigReader, num_layers: int) -> dict[str, Any]:
     """Read `ffn_config`."""
-    own = _below(read, "ffn_config")
+    own = _below(read, "ffn_config", EXPERT_ENTRIES)
     num_experts, top_k = (own.positive_int(f"ffn_config.moe_{name}") for name in ("num_experts", "top_k"))
     if top_k > num_experts:
         raise bad_entry("ffn_config.moe_top_k", f"must be at most moe_num_experts {num_experts}, got {top_k}")
@@ -154,7 +163,7 @@ def _read_experts(read: ConfigReader, num_layers: int) -> dict[str, Any]:
     order = own.entries.get("ffn_config.moe_normalize_expert_weights", 1.0)  # of the norm that divides the weights
     if order not in (None, 1):
         raise bad_entry("ffn_config.moe_normalize_expert_weights", f"must be 1.0 or null, got {order!r}")
-    _below(own, "ffn_config.ffn_act_fn").must_equal("ffn_config.ffn_act_fn.name", "silu")
+    _below(own, "ffn_config.ffn_act_fn", ("name",)).must_equal("ffn_config.ffn_act_fn.name", "silu")
     return {
         "num_experts": num_experts,
         "experts_per_token": top_k,

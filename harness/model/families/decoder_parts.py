@@ -25,6 +25,7 @@ class DecoderLayout:
     layers: ClassVar[str] = "model.layers"
     embedding: ClassVar[str] = "model.embed_tokens.weight"
     final_norm: ClassVar[str] = "model.norm.weight"
+    harmless: ClassVar[Mapping[str, str]] = {}
     mlp: ClassVar[str] = "mlp"  # a layer's module that has router and experts
     experts: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
     shared: ClassVar[str] = "shared_experts"  # the module of all shared experts together

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from harness.model.dimensions import ClampedSwiglu, Yarn
 from harness.model.families.decoder_parts import (
@@ -31,6 +31,11 @@ ALL = Section(0, 1, 1)
 
 class GptOssLayout(DecoderLayout):
     """The layout of fused tensors that hold all experts of a layer, their matrices transposed."""
+
+    harmless: ClassVar = {
+        "experts_per_token": "repeats num_experts_per_tok",
+        "initial_context_length": "repeats rope_scaling.original_max_position_embeddings",
+    }
 
     def spec_from_config(self, config: Mapping[str, Any], name: str, dtype: str) -> ModelSpec:
         """Return the model's dimensions. Raises `ConfigError` naming the first missing or impossible entry of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from harness.config import require
 from harness.model.dimensions import LatentAttention, require_countable
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 class LatentLayout(DecoderLayout):
     """The layout of latent attention. The projection up to keys and values lies whole in front of attention; that to
     values lies behind it too, where decoding tokens need it."""
+
+    harmless: ClassVar = dict.fromkeys(
+        ("num_nextn_predict_layers", "num_mtp_layers"), "counts further layers, which guess tokens ahead"
+    )
 
     def attention_in_sources(self, spec: ModelSpec, prefix: str) -> tuple[TensorSource, ...]:
         latent, hidden = spec.latent, spec.hidden_dim
@@ -75,6 +79,9 @@ def read_latent_dimensions(
         value_dim=read.positive_int("v_head_dim", 128),
         q_rank=read.optional_positive_int("q_lora_rank") if "q_lora_rank" in read.entries else 1536,
     )
+    for entry, derived in (("head_dim", latent.rope_dim), ("qk_head_dim", latent.nope_dim + latent.rope_dim)):
+        if read.entries.get(entry) is not None:  # transformers writes them, and goes by some of them
+            read.must_equal(entry, derived)
     if latent.rope_dim % 2:
         raise bad_entry("qk_rope_head_dim", f"must be even (RoPE rotates pairs), got {latent.rope_dim}")
     vocab_size, max_positions = read.positive_int("vocab_size"), read.positive_int("max_position_embeddings")

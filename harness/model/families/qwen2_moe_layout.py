@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from harness.model.dimensions import Router
 from harness.model.families.decoder_parts import (
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 class Qwen2MoeLayout(DecoderLayout):
+    harmless: ClassVar = dict.fromkeys(("sliding_window", "max_window_layers"), "counts with use_sliding_window alone")
     shared = "shared_expert"
 
     def spec_from_config(self, config: Mapping[str, Any], name: str, dtype: str) -> ModelSpec:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from harness.config import ConfigError, parse
 from harness.model.dimensions import Yarn
-from harness.model.spec import DTYPE_NAMES, DTYPES, Dtype
+from harness.model.families.harmless import HARMLESS
+from harness.model.spec import DTYPE_NAMES, DTYPES, Dtype, ModelSpec
+
+if TYPE_CHECKING:
+    from harness.model.families import FamilyLayout
+
+ROPE_ENTRIES = ("rope_type", "type", "rope_theta", "partial_rotary_factor", *(field.name for field in fields(Yarn)))
 
 
 def bad_entry(key: str, message: str) -> ConfigError:
@@ -33,6 +39,26 @@ class EntriesRead(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def read_spec(
+    family: FamilyLayout, config: Mapping[str, Any], name: str, dtype: str
+) -> tuple[ModelSpec, dict[str, Any]]:
+    """Return the model of a config.json, and the entries that it comes from. `ConfigError` names an entry that is
+    missing, impossible, or unknown: what it changes is not known here either."""
+    entries = EntriesRead(config)
+    ConfigReader(entries).must_equal("is_encoder_decoder", False)
+    spec = family.spec_from_config(entries, name, dtype)
+    refuse_unknown(entries, {*entries.read, *family.harmless})
+    return spec, entries.read
+
+
+def refuse_unknown(entries: Mapping[str, Any], known: Collection[str], prefix: str = "") -> None:
+    """Raise `ConfigError` naming an entry, not null, that is neither `known` nor harmless. `prefix` comes before its
+    name in the error."""
+    for key, value in entries.items():
+        if value is not None and key not in known and key not in HARMLESS:
+            raise bad_entry(f"{prefix}{key}", f"unknown, and so is what it changes; got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -111,6 +137,7 @@ class ConfigReader:
         nested = self.entries.get(key) or {}
         if not isinstance(nested, Mapping) or any(isinstance(value, Mapping) for value in nested.values()):
             raise bad_entry(key, f"must be a mapping, the same for all layers, got {nested!r}")
+        refuse_unknown(nested, ROPE_ENTRIES, prefix=f"{key}.")
         kind = nested.get("rope_type", nested.get("type", "default"))
         if kind not in ("default", "yarn"):
             raise bad_entry(f"{key}.rope_type", f"must be 'default' or 'yarn', got {kind!r}")

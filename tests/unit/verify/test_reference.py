@@ -10,6 +10,7 @@ from plain_generator import edited, generate
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.config import ConfigError
+from harness.model import families
 from harness.model.checkpoint import Checkpoint
 from harness.model.checkpoint_files import INDEX_FILE, SINGLE_FILE
 from harness.verify import reference
@@ -111,8 +112,8 @@ def test_the_reference_has_the_defaults_of_transformers_and_the_entries_of_the_c
         del entries[key]
     (tiny_copy / "config.json").write_text(json.dumps(entries))
     own = AutoConfig.for_model("mixtral")
-    checkpoint = object.__new__(Checkpoint)  # eight KV heads would not fit its tensors
-    checkpoint.entries_read = entries
+    spec, checkpoint = checkpoint.spec, object.__new__(Checkpoint)  # eight KV heads would not fit its tensors
+    checkpoint.entries_read, checkpoint.family, checkpoint.spec = entries, families.family("mixtral"), spec
     config = reference.reference_config(checkpoint)
     assert config.rope_parameters == own.rope_parameters and config.rms_norm_eps == own.rms_norm_eps
     assert before["hidden_size"] == config.hidden_size
