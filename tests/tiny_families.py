@@ -100,7 +100,7 @@ VARIANTS: dict[str, dict[str, Any]] = {  # name -> entries of config.json; a fam
     "deepseek_v3": _V3 | {"q_lora_rank": 40},
     "deepseek_v3-moonlight": _V3 | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": PLAIN_ROPE},
     "gpt_oss": _COMMON
-    | {"model_type": "gpt_oss", "num_hidden_layers": 4, "head_dim": 16, "intermediate_size": 48}
+    | {"model_type": "gpt_oss", "num_hidden_layers": 4, "head_dim": 16, "intermediate_size": 64}
     | {"num_local_experts": 16, "sliding_window": 8, "swiglu_limit": 0.8}
     | {"rope_parameters": YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}},
 }
