@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
 from harness.plan.planning import make_plan
+from harness.verify.collect import generated_sequence
+from harness.verify.oracle import verify
 from tests.composing import composed
 from tests.contract.layerwise import (
     ATTENTION,
@@ -43,6 +48,7 @@ def check_run(machine, variant, values, dtype="float32", **given):
     report = check_tokens(checkpoint, engine.sequences)
     assert report.checked == len(work)
     assert report.ok, report.first_mismatch
+    return checkpoint, engine.sequences
 
 
 @pytest.mark.parametrize("strategy", YAMLS)
@@ -61,6 +67,23 @@ def test_float16_on_both_sides(variant):
     """Attention and experts on the device; then on the host, by the CPU's kernels."""
     check_run(shuffled(1), variant, YAMLS["deepspeed_zero"], "float16")
     check_run(shuffled(2), variant, YAMLS["moelightning"] | {"policy": ON_HOST}, "float16")
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_bfloat16_is_told_from_wrong_experts(variant):
+    """One of a token's experts is another one, in what a right run has recorded."""
+    checkpoint, sequences = check_run(shuffled(1), variant, YAMLS["ondemand"], "bfloat16")
+    right, generator = generated_sequence(sequences[0]), np.random.default_rng(0)
+    [segment] = right.segments
+    num_caught = 0
+    for _ in range(16):
+        routing = segment.routing.copy()
+        chosen = routing[generator.integers(len(right.prompt_ids)), generator.integers(routing.shape[1])]
+        others = np.setdiff1d(np.arange(checkpoint.spec.num_experts), chosen)
+        chosen[generator.integers(len(chosen))] = generator.choice(others)
+        wrong = replace(right, segments=[replace(segment, routing=routing)])
+        num_caught += not verify(checkpoint, [wrong], eos=False).ok
+    assert num_caught >= 12
 
 
 @pytest.mark.parametrize("variant", FAMILIES)

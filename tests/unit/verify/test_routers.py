@@ -18,7 +18,7 @@ from harness.verify.oracle import TOLERANCES
 from harness.verify.reference import RouterScores, _RecordedChoice
 from tests.unit.engine.fakes import SPEC
 
-NUM_TOKENS, EXPERTS, TOP_K, HIDDEN = 300, 32, 4, 64
+NUM_TOKENS, EXPERTS, TOP_K, HIDDEN = 900, 32, 4, 64
 GROUPS = {"n_group": 8, "topk_group": 3}
 GROUPED = {"num_groups": 8, "groups_per_token": 3}
 V3 = {"routed_scaling_factor": 2.5, "norm_topk_prob": True, **GROUPS}
@@ -40,22 +40,22 @@ CASES = {
 }
 
 
-def made(case):
+def made(case, num_experts=EXPERTS):
     """The router of transformers with random weights, its hidden states, and the spec."""
     cls, model_type, entries, router = CASES[case]
-    sizes = {"hidden_size": HIDDEN, "num_experts_per_tok": TOP_K, "num_local_experts": EXPERTS}
-    config = AutoConfig.for_model(model_type, **sizes, n_routed_experts=EXPERTS, num_experts=EXPERTS, **entries)
+    sizes = {"hidden_size": HIDDEN, "num_experts_per_tok": TOP_K, "num_local_experts": num_experts}
+    config = AutoConfig.for_model(model_type, **sizes, n_routed_experts=num_experts, num_experts=num_experts, **entries)
     generator, gate = torch.Generator().manual_seed(5), cls(config)
-    gate.weight.data = torch.randn(EXPERTS, HIDDEN, generator=generator) * HIDDEN**-0.5
+    gate.weight.data = torch.randn(num_experts, HIDDEN, generator=generator) * HIDDEN**-0.5
     if hasattr(gate, "e_score_correction_bias"):
-        gate.e_score_correction_bias = 8 + 0.2 * torch.randn(EXPERTS, generator=generator)
+        gate.e_score_correction_bias = 8 + 0.2 * torch.randn(num_experts, generator=generator)
     hidden = torch.randn(NUM_TOKENS, HIDDEN, generator=generator)
-    return gate, hidden, replace(SPEC, num_experts=EXPERTS, experts_per_token=TOP_K, router=router)
+    return gate, hidden, replace(SPEC, num_experts=num_experts, experts_per_token=TOP_K, router=router)
 
 
-def choices(gate, hidden, spec):
+def choices(gate, hidden, spec, dtype=torch.float32):
     bias = getattr(gate, "e_score_correction_bias", None)
-    return choose_experts(hidden @ gate.weight.T, spec.experts_per_token, spec.router, bias)
+    return choose_experts(hidden.to(dtype) @ gate.weight.T.to(dtype), spec.experts_per_token, spec.router, bias)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -89,21 +89,23 @@ def verdict(gate, hidden, spec, ids):
     return found, weights
 
 
+@pytest.mark.parametrize("num_experts", [EXPERTS, 64, 128, 256])
 @pytest.mark.parametrize("case", CASES)
 @torch.inference_mode()
-def test_a_right_choice_passes_and_a_wrong_one_does_not(case):
-    gate, hidden, spec = made(case)
+def test_a_right_choice_passes_and_a_wrong_one_does_not(case, num_experts):
+    gate, hidden, spec = made(case, num_experts)
     ids, weights = choices(gate, hidden, spec)
     found, replayed = verdict(gate, hidden, spec, ids)
     assert not found.mismatches and found.worst_router_gap < 1e-5
     torch.testing.assert_close(replayed.float(), weights)
-    rounded, _ = choices(gate, hidden.bfloat16().float(), spec)
+    rounded, _ = choices(gate, hidden, spec, torch.bfloat16)
     found, _ = verdict(gate, hidden, spec, rounded)
     assert not found.mismatches and found.rerouted and found.worst_router_gap < 0.05
     caught, outside = 0, range(40)
     for token in outside:
         wrong = ids[token : token + 1].clone()
-        wrong[0, -1] = next(e for e in range(token % EXPERTS, 2 * EXPERTS) if e % EXPERTS not in wrong) % EXPERTS
+        first = token * 7  # somewhere
+        wrong[0, -1] = next(e % num_experts for e in range(first, first + TOP_K + 1) if e % num_experts not in wrong)
         caught += bool(verdict(gate, hidden[token : token + 1], spec, wrong)[0].mismatches)
     assert caught > 0.75 * len(outside)
 
