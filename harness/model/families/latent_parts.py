@@ -20,9 +20,10 @@ class LatentLayout(DecoderLayout):
     """The layout of latent attention. The projection up to keys and values lies whole in front of attention; that to
     values lies behind it too, where decoding tokens need it."""
 
-    harmless: ClassVar = dict.fromkeys(
-        ("num_nextn_predict_layers", "num_mtp_layers"), "counts further layers, which guess tokens ahead"
-    )
+    harmless: ClassVar = {
+        **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), "counts further layers, which guess ahead"),
+        **dict.fromkeys(("n_group", "topk_group"), "counts where the router has groups alone"),
+    }
 
     def attention_in_sources(self, spec: ModelSpec, prefix: str) -> tuple[TensorSource, ...]:
         latent, hidden = spec.latent, spec.hidden_dim

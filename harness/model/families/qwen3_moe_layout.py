@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class Qwen3MoeLayout(DecoderLayout):
-    harmless: ClassVar = dict.fromkeys(("sliding_window", "max_window_layers"), "counts with use_sliding_window alone")
+    harmless: ClassVar = {
+        **dict.fromkeys(("sliding_window", "max_window_layers"), "counts with use_sliding_window alone"),
+        "intermediate_size": "counts in layers without experts alone",
+    }
 
     def spec_from_config(self, config: Mapping[str, Any], name: str, dtype: str) -> ModelSpec:
         """Return the model's dimensions. Raises `ConfigError` naming the first missing or impossible entry of

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from published import PUBLISHED
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -97,13 +98,20 @@ def test_harmless_entries_change_no_number(family, tmp_path):
         read_json(folder / "config.json")
     )
     harmless = known & {*HARMLESS, *families.layout(family).harmless}
-    kept = {"architectures", "dtype", "transformers_version", "return_dict", "sliding_window"}
+    kept = {"architectures", "dtype", "transformers_version", "return_dict"}
+    kept |= {"sliding_window", "intermediate_size", "n_group", "topk_group"}  # these count here
     changed = {key: OTHER_VALUES[key] for key in harmless - kept}
     assert len(changed) >= 8
     other_folder = with_entries(family, tmp_path, **changed)
     models = [AutoModelForCausalLM.from_pretrained(each) for each in (folder, other_folder)]
     right, other = (model.eval()(PROMPT).logits for model in models)
     assert torch.equal(right, other)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_entries_are_known(name):
+    entries = PUBLISHED[name].config
+    read_spec(families.layout(entries["model_type"]), entries, name, "bfloat16")
 
 
 @pytest.fixture
