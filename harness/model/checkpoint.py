@@ -154,12 +154,17 @@ class Checkpoint:
         from transformers import PreTrainedTokenizerFast
 
         if not (self.folder / "tokenizer.json").exists():
-            raise checkpoint_error(str(self.folder / "tokenizer.json"), "missing; a fast tokenizer is needed")
+            how = "make one with transformers' TikTokenConverter" if self._has_tiktoken() else "save one there"
+            raise checkpoint_error(str(self.folder / "tokenizer.json"), f"missing; a fast tokenizer is needed: {how}")
         try:
             with quiet_transformers():
                 return PreTrainedTokenizerFast.from_pretrained(self.folder, local_files_only=True)
         except Exception as error:  # the tokenizers library raises bare Exception on a bad file
             raise checkpoint_error(str(self.folder / "tokenizer.json"), f"not readable ({error})") from None
+
+    def _has_tiktoken(self) -> bool:
+        """Return whether the folder has a vocabulary that only code of the checkpoint reads, as Moonlight's has."""
+        return (self.folder / "tiktoken.model").exists()
 
     @cached_property
     def _fingerprint(self) -> str:

@@ -212,7 +212,10 @@ def test_damaged_tokenizers_are_named(tiny_copy):
     with pytest.raises(ConfigError, match=r"tokenizer\.json: not readable"):
         Checkpoint(tiny_copy).tokenizer()
     (tiny_copy / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=r"tokenizer\.json: missing; a fast tokenizer is needed"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: missing; a fast tokenizer is needed: save one there"):
+        Checkpoint(tiny_copy).tokenizer()
+    (tiny_copy / "tiktoken.model").touch()
+    with pytest.raises(ConfigError, match=r"missing; a fast tokenizer is needed: make one with .*TikTokenConverter"):
         Checkpoint(tiny_copy).tokenizer()
 
 
