@@ -47,7 +47,7 @@ def _submit_and_wake(engine: Engine, probes: LayerProbes, max_tokens: int) -> tu
     start_s = time.monotonic()
     for it in its:
         emit.embed(it)
-    probes.overlapped(emit, its, 2, experts_apart=True)
+    probes.overlapped(emit, its, probes.layer, 2, experts_apart=True)
     last = emit.head(its[0])
     layers = range(probes.layer, probes.layer + 4)  # the two layers and the two behind them
     num_transfers = sum(len(probes.stream.part_names(index)) for index in layers)

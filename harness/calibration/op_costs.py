@@ -117,13 +117,14 @@ class OpCosts:
     # -- alone, and with a busy link ------------------------------------------------------------------------------
 
     def _serial(self, shape: Shape) -> list[Ticket]:
-        """Run one layer's ops one after the other, whatever their lanes, with the experts in one op and apart."""
+        """Run one layer's ops one after the other, whatever their lanes, with the experts in one op and apart. A dense
+        layer's follow."""
         emit = Recording(self._engine, serial=True)
         its = self._probes.pair(shape)
-        for apart in (False, True):
+        for first, apart in self._probes.chains:
             for it in its:
                 emit.embed(it)
-            self._probes.serial(emit, its, self._probes.layer, experts_apart=apart)
+            self._probes.serial(emit, its, first, experts_apart=apart)
             self._engine.machine.wait(emit.head(its[0]))
         self._end()
         self.handovers_s += [_gap_s(a, b) for a, b in pairwise(emit.tickets) if a.lane != b.lane]
@@ -133,10 +134,10 @@ class OpCosts:
         """Run some layers, whose ops wait only for their data, while weights stream."""
         emit = Recording(self._engine)
         its = self._probes.pair(shape)
-        for apart in (False, True):
+        for first, apart in self._probes.chains:
             for it in its:
                 emit.embed(it)
-            self._probes.overlapped(emit, its, _LAYERS_BESIDE_LINK, experts_apart=apart)
+            self._probes.overlapped(emit, its, first, _LAYERS_BESIDE_LINK, experts_apart=apart)
             self._engine.machine.wait(emit.head(its[0]))
             self._end()
         return emit.tickets

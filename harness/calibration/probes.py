@@ -53,7 +53,8 @@ class LayerProbes:
     gives the memory back; what the engine's cache held is lost.
 
     Ops of a single layer are those of `layer`, the first one with experts, which is its index in the stream too. Where
-    the link is to be busy meanwhile, it brings what lies at `beside` in the stream.
+    the link is to be busy meanwhile, it brings what lies at `beside` in the stream. `chains` names all that chains of
+    ops begin with, each with whether its experts are apart: `layer`, and the first dense layer where there is one.
     """
 
     RESERVED_BYTES = _STAGING_BYTES + _DEVICE_KV_BYTES + _TABLES_BYTES  # device memory beside layers and activations
@@ -64,6 +65,7 @@ class LayerProbes:
         machine, spec = engine.machine, engine.spec
         self.layer = spec.moe_layers[0]
         self.beside = _index_beside(spec, self.layer)
+        self.chains = [(self.layer, False), (self.layer, True), *((layer, False) for layer in spec.dense_layers[:1])]
         self.stream = WeightStream(machine, engine.store, depth=2, packet_bytes=packet_bytes, name="bench slot")
         block_size = engine.kv.allocator.block_size
         self.kv = KVCache(machine, spec, capacity_bytes=_DEVICE_KV_BYTES, block_size=block_size, tier=DEVICE)
@@ -131,11 +133,11 @@ class LayerProbes:
         for name in self.stream.part_names(layer):
             self.stream.release(layer, name)
 
-    def overlapped(self, emit: Emitter, its: Pair, num_layers: int, *, experts_apart: bool) -> None:
-        """Submit layer after layer, from `layer` on, while the weights of the next ones are on their way, as in every
+    def overlapped(self, emit: Emitter, its: Pair, first: int, num_layers: int, *, experts_apart: bool) -> None:
+        """Submit layer after layer, from `first` on, while the weights of the next ones are on their way, as in every
         overlapping strategy. Weights are freshly written and the link is busy; the second micro-batch uses the same
         weights again."""
-        indices = range(self.layer, self.layer + num_layers)
+        indices = range(first, first + num_layers)
         for index in indices[: self.stream.depth]:
             self.stream.request_layer(index)
         for index in indices:

@@ -24,7 +24,7 @@ ALONE: Company = frozenset()
 BESIDE_LINK: Company = frozenset({LaneKind.H2D})
 BESIDE_GPU: Company = frozenset({LaneKind.GPU})
 BESIDE_GPU_AND_LINK: Company = BESIDE_GPU | BESIDE_LINK
-VERSION = 8
+VERSION = 9
 AGAIN = ", again"  # ends the key of an op that finds its weights in a cache
 LINKS = (LaneKind.H2D, LaneKind.D2H, LaneKind.PIN)  # lanes that a profile gives a rate in bytes
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from harness.engine.activations import Activations
 from harness.engine.batch import MicroBatch
 from harness.engine.ops.attention_rows import attended, value_up_flops
-from harness.engine.ops.compute import ComputeOp
+from harness.engine.ops.compute import BehindAttention
 from harness.engine.ops.data import MicroBatchOp
 from harness.engine.ops.views import keep, rows, weights
 from harness.machine.base import Context, Work
@@ -20,7 +20,7 @@ from harness.memory.placed import PlacedPart
 from harness.model.spec import ModelSpec
 
 
-class OutputProjection(ComputeOp):
+class OutputProjection(BehindAttention):
     """Computes this GPU's heads' part of the output projection: a partial sum. It goes to `moe_out` (float32), which is
     free before the experts."""
 
@@ -47,7 +47,7 @@ class OutputProjection(ComputeOp):
         out.copy_(self.family.output_projection(spec, w, attended(ctx, self, w), self.layer))
 
 
-class AfterAttention(ComputeOp):
+class AfterAttention(BehindAttention):
     """Computes residual, norm and router after the summed output projection, which is in `normed`: the same on every
     GPU. Shared experts, or the MLP of a dense layer, are part of it; each GPU computes its share of them."""
 

@@ -245,7 +245,17 @@ def _add_newest(staging: Any, positions: Any, new: list[Any]) -> None:
         begins = begins + heads * lens
 
 
-class AttentionOut(ComputeOp):
+class BehindAttention(ComputeOp):
+    """A gpu op that uses a layer's part behind attention, which in a dense layer has other matrices."""
+
+    @property
+    def cost_key(self) -> str:
+        """The kind, with dense layers apart from those that have experts."""
+        assert self.layer is not None
+        return f"{self.kind}, dense" if self.spec.is_dense(self.layer) else self.kind
+
+
+class AttentionOut(BehindAttention):
     """Computes what comes before the experts: output projection, residual, post-attention norm and router. Shared
     experts, or the MLP of a dense layer, are part of it."""
 
@@ -295,7 +305,7 @@ class Combine(ComputeOp):
         return Work(device_bytes=values * (2 * self.spec.dtype_bytes + 4))
 
     def cost_features(self) -> tuple[float, ...]:
-        return (float(self.batch.num_tokens),)
+        return (float(self.batch.num_tokens * len(self.sums)),)
 
     def run(self, ctx: Context, packet: int) -> None:
         n = self.batch.num_tokens

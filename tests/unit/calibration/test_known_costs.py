@@ -88,6 +88,14 @@ def test_experts_are_measured_together_and_apart(found):
         assert {"gpu: experts x1", "gpu: experts x8"} <= set(found.samples[company])
 
 
+def test_dense_layers_are_measured_apart_where_there_are_any(found, request):
+    has_dense = request.node.callspec.params["found"] != ()
+    for company in (ALONE, BESIDE_LINK):
+        measured = {key for key in found.samples[company] if key.startswith("gpu: attention out")}
+        dense = {"gpu: attention out, dense", "gpu: attention out, dense, again"} if has_dense else set()
+        assert measured == {"gpu: attention out", "gpu: attention out, again"} | dense
+
+
 def test_company_costs_at_most_the_whole_slow_down(found):
     for key, points in found.samples[BESIDE_GPU].items():
         if key.startswith("cpu"):
