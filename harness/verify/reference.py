@@ -146,7 +146,8 @@ class _RecordedChoice(TorchFunctionMode):
         if func not in (torch.topk, Tensor.topk):
             return func(*args, **(kwargs or {}))
         scores, spec = args[0], self._spec
-        if scores.dim() != 2:  # within groups
+        is_of_one_group = scores.shape[-1] == 1 < spec.num_experts
+        if scores.dim() != 2 or is_of_one_group:  # nothing to prescribe: experts within their groups, the only group
             return func(*args, **(kwargs or {}))
         if spec.router.num_groups > 1 and scores.shape[-1] == spec.router.num_groups:
             ids = self._groups(scores)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from harness.model.checkpoint import Checkpoint
+from harness.model.checkpoint_files import read_json
 from harness.plan.planning import make_plan
 from harness.verify.collect import generated_sequence
 from harness.verify.oracle import verify
@@ -41,7 +45,10 @@ PLACES = {  # name of a part -> where a tensor of it that is wrong may show firs
 
 
 def check_run(machine, variant, values, dtype="float32", **given):
-    checkpoint = tiny_family(variant, dtype)
+    return check_checkpoint(machine, tiny_family(variant, dtype), values, **given)
+
+
+def check_checkpoint(machine, checkpoint, values, **given):
     work = requests(5, vocab_size=VOCAB_SIZE, longest=40, max_new_tokens=5, seed=2)
     engine = engine_on(machine, checkpoint, work, kv_blocks=60, values=values, **given)
     run_to_end(engine, lambda e: strategy_of(e, values))
@@ -69,7 +76,7 @@ def test_float16_on_both_sides(variant):
     check_run(shuffled(2), variant, YAMLS["moelightning"] | {"policy": ON_HOST}, "float16")
 
 
-@pytest.mark.parametrize("variant", FAMILIES)
+@pytest.mark.parametrize("variant", runnable())
 def test_bfloat16_is_told_from_wrong_experts(variant):
     """One of a token's experts is another one, in what a right run has recorded."""
     checkpoint, sequences = check_run(shuffled(1), variant, YAMLS["ondemand"], "bfloat16")
@@ -84,6 +91,14 @@ def test_bfloat16_is_told_from_wrong_experts(variant):
         wrong = replace(right, segments=[replace(segment, routing=routing)])
         num_caught += not verify(checkpoint, [wrong], eos=False).ok
     assert num_caught >= 12
+
+
+def test_a_choice_within_one_group_is_replayed(tmp_path):
+    """transformers chooses the only group too."""
+    folder = shutil.copytree(folder_of("deepseek_v2", "bfloat16"), tmp_path / "one-group")
+    entries = read_json(folder / "config.json") | {"n_group": 1, "topk_group": 1}
+    (folder / "config.json").write_text(json.dumps(entries))
+    check_checkpoint(shuffled(1), Checkpoint(folder), YAMLS["ondemand"])
 
 
 @pytest.mark.parametrize("variant", FAMILIES)

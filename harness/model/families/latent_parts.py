@@ -137,12 +137,12 @@ def read_groups(
 ) -> dict[str, Any]:
     """Read in how many groups experts lie and how many of them a token may use, as fields of `Router`. The sum over
     `scored_by` experts is a group's score; `groups` and `best` are transformers' defaults. Raises ConfigError where the
-    groups cannot give a token its experts."""
+    groups cannot give a token its experts, or have one expert each."""
     num_groups, chosen = read.positive_int("n_group", groups), read.positive_int("topk_group", best)
-    size = num_experts // num_groups
-    if num_experts % num_groups or size < scored_by:
+    size, least = num_experts // num_groups, max(scored_by, 2)  # a choice of groups is told from one of experts
+    if num_experts % num_groups or size < least:
         raise bad_entry(
-            "n_group", f"must divide {num_experts} experts into groups of {scored_by} or more, got {num_groups}"
+            "n_group", f"must divide {num_experts} experts into groups of {least} or more, got {num_groups}"
         )
     if not per_token <= chosen * size or chosen > num_groups:
         raise bad_entry(

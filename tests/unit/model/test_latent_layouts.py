@@ -56,6 +56,7 @@ REFUSED = {
     "another choice of V3": (V3, {"topk_method": "greedy"}, "topk_method: must be 'noaux_tc'"),
     "groups of unequal size": (V3, {"n_group": 7}, "n_group: must divide 256 experts"),
     "groups too small to score": (V3, {"n_group": 256}, "n_group: must divide 256 experts into groups of 2 or more"),
+    "groups of one expert": (V2, {"n_group": 160}, "n_group: must divide 160 experts into groups of 2 or more"),
     "groups with too few experts": (
         V3,
         {"n_group": 128, "topk_group": 3},
