@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from harness.engine.engine import Engine
+from harness.engine.ops.data import LoadKv, OffloadQkv
 from harness.engine.strategy import Strategy
-from harness.machine.base import Op
+from harness.machine.base import Machine, Op
 from harness.machine.shuffled import ShuffledMachine
+from harness.memory.kv_cache import KVCache
 from harness.model import families
-from harness.model.spec import KvPiece, ModelSpec
+from harness.model.spec import ModelSpec
 from tests.contract.running import CAPACITIES_BYTES, engine_on, requests, run_to_end, strategy_of
 from tests.contract.test_strategies import YAMLS
 from tests.tiny_families import VARIANTS, VOCAB_SIZE, tiny_family
@@ -73,52 +76,83 @@ def contexts(engine: Engine) -> Iterator[tuple[int, list[int]]]:
         yield prompt + new - 1, list(range(prompt + 1, prompt + new))
 
 
-def check_bytes(family: str, place: str) -> None:
+def measured(family: str, place: str) -> dict[str, tuple[int, int]]:
+    """Run the strategy of a place; return by measurement what was found and what config.json says."""
     entries, checkpoint = VARIANTS[family], tiny_family(family)
     strategy, change, is_attended_there, is_on_device = PLACES[place]
     token_bytes, num_layers = cached_numbers(entries) * 4, checkpoint.spec.num_layers
-    assert checkpoint.spec.kv_bytes_per_token_layer == token_bytes
     work = requests(4, vocab_size=VOCAB_SIZE, longest=20, max_new_tokens=5, seed=2)
     values, machine = YAMLS[strategy] | change, CountingMachine()
     engine = engine_on(machine, checkpoint, work, kv_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, values=values)
+    found = {"spec": (checkpoint.spec.kv_bytes_per_token_layer, token_bytes)}
 
     def build(engine: Engine) -> Strategy:
         strategy = strategy_of(engine, values)
         [cache] = [each for each in (engine.kv.host, engine.kv.device) if each is not None]
         assert cache.on_device is is_on_device
-        cache_bytes = cache.allocator.num_blocks * BLOCK_SIZE * token_bytes
-        assert all(sum(buffer.nbytes for buffer in layer) == cache_bytes for layer in cache.layers)
-        held = {tier: machine.tiers[tier].holders().get("kv cache", 0) for tier in ("device", "pinned")}
-        sides = {"device": is_on_device, "pinned": not is_on_device}
-        assert held == {tier: num_layers * cache_bytes * has_it for tier, has_it in sides.items()}
+        cache_bytes = num_layers * cache.allocator.num_blocks * BLOCK_SIZE * token_bytes
+        found["buffers"] = (sum(buffer.nbytes for layer in cache.layers for buffer in layer), cache_bytes)
+        for tier, has_it in (("device", is_on_device), ("pinned", not is_on_device)):
+            found[tier] = (machine.tiers[tier].holders().get("kv cache", 0), cache_bytes * has_it)
         machine.drain()
         machine.moved_bytes.clear()  # what the planner has tried out does not count
         return strategy
 
     run_to_end(engine, build)
-    moved = {kind: machine.moved_bytes[kind] for kind in ("offload qkv", "load kv")}
-    if is_on_device:
-        assert moved == {"offload qkv": 0, "load kv": 0}
-        return
     new, read = zip(*contexts(engine), strict=True)
     num_queries = 0 if is_attended_there else sum(map(len, read))
-    assert moved["offload qkv"] == num_layers * (sum(new) * token_bytes + num_queries * query_numbers(entries) * 4)
-    assert moved["load kv"] == num_layers * sum(map(sum, read)) * token_bytes * is_attended_there
+    offloaded = num_layers * (sum(new) * token_bytes + num_queries * query_numbers(entries) * 4)
+    loaded = num_layers * sum(map(sum, read)) * token_bytes
+    found["offload qkv"] = (machine.moved_bytes["offload qkv"], 0 if is_on_device else offloaded)
+    found["load kv"] = (machine.moved_bytes["load kv"], loaded if is_attended_there and not is_on_device else 0)
+    return found
+
+
+def wrong_ones(family: str, place: str) -> dict[str, tuple[int, int]]:
+    """Return the measurements whose two numbers differ."""
+    return {name: pair for name, pair in measured(family, place).items() if pair[0] != pair[1]}
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("family", families.available())
 def test_bytes_of_the_cache(family, place):
-    check_bytes(family, place)
+    assert wrong_ones(family, place) == {}
 
 
-def test_keys_and_values_of_heads_in_place_of_latents_are_noticed(monkeypatch):
-    """The easy wrong way, which gives the same tokens."""
+@pytest.mark.parametrize("place", PLACES)
+def test_room_for_a_row_of_each_head_is_noticed(monkeypatch, place):
+    """The easy wrong way, which gives the same tokens: here the cache has room for it."""
+    init = KVCache.__init__
 
-    def of_heads(self: ModelSpec) -> tuple[KvPiece, ...]:
-        return KvPiece("k", self.num_heads, self.head_dim), KvPiece("v", self.num_heads, self.value_dim)
+    def of_heads(self: KVCache, machine: Machine, spec: ModelSpec, *, capacity_bytes: int, **given: Any) -> None:
+        wide, [latent] = replace(spec), spec.kv_pieces
+        vars(wide)["kv_pieces"] = (latent._replace(num_heads=spec.num_heads),)
+        init(self, machine, wide, capacity_bytes=capacity_bytes * spec.num_heads, **given)
+        self.pieces = spec.kv_pieces  # so that the run goes on
 
-    monkeypatch.setattr(ModelSpec, "kv_pieces", property(of_heads))
-    for place in PLACES:
-        with pytest.raises(AssertionError, match="kv_bytes_per_token_layer"):
-            check_bytes("deepseek_v3", place)
+    monkeypatch.setattr(KVCache, "__init__", of_heads)
+    assert wrong_ones("deepseek_v3", place).keys() == {"buffers", "device" if PLACES[place][-1] else "pinned"}
+
+
+@pytest.mark.parametrize(
+    ("op", "place"),
+    [(OffloadQkv, "attended on the host"), (OffloadQkv, "staged on the device"), (LoadKv, "staged on the device")],
+)
+def test_a_row_of_each_head_over_the_link_is_noticed(monkeypatch, op, place):
+    """The easy wrong way, which gives the same tokens: here the link carries it."""
+    run, num_heads = op.run, VARIANTS["deepseek_v3"]["num_attention_heads"]
+
+    class OfHeads:
+        def __init__(self, ctx: Any) -> None:
+            self._ctx = ctx
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._ctx, name)
+
+        def move(self, dst: Any, src: Any) -> None:
+            rows = dst.new_empty(num_heads, *dst.shape)
+            self._ctx.move(rows, src.expand_as(rows))
+            dst.copy_(rows[0])
+
+    monkeypatch.setattr(op, "run", lambda self, ctx, packet: run(self, OfHeads(ctx), packet))
+    assert wrong_ones("deepseek_v3", place).keys() == {op.kind}
