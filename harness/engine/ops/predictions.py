@@ -40,7 +40,10 @@ class PredictExperts(ComputeOp):
     def work(self) -> Work:
         """Count the router's matrix alone, whatever else its part has."""
         spec, n = self.spec, self.batch.num_tokens
+        matrices = [tensor for tensor in self.parts[0].layout.tensors if tensor.name == "router"]
         router_bytes = spec.hidden_dim * spec.num_experts * spec.dtype_bytes
+        if matrices:  # whose dtype may be another one than the model's
+            router_bytes = sum(tensor.nbytes for tensor in matrices)
         moved = n * (spec.hidden_dim * spec.dtype_bytes + 12 * self.acts.num_predicted)
         return Work(flops=2 * n * spec.hidden_dim * spec.num_experts, device_bytes=router_bytes + moved)
 

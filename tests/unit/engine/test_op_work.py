@@ -22,7 +22,9 @@ from harness.machine.simulated import SimulatedMachine
 from harness.machine.virtual.costs import LaneCost, Roofline
 from harness.memory import transfers as memory_ops
 from harness.memory.kv_cache import BlockAllocator, KVCache
+from harness.memory.placed import PlacedPart
 from harness.memory.weights import WeightStore
+from harness.model.layout import TensorSource, lay_out
 from harness.model.planned import PlannedModel
 from harness.model.spec import ModelSpec
 from tests.unit.engine.fakes import SPEC as FAKE
@@ -63,6 +65,8 @@ def batch_on(*, device: bool):
 
 
 here, there = batch_on(device=False), batch_on(device=True)
+in_float32 = lay_out("attention_out", "bfloat16", (TensorSource("router", (8, 80), ("gate",), dtype="float32"),))
+wide_router = PlacedPart(in_float32, buffer, ())
 own, experts = (None, SPEC, here, acts), tuple(parts[f"expert.{e}"] for e in range(8))
 
 
@@ -155,6 +159,10 @@ CASES: list[tuple[Op, Work]] = [
     (
         predictions.PredictExperts(*own, parts["attention_out"], 0, 1),
         Work(flops=2 * N * 80 * 8, device_bytes=2 * 80 * 8 + N * (80 * 2 + 3 * (8 + 4))),
+    ),
+    (
+        predictions.PredictExperts(*own, wide_router, 0, 1),
+        Work(flops=2 * N * 80 * 8, device_bytes=4 * 80 * 8 + N * (80 * 2 + 3 * (8 + 4))),
     ),
     (predictions.FetchPrediction(SPEC, here, acts, 0, 1), Work(link_bytes=N * 3 * (8 + 4))),
     (expert_rows.OffloadExpertInput(SPEC, here, acts, 0), moved(N * (80 * 2 + 2 * (8 + 4)))),
