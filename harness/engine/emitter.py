@@ -29,8 +29,8 @@ class Emitter(FanOut):
     """Submits the ops of one step for one micro-batch; nothing here waits.
 
     A step returns the ticket of its op, or None where the micro-batch gives it nothing to do; a step of several ops
-    returns the list of their tickets. The tickets that the loop waits for before the pass ends are noted in
-    `InFlight.tickets`.
+    returns the list of their tickets. `head` and `predict` submit two ops and return one ticket, that of the fetch,
+    which has the value. The tickets that the loop waits for before the pass ends are noted in `InFlight.tickets`.
 
     A step is written for one GPU and its share of the model. `on_each_gpu` makes it a step of all GPUs of the engine
     that have the micro-batch; it then returns the first GPU's tickets. Where each GPU has its own part or buffer, a
@@ -252,8 +252,8 @@ class Emitter(FanOut):
 
     @on_one_gpu
     def predict(self, it: InFlight, layer: int, router: PlacedPart | list[PlacedPart], *, distance: int = 1) -> Ticket:
-        """Bring predicted experts of layer `layer` + `distance` to the host, with how likely each is: int64 and float32
-        [tokens, predicted].
+        """Bring predicted experts of layer `layer` + `distance` to the host, with the probability that the router will
+        choose each: int64 and float32 [tokens, predicted].
 
         That layer's router, whose weights are in the part `router`, gets the input of the experts of `layer`. So this
         comes between `attention_out` of `layer` and that of the next one. `Activations.num_predicted` says how many
@@ -291,8 +291,8 @@ class Emitter(FanOut):
         device. Their sums begin at 0, so call it once for each layer. Nothing is submitted where there are no experts.
 
         `load_expert_sums` brings their results back; where these are all experts of the layer, `moe_out` is free for
-        the results. Returns the tickets in the order of submission: of `add_common`, of
-        the copy of the input, and of each expert.
+        the results. Returns the tickets in the order of submission: of `add_common`, of the copy of the input, and of
+        each expert.
         """
         whole = experts is None and not self._spec.is_dense(layer)
         common = self.add_common(it, layer) if whole else None
