@@ -38,7 +38,7 @@ class Activations:
     moe_out: Buffer
     workspace: Buffer
     predicted_ids: Buffer  # this and the next one: only where experts are predicted
-    predicted_scores: Buffer
+    predicted_chances: Buffer
     host_q: Buffer
     host_k: Buffer
     host_v: Buffer
@@ -147,7 +147,7 @@ def expert_bytes(spec: ModelSpec) -> Mapping[str, int]:
 
 def prediction_bytes(num_predicted: int) -> Mapping[str, int]:
     """Return the bytes per token for so many predicted experts, by buffer; none where none are predicted."""
-    return {"predicted_ids": 8 * num_predicted, "predicted_scores": 4 * num_predicted} if num_predicted else {}
+    return {"predicted_ids": 8 * num_predicted, "predicted_chances": 4 * num_predicted} if num_predicted else {}
 
 
 def host_expert_bytes(spec: ModelSpec) -> Mapping[str, int]:

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from harness.model.dimensions import ClampedSwiglu, Router, Yarn
 from harness.model.linear import linear
 
+_LEAST_SHARE = 1e-30  # where a softmax leaves nothing: its inverse is still a float32
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Normalise over the last dimension, in float32, rounded to x's dtype before the multiplication by the weight."""
@@ -143,16 +145,44 @@ def choose_experts(
     Experts are chosen by score + `choice_bias` [experts], within the best groups where the router has groups (as
     DeepSeek-V2 and V3 limit devices), and weighed by score alone.
     """
-    wide = logits.float()
-    scores = wide.softmax(dim=-1) if router.scoring == "softmax" else wide.sigmoid()
-    choice = scores if choice_bias is None else scores + choice_bias
-    if router.num_groups > 1:
-        choice = _in_best_groups(choice, router)
+    scores, choice = _scores(logits, router, choice_bias)
     ids = choice.topk(top_k, dim=-1).indices
     weights = scores.gather(-1, ids)
     if router.renormalise:
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return ids, weights * router.scale
+
+
+def foresee_experts(
+    logits: torch.Tensor, count: int, top_k: int, router: Router, choice_bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the `count` likeliest experts of each token and how likely each is among the `top_k` that are chosen:
+    int64 and float32 [tokens, count].
+
+    The logits [tokens, experts] are an estimate of the router's own. In the best groups the probabilities are
+    proportional to the score, and to what the `choice_bias` exceeds the least one by, up to 1; all experts' sum to
+    `top_k`. Outside they are 0.
+    """
+    scores, choice = _scores(logits, router, choice_bias)
+    shares = scores if choice_bias is None else scores + (choice_bias - choice_bias.min())
+    shares = shares.clamp_min(_LEAST_SHARE).masked_fill_(choice.isneginf(), 0.0)
+    largest, best = shares.topk(top_k, dim=-1)
+    others = shares.scatter(-1, best, 0.0).sum(dim=-1, keepdim=True)
+    from_here = largest.flip(-1).cumsum(dim=-1).flip(-1) + others  # of this expert and all with smaller shares
+    # Where the first m experts reach 1, the others share top_k - m. More of them at 1 or fewer give a smaller factor.
+    factor = (torch.arange(top_k, 0, -1, device=logits.device) / from_here).amax(dim=-1, keepdim=True)
+    ids = choice.topk(count, dim=-1).indices
+    return ids, (factor * shares.gather(-1, ids)).clamp_max_(1.0)
+
+
+def _scores(
+    logits: torch.Tensor, router: Router, choice_bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scores of all experts, and those by which they are chosen: float32 [tokens, experts]."""
+    wide = logits.float()
+    scores = wide.softmax(dim=-1) if router.scoring == "softmax" else wide.sigmoid()
+    choice = scores if choice_bias is None else scores + choice_bias
+    return scores, _in_best_groups(choice, router) if router.num_groups > 1 else choice
 
 
 def _in_best_groups(choice: torch.Tensor, router: Router) -> torch.Tensor:

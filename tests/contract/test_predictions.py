@@ -11,16 +11,21 @@ import torch
 
 from harness.bench.op_bench import OpBench
 from harness.bench.shapes import Shape
+from harness.engine.activations import Activations
 from harness.engine.emitter import Emitter, InFlight
 from harness.engine.engine import Engine
 from harness.engine.ops.data import MicroBatchOp
 from harness.machine.base import D2H, GPU, H2D, Work
+from harness.model.dimensions import Router
+from harness.model.functional import foresee_experts
+from tests.conftest import ROOT
 from tests.contract.running import CAPACITIES_BYTES, check_tokens, emulated, engine_on, requests, run_to_end, shuffled
 from tests.contract.sketches import expert_placement
 from tests.contract.test_sketches import link_bytes, simulated_engine
 from tests.contract.toy_family import PlainToy, make_toy
 from tests.fake_device import cuda_machine
 
+DOCUMENT = ROOT / "docs/experts.md"
 PREDICTING = partial(expert_placement.build, predicts=True)
 
 
@@ -67,18 +72,29 @@ def run(machine, checkpoint, build: Callable = PREDICTING, count: int = 6) -> En
 
 
 def by_hand(checkpoint, layer: int, normed: np.ndarray) -> tuple[list[list[int]], np.ndarray]:
-    """The best two experts of each token and the scores of all, expert by expert in float64."""
+    """The best two experts of each token and how likely all are, expert by expert in float64."""
     w, prefix = checkpoint.tensors(), f"model.layers.{layer}."
     logits = torch.from_numpy(normed).double() @ w[prefix + "block_sparse_moe.gate.weight"].double().T
     is_toy = checkpoint.spec.family == "toy"
     exps = logits.exp()
     scores = exps / (1 + exps) if is_toy else exps / exps.sum(-1, keepdim=True)
     choice = scores + w[prefix + "correction_bias"].double() if is_toy else scores
-    best = []
-    for token in choice.tolist():
+    shares = choice - w[prefix + "correction_bias"].double().min() if is_toy else choice
+    best, likely = [], []
+    for token, share in zip(choice.tolist(), shares.tolist(), strict=True):
         groups = sorted(range(4), key=lambda pair: -(token[2 * pair] + token[2 * pair + 1]))[: 2 if is_toy else 4]
         best.append(sorted((e for e in range(8) if e // 2 in groups), key=lambda e: -token[e])[:2])
-    return best, scores.numpy()
+        likely.append(two_of([share[e] if e // 2 in groups else 0.0 for e in range(8)]))
+    return best, np.array(likely)
+
+
+def two_of(shares: list[float]) -> list[float]:
+    """Multiply the shares by what makes them sum to 2 where none may exceed 1: the factor is found by halving."""
+    low, high = 0.0, 1e9
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(min(1.0, middle * share) for share in shares) < 2 else (low, middle)
+    return [min(1.0, low * share) for share in shares]
 
 
 def agree(checkpoint, found) -> bool:
@@ -107,7 +123,7 @@ def test_predictions_are_those_of_the_later_layers_router(tiny, predicted, make)
     assert {layer for layer, _, _ in predicted} == set(range(1, tiny.spec.num_layers))
     assert agree(tiny, predicted)
     account = engine.machine.tiers["device"].holders()
-    assert account["batch predicted ids"] == 512 * 2 * 8 and account["batch predicted scores"] == 512 * 2 * 4
+    assert account["batch predicted ids"] == 512 * 2 * 8 and account["batch predicted chances"] == 512 * 2 * 4
 
 
 def test_a_correction_bias_and_groups_count_in_predictions(tiny, predicted, tmp_path, monkeypatch):
@@ -119,6 +135,46 @@ def test_a_correction_bias_and_groups_count_in_predictions(tiny, predicted, tmp_
         assert sequence.generated == plain.generate(request.prompt_ids, request.max_new_tokens)
     assert {layer for layer, _, _ in predicted} == {3}, "one layer is dense, and nothing precedes the first"
     assert agree(toy, predicted)
+
+
+@pytest.mark.parametrize("name", ["tiny", "toy"])
+def test_all_experts_chances_sum_to_the_number_that_is_chosen(tiny, predicted, tmp_path, monkeypatch, name):
+    """The toy's router has groups, a sigmoid and a bias."""
+    checkpoint = make_toy(tiny, tmp_path / "toy", monkeypatch) if name == "toy" else tiny
+    wide = lambda *given, **how: Activations(*given, **how | {"num_predicted": 8})  # noqa: E731
+    monkeypatch.setattr(expert_placement, "Activations", wide)
+    run(shuffled(0), checkpoint, count=3)
+    assert predicted
+    for layer, normed, (ids, likely) in predicted:
+        assert np.sort(ids, axis=1).tolist() == [list(range(8))] * len(normed)
+        assert likely.sum(axis=1) == pytest.approx(2, abs=1e-5) and likely.max() <= 1
+        assert np.take_along_axis(by_hand(checkpoint, layer, normed)[1], ids, axis=1) == pytest.approx(likely, abs=1e-5)
+        assert expected_tokens(ids, likely, 8).sum() == pytest.approx(2 * len(normed), rel=1e-5)
+
+
+def test_an_oracles_chances_sum_to_the_number_that_is_chosen(predicted):
+    engine, _ = simulated_engine("qwen3-30b-a3b", 2, hit_rate=1.0)
+    run_to_end(engine, PREDICTING)
+    assert predicted
+    for _, _, (ids, likely) in predicted:
+        assert expected_tokens(ids, likely, 128).sum() == pytest.approx(8 * len(ids))
+
+
+def expected_tokens(ids: np.ndarray, likely: np.ndarray, num_experts: int) -> np.ndarray:
+    """The formula of docs/experts.md."""
+    assert "`np.bincount(ids.ravel(), weights=likely.ravel(), minlength=num_experts)`" in DOCUMENT.read_text()
+    return np.bincount(ids.ravel(), weights=likely.ravel(), minlength=num_experts)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 300.0])
+def test_chances_of_hundreds_of_experts_sum_to_the_number_that_is_chosen(scoring, spread):
+    """A softmax of such a spread leaves nothing to most of them."""
+    logits = spread * torch.randn(50, 160, generator=torch.Generator().manual_seed(1))
+    _, likely = foresee_experts(logits, 160, 6, Router(scoring=scoring))
+    assert likely.sum(dim=1).numpy() == pytest.approx(6, abs=1e-4) and likely.min() >= 0 and likely.max() <= 1
+    assert (likely.diff(dim=1) <= 0).all(), "the best come first"
+    assert (foresee_experts(logits, 3, 6, Router(scoring=scoring))[1] == likely[:, :3]).all()
 
 
 def test_a_router_of_another_layer_is_caught(tiny, predicted, monkeypatch):

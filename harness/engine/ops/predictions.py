@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import lru_cache
 from typing import Any, ClassVar
 
 from harness.engine.activations import Activations
@@ -18,7 +16,8 @@ from harness.model.spec import ModelSpec
 
 class PredictExperts(ComputeOp):
     """Applies the router of layer `layer` + `distance` to the experts' input of `layer`. `part` has that router's
-    weights. The `acts.num_predicted` best experts of each token and their scores are kept in `acts`."""
+    weights. The `acts.num_predicted` best experts of each token, and the probability that the router will choose each,
+    are kept in `acts`."""
 
     kind: ClassVar[str] = "predict experts"
 
@@ -35,7 +34,7 @@ class PredictExperts(ComputeOp):
         super().__init__(family, spec, batch, acts, (part,), layer)
         self.predicted_layer = predicted_layer(spec, layer, distance)
         self.reads = (acts.normed, *self.weight_keys)
-        self.writes = (acts.predicted_ids, acts.predicted_scores)
+        self.writes = (acts.predicted_ids, acts.predicted_chances)
 
     def work(self) -> Work:
         """Count the router's matrix alone, whatever else its part has."""
@@ -52,24 +51,25 @@ class PredictExperts(ComputeOp):
 
     def run(self, ctx: Context, packet: int) -> None:
         n, k = self.batch.num_tokens, self.acts.num_predicted
-        w, spec = weights(ctx, self.parts[0]), _unweighted(self.spec, k)
+        w, spec = weights(ctx, self.parts[0]), self.spec
         normed = rows(ctx, self.acts.normed, n, spec.hidden_dim, spec.dtype)
         logits = self.family.router_logits(spec, w, normed, self.predicted_layer)
-        ids, scores = self.family.route(spec, w, logits, self.predicted_layer)
+        ids, chances = self.family.foresee(spec, w, logits, k, self.predicted_layer)
         rows(ctx, self.acts.predicted_ids, n, k, "int64").copy_(ids)
-        rows(ctx, self.acts.predicted_scores, n, k, "float32").copy_(scores)
+        rows(ctx, self.acts.predicted_chances, n, k, "float32").copy_(chances)
 
 
 class FetchPrediction(MicroBatchOp):
-    """Fetch predicted experts to the host and how likely each is; value: int64 and float32 [tokens, predicted]. A
-    machine without tensors says what its world predicts, no more experts of a token than that."""
+    """Fetch predicted experts to the host and the probability that the router will choose each; value: int64 and
+    float32 [tokens, predicted]. A machine without tensors says what its world predicts, no more experts of a token
+    than that."""
 
     kind: ClassVar[str] = "fetch prediction"
 
     def __init__(self, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int, distance: int) -> None:
         super().__init__(spec, batch, acts, layer)
         self.predicted_layer, self.distance = predicted_layer(spec, layer, distance), distance
-        self.reads = (acts.predicted_ids, acts.predicted_scores)
+        self.reads = (acts.predicted_ids, acts.predicted_chances)
 
     def work(self) -> Work:
         return Work(link_bytes=12 * self.batch.num_tokens * self.acts.num_predicted)
@@ -85,8 +85,8 @@ class FetchPrediction(MicroBatchOp):
 
     def run(self, ctx: Context, packet: int) -> Any:
         shape = (self.batch.num_tokens, self.acts.num_predicted)
-        ids, scores = (self.acts.predicted_ids, "int64"), (self.acts.predicted_scores, "float32")
-        return tuple(ctx.host_value(ctx.tensor(buffer, shape, dtype)) for buffer, dtype in (ids, scores))
+        ids, chances = (self.acts.predicted_ids, "int64"), (self.acts.predicted_chances, "float32")
+        return tuple(ctx.host_value(ctx.tensor(buffer, shape, dtype)) for buffer, dtype in (ids, chances))
 
     def imagine(self, world: Any) -> Any:
         ids, likely = world.predicted(self.batch, self.predicted_layer, self.distance)
@@ -99,11 +99,3 @@ def predicted_layer(spec: ModelSpec, layer: int, distance: int) -> int:
     found = layer + distance
     assert distance >= 1 and found < spec.num_layers and not spec.is_dense(found), f"layer {found} has no router ahead"
     return found
-
-
-@lru_cache(maxsize=16)
-def _unweighted(spec: ModelSpec, num_experts: int) -> ModelSpec:
-    """Return the model with a router that chooses so many experts and gives their scores as they are. These are
-    probabilities under a softmax, or each expert's own under a sigmoid."""
-    router = replace(spec.router, renormalise=False, scale=1.0)
-    return replace(spec, experts_per_token=num_experts, router=router)

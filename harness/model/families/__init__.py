@@ -172,6 +172,13 @@ class Family(FamilyLayout, Protocol):
         [tokens, k]. If `w` has a correction bias, it is added to the scores for the choice alone."""
         ...
 
+    def foresee(
+        self, spec: ModelSpec, w: Mapping[str, Tensor], logits: Tensor, count: int, layer: int
+    ) -> tuple[Tensor, Tensor]:
+        """Estimate which experts `route` will choose by logits that are like these. Returns ids int64 [tokens, count],
+        the best first, and the probability of each, float32 [tokens, count]; those of all experts sum to k."""
+        ...
+
     def expert(self, spec: ModelSpec, w: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Run one expert on its tokens, unweighted: [m, hidden] -> [m, hidden]."""
         ...

@@ -108,6 +108,10 @@ class Decoder:
             )
         return functional.choose_experts(logits, spec.experts_per_token, router, bias)
 
+    def foresee(self, spec: ModelSpec, w: Weights, logits: Tensor, count: int, layer: int) -> tuple[Tensor, Tensor]:
+        bias = w.get("correction_bias")
+        return functional.foresee_experts(logits, count, spec.experts_per_token, spec.router, bias)
+
     def expert(self, spec: ModelSpec, w: Weights, x: Tensor) -> Tensor:
         return functional.swiglu(x, w["gate_up"], w["down"])
 
