@@ -73,7 +73,7 @@ def compiled_for(number: int, capability: int, shared_kib: int, dtype: str) -> l
     latents = Latent(kv_rank=512, rope_dim=64, value_dim=128)
     dims = {**dims, "head_dim": 192, "latent": latents}
     dims |= {"num_groups": 4, "groups_per_token": 2, "group_score_experts": 2}
-    for num_heads in (16, 128) if dtype != "float32" else (16,):  # tiles of float32 do not depend on it
+    for num_heads in (16, 128) if capability == 90 and dtype != "float32" else (16,):
         all_dims.append({**dims, "num_heads": num_heads})
     try:
         for each in all_dims:

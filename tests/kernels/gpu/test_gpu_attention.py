@@ -98,7 +98,7 @@ def test_decode(device, context_lens, block_size, dtype, num_kv_heads, group, he
 
 
 def test_more_sequences_than_one_step_adds_up(device, monkeypatch):
-    monkeypatch.setattr("kernels.triton.decode._LENGTHS", 8)  # 128 of them would take long
+    monkeypatch.setattr("kernels.triton.decode.LENGTHS_AT_ONCE", 8)  # 128 of them would take long
     draw, count = Draw(device, torch.float32, 0), 20
     context_lens = [1 + i % 3 for i in range(count)]
     k_cache, v_cache, tables = make_cache(draw, context_lens, 1, 16, 4)

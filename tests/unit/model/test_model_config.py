@@ -25,8 +25,8 @@ def test_defaults_are_the_stated_models(model_config):
 
 def test_the_open_model_needs_a_path(model_config):
     with pytest.raises(ConfigError, match=r"model\.path: missing; give a checkpoint folder or a Hugging Face hub id"):
-        model_config("mixtral")
-    assert parse(ModelConfig, {"name": "mixtral", "path": "/somewhere"}, "model").recipe is None
+        model_config("checkpoint")
+    assert parse(ModelConfig, {"name": "checkpoint", "path": "/somewhere"}, "model").recipe is None
 
 
 @pytest.mark.parametrize(
