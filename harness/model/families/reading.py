@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from harness.config import ConfigError, parse
 from harness.model.dimensions import Yarn
-from harness.model.families.harmless import HARMLESS
+from harness.model.families.harmless import HARMLESS, NEUTRAL
 from harness.model.spec import DTYPE_NAMES, DTYPES, Dtype, ModelSpec
 
 if TYPE_CHECKING:
@@ -48,8 +48,11 @@ def read_spec(
     missing, impossible, or unknown: what it changes is not known here either."""
     entries = EntriesRead(config)
     ConfigReader(entries).must_equal("is_encoder_decoder", False)
+    for key, neutral in NEUTRAL.items():
+        if config.get(key) is not None:
+            ConfigReader(config).must_equal(key, neutral)
     spec = family.spec_from_config(entries, name, dtype)
-    refuse_unknown(entries, {*entries.read, *family.harmless})
+    refuse_unknown(entries, {*entries.read, *family.harmless, *NEUTRAL})
     return spec, entries.read
 
 

@@ -18,7 +18,7 @@ from harness.config import ConfigError
 from harness.model import families
 from harness.model.checkpoint import Checkpoint
 from harness.model.checkpoint_files import WeightFiles, read_json
-from harness.model.families.harmless import HARMLESS
+from harness.model.families.harmless import HARMLESS, NEUTRAL
 from harness.model.families.reading import read_spec
 from tests.tiny_families import VARIANTS, VOCAB_SIZE, folder_of, runnable, tiny_family
 
@@ -47,6 +47,27 @@ OTHER_VALUES = {  # harmless entries that transformers' classes know, with value
     "num_key_value_heads": 1,
     "experts_per_token": 1,
     "initial_context_length": 8,
+}
+WRITTEN_BY_OTHERS = {  # harmless entries of older versions of transformers, and of programs that work on its files
+    "_attn_implementation_autoset": True,
+    "diversity_penalty": 0.5,
+    "early_stopping": True,
+    "finetuning_task": "mnli",
+    "gradient_checkpointing": True,
+    "length_penalty": 2.0,
+    "max_length": 5,
+    "num_beam_groups": 2,
+    "output_scores": True,
+    "return_dict_in_generate": True,
+    "sep_token_id": 3,
+    "task_specific_params": {"summarization": {"num_beams": 4}},
+    "tf_legacy_loss": True,
+    "tokenizer_class": "LlamaTokenizer",
+    "torchscript": True,
+    "typical_p": 0.5,
+    "unsloth_fixed": True,
+    "unsloth_version": "2026.1",
+    "use_bfloat16": True,
 }
 UNSUPPORTED = {  # family -> entry, value, what the error says
     "mixtral": ("hidden_act", "gelu", "hidden_act: must be 'silu', got 'gelu'"),
@@ -101,11 +122,13 @@ def test_harmless_entries_change_no_number(family, tmp_path):
     kept = {"architectures", "dtype", "transformers_version", "return_dict"}
     kept |= {"sliding_window", "intermediate_size", "n_group", "topk_group"}  # these count here
     changed = {key: OTHER_VALUES[key] for key in harmless - kept}
-    assert len(changed) >= 8
+    assert len(changed) >= 8 and HARMLESS.keys() >= WRITTEN_BY_OTHERS.keys()
+    changed |= WRITTEN_BY_OTHERS | NEUTRAL
     other_folder = with_entries(family, tmp_path, **changed)
     models = [AutoModelForCausalLM.from_pretrained(each) for each in (folder, other_folder)]
-    right, other = (model.eval()(PROMPT).logits for model in models)
+    right, other = (model.eval()(PROMPT, return_dict=True).logits for model in models)
     assert torch.equal(right, other)
+    assert replace(Checkpoint(other_folder).spec, name="") == replace(tiny_family(family).spec, name="")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -141,6 +164,13 @@ def test_an_unknown_entry_is_refused_by_its_name(refused, family):
 def test_an_unsupported_value_is_refused_by_its_name(refused, family):
     key, value, expected = UNSUPPORTED[family]
     assert expected in refused(family, **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("repetition_penalty", 1.2), ("is_decoder", True), ("pruned_heads", {1: [0]})]
+)
+def test_an_entry_that_is_neutral_by_one_value_is_refused_with_another(refused, key, value):
+    assert f"config.json: {key}: must be {NEUTRAL[key]!r}, got " in refused("olmoe", **{key: value})
 
 
 def test_an_unknown_entry_of_rope_is_refused(refused):
