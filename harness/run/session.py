@@ -140,7 +140,7 @@ class Session:
         if settings.stop_at_eos and model.checkpoint is None:
             raise ConfigError("stop_at_eos", "must be false without a checkpoint: nothing real is sampled there")
         if settings.stop_at_eos and model.spec.eos_token_id is None:
-            raise ConfigError("stop_at_eos", "this model's config.json names no end-of-sequence token; set it to false")
+            raise ConfigError("stop_at_eos", "config.json names no end-of-sequence token, or several; set it to false")
         weights_bytes = host_weight_bytes(model.source, num_gpus, shared)
         _require_host_memory(self.machine, settings, weights_tier(config), weights_bytes)
         first = rank_sources(model.source, num_gpus, shared)[0]

@@ -170,14 +170,15 @@ class ConfigReader:
             raise bad_entry(f"{key}.{error.field}", error.message) from None
 
     def eos_token_id(self, vocab_size: int) -> int | None:
+        """Return the end token; None where config.json names none, or several: no run can stop at those."""
         value = self.entries.get("eos_token_id")
-        if isinstance(value, list) and len(value) == 1:
-            value = value[0]
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
-            raise bad_entry("eos_token_id", f"must be one token id below vocab_size {vocab_size}, got {value!r}")
-        return value
+        ids = value if isinstance(value, list) else [value]
+        if not ids or any(type(each) is not int or not 0 <= each < vocab_size for each in ids):
+            told = f"must be a token id, or a list of them, below vocab_size {vocab_size}, got {value!r}"
+            raise bad_entry("eos_token_id", told)
+        return ids[0] if len(ids) == 1 else None
 
 
 def checked_dtype(dtype: str) -> Dtype:

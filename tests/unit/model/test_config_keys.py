@@ -20,6 +20,8 @@ from harness.model.checkpoint import Checkpoint
 from harness.model.checkpoint_files import WeightFiles, read_json
 from harness.model.families.harmless import HARMLESS, NEUTRAL
 from harness.model.families.reading import read_spec
+from harness.run.session import Session
+from tests.composing import composed
 from tests.tiny_families import VARIANTS, VOCAB_SIZE, folder_of, runnable, tiny_family
 
 FAMILIES = sorted({VARIANTS[name]["model_type"] for name in runnable()})
@@ -171,6 +173,25 @@ def test_an_unsupported_value_is_refused_by_its_name(refused, family):
 )
 def test_an_entry_that_is_neutral_by_one_value_is_refused_with_another(refused, key, value):
     assert f"config.json: {key}: must be {NEUTRAL[key]!r}, got " in refused("olmoe", **{key: value})
+
+
+def engine_by(*settings):
+    with Session.of(composed(*settings)) as session:
+        session.load_model()
+        session.load_workload()
+        session.build_machine()
+        session.queue_requests()
+        return session.build_engine()
+
+
+def test_several_end_tokens_matter_only_to_runs_that_stop_at_one(tmp_path):
+    folder = with_entries("olmoe", tmp_path, eos_token_id=[1, 2])
+    assert Checkpoint(folder).spec.eos_token_id is None
+    settings = ("machine=shuffled", "strategy=ondemand", "model=checkpoint", f"model.path={folder}")
+    workload = ("dataset.num_requests=1", "dataset.max_new_tokens=2")
+    assert engine_by(*settings, *workload).eos_token_id is None
+    with pytest.raises(ConfigError, match="^stop_at_eos: config.json names no end-of-sequence token, or several"):
+        engine_by(*settings, *workload, "stop_at_eos=true")
 
 
 def test_an_unknown_entry_of_rope_is_refused(refused):
