@@ -52,9 +52,10 @@ class LayerProbes:
     """Holds device memory for two layers and two micro-batches of `max_tokens`, and submits ops over them. `close`
     gives the memory back; what the engine's cache held is lost.
 
-    Ops of a single layer are those of `layer`, the first one with experts, which is its index in the stream too. Where
-    the link is to be busy meanwhile, it brings what lies at `beside` in the stream. `chains` names all that chains of
-    ops begin with, each with whether its experts are apart: `layer`, and the first dense layer where there is one.
+    Ops of a single layer are those of `layer`, the first one with experts, which is its index in the stream too; where
+    only some layers have windows, the first without one. Where the link is to be busy meanwhile, it brings what lies at
+    `beside` in the stream. `chains` names all that chains of ops begin with, each with whether its experts are apart:
+    `layer`, and the first dense layer where there is one.
     """
 
     RESERVED_BYTES = _STAGING_BYTES + _DEVICE_KV_BYTES + _TABLES_BYTES  # device memory beside layers and activations
@@ -63,7 +64,7 @@ class LayerProbes:
         self.engine = engine
         self.packet_bytes = packet_bytes
         machine, spec = engine.machine, engine.spec
-        self.layer = spec.moe_layers[0]
+        self.layer = next((layer for layer in spec.moe_layers if spec.window(layer) is None), spec.moe_layers[0])
         self.beside = _index_beside(spec, self.layer)
         self.chains = [(self.layer, False), (self.layer, True), *((layer, False) for layer in spec.dense_layers[:1])]
         self.stream = WeightStream(machine, engine.store, depth=2, packet_bytes=packet_bytes, name="bench slot")

@@ -217,12 +217,14 @@ class CachedRows:
         """The blocks of the first decoding sequence's context, then those of the second one, and so on: int32."""
         return self.reads.contexts.flat_blocks
 
-    def num_seen_tokens(self, spec: ModelSpec, layer: int) -> int:
-        """Return how many of the tokens that decode attention reads lie within the layer's window."""
+    def num_seen_tokens(self, spec: ModelSpec, layer: int, rows: range | None = None) -> int:
+        """Return how many of the tokens that decode attention reads, for all rows or some, lie within the layer's
+        window."""
         window = spec.seen_tokens(layer, spec.max_positions)
-        if window >= spec.max_positions:
+        if rows is None and window >= spec.max_positions:
             return self.num_context_tokens
-        return int(self.read_lens.clip(max=window).sum())
+        lens = self.read_lens if rows is None else self.read_lens[rows.start : rows.stop]
+        return int((lens if window >= spec.max_positions else lens.clip(max=window)).sum())
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from harness.engine.activations import Activations
 from harness.engine.batch import MicroBatch
-from harness.engine.ops.attention_rows import attended, value_up_flops
+from harness.engine.ops.attention_rows import attended, row_features, value_up_flops
 from harness.engine.ops.compute import BehindAttention
 from harness.engine.ops.data import MicroBatchOp
 from harness.engine.ops.views import keep, rows, weights
@@ -39,7 +39,7 @@ class OutputProjection(BehindAttention):
         return Work(flops=flops, device_bytes=_share_bytes(self, of_projection=True) + moved)
 
     def cost_features(self) -> tuple[float, ...]:
-        return (float(self.batch.num_tokens),)
+        return row_features(self.spec, self.batch)
 
     def run(self, ctx: Context, packet: int) -> None:
         spec, n = self.spec, self.batch.num_tokens

@@ -26,6 +26,15 @@ def num_expanded(spec: ModelSpec, batch: MicroBatch) -> int:
     return batch.num_prefill_tokens if spec.expands_prefill else 0
 
 
+def row_features(spec: ModelSpec, batch: MicroBatch) -> tuple[float, ...]:
+    """Return what the ops next to attention cost a function of: the number of rows. Where prompts are expanded, but
+    tokens that decode attend to latents, it is the number of each."""
+    if spec.latent is None or not spec.expands_prefill:
+        return (float(batch.num_tokens),)
+    first = num_expanded(spec, batch)
+    return (float(first), float(batch.num_tokens - first))
+
+
 def value_up_flops(spec: ModelSpec, batch: MicroBatch) -> int:
     """Return the FLOPs by which results in the latents' space become values of heads, behind attention. The other rows'
     values are projected in front of it."""

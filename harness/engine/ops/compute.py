@@ -18,6 +18,7 @@ from harness.engine.ops.attention_rows import (
     num_expanded,
     prompt_results,
     prompt_rows,
+    row_features,
     value_up_flops,
 )
 from harness.engine.ops.data import MicroBatchOp, device_rows
@@ -95,7 +96,7 @@ class AttentionIn(ComputeOp):
         return Work(flops=flops, device_bytes=self.weight_bytes() + moved * spec.dtype_bytes)
 
     def cost_features(self) -> tuple[float, ...]:
-        return (float(self.batch.num_tokens),)
+        return row_features(self.spec, self.batch)
 
     def run(self, ctx: Context, packet: int) -> None:
         spec, n = self.spec, self.batch.num_tokens
@@ -131,16 +132,19 @@ class PrefillAttention(ComputeOp):
         self.writes = ((acts.attention, "prefill"),)
 
     def work(self) -> Work:
+        moved = self.batch.num_prefill_tokens * self.spec.prompt_row_dim * self.spec.dtype_bytes
+        return Work(flops=self._twice_pairs / 2 * self.spec.prefill_pair_flops, device_bytes=moved)
+
+    @property
+    def _twice_pairs(self) -> int:
+        """Twice the number of pairs of a query and a token that it sees."""
         assert self.layer is not None
-        spec, lens = self.spec, self.batch.prefill_lens
-        seen = [(n, spec.seen_tokens(self.layer, n)) for n in lens]
-        pairs = sum((n - window / 2) * window for n, window in seen)  # up to a window, each token sees one more
-        moved = self.batch.num_prefill_tokens * spec.prompt_row_dim * spec.dtype_bytes
-        return Work(flops=pairs * spec.prefill_pair_flops, device_bytes=moved)
+        seen = [(n, self.spec.seen_tokens(self.layer, n)) for n in self.batch.prefill_lens]
+        return sum((2 * n - window) * window for n, window in seen)  # up to a window, each token sees one more
 
     def cost_features(self) -> tuple[float, ...]:
         lens = self.batch.prefill_lens
-        return (float(len(lens)), float(sum(lens)), float(sum(n * n for n in lens)))
+        return (float(len(lens)), float(sum(lens)), float(self._twice_pairs))
 
     def run(self, ctx: Context, packet: int) -> None:
         spec, first = self.spec, self.batch.num_prefill_tokens
@@ -177,7 +181,7 @@ class DecodeAttentionDevice(ComputeOp):
         self.writes = ((acts.attention, "decode"), staging)
 
     def work(self) -> Work:
-        tokens = self._num_read
+        tokens = self._num_seen
         flops = tokens * self.spec.decode_pair_flops
         return Work(flops=flops, device_bytes=tokens * self.spec.kv_bytes_per_token_layer)
 
@@ -185,8 +189,13 @@ class DecodeAttentionDevice(ComputeOp):
     def _num_read(self) -> int:
         return int(self.there.read_lens[self.rows.start : self.rows.stop].sum())
 
+    @property
+    def _num_seen(self) -> int:
+        assert self.layer is not None
+        return self.there.num_seen_tokens(self.spec, self.layer, self.rows)
+
     def cost_features(self) -> tuple[float, ...]:
-        return (float(len(self.rows)), float(self._num_read))
+        return (float(len(self.rows)), float(self._num_seen))
 
     def run(self, ctx: Context, packet: int) -> None:
         spec, n, first = self.spec, self.batch.num_tokens, self.batch.num_prefill_tokens
@@ -277,7 +286,7 @@ class AttentionOut(BehindAttention):
         return Work(flops=flops, device_bytes=self.weight_bytes() + moved)
 
     def cost_features(self) -> tuple[float, ...]:
-        return (float(self.batch.num_tokens),)
+        return row_features(self.spec, self.batch)
 
     def run(self, ctx: Context, packet: int) -> None:
         spec, acts, n = self.spec, self.acts, self.batch.num_tokens

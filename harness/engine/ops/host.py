@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import kernels
 from harness.engine.activations import Activations
-from harness.engine.batch import KvReads, MicroBatch
+from harness.engine.batch import CachedRows, KvReads, MicroBatch
 from harness.engine.ops.attention_rows import cached_queries, cached_results
 from harness.engine.ops.data import MicroBatchOp
 from harness.engine.ops.views import attend_each, attention_weights
@@ -93,6 +93,10 @@ class AttentionOverCache(KvOp):
         self.family, self.part = family, part
         self.attention_keys = part.keys if part else ()
 
+    def num_seen_tokens(self, there: CachedRows) -> int:
+        assert self.layer is not None
+        return there.num_seen_tokens(self.spec, self.layer)
+
     def options(self, ctx: Context) -> AttentionOptions:
         return self.family.attention_options(self.spec, attention_weights(ctx, self.part), self.layer)
 
@@ -117,13 +121,12 @@ class DecodeAttention(AttentionOverCache):
         self.writes = (acts.host_attention,)
 
     def work(self) -> Work:
-        assert self.layer is not None
-        tokens = self.batch.on_host.num_seen_tokens(self.spec, self.layer)
+        tokens = self.num_seen_tokens(self.batch.on_host)
         flops = tokens * self.spec.decode_pair_flops
         return Work(flops=flops, host_bytes=tokens * self.spec.kv_bytes_per_token_layer)
 
     def cost_features(self) -> tuple[float, ...]:
-        return (float(self.batch.on_host.num_decode), float(self.batch.on_host.num_context_tokens))
+        return (float(self.batch.on_host.num_decode), float(self.num_seen_tokens(self.batch.on_host)))
 
     def run(self, ctx: Context, packet: int) -> None:
         spec, n, here = self.spec, self.batch.num_tokens, self.batch.on_host

@@ -67,13 +67,12 @@ class DecodeAttentionPaged(AttentionOverCache):
         self.writes = ((acts.attention, "decode on device"),)
 
     def work(self) -> Work:
-        assert self.layer is not None
-        tokens = self.batch.on_device.num_seen_tokens(self.spec, self.layer)
+        tokens = self.num_seen_tokens(self.batch.on_device)
         flops = tokens * self.spec.decode_pair_flops
         return Work(flops=flops, device_bytes=tokens * self.spec.kv_bytes_per_token_layer)
 
     def cost_features(self) -> tuple[float, ...]:
-        return (float(self.batch.on_device.num_decode), float(self.batch.on_device.num_context_tokens))
+        return (float(self.batch.on_device.num_decode), float(self.num_seen_tokens(self.batch.on_device)))
 
     def run(self, ctx: Context, packet: int) -> None:
         spec, n, mine = self.spec, self.batch.num_tokens, self.batch.on_device.decode
