@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from harness.config import ConfigError
@@ -14,9 +14,10 @@ from harness.engine.activations import (
     prediction_bytes,
 )
 from harness.engine.engine import Engine
+from harness.engine.sequences import Sequence
 from harness.engine.strategy import least_weight_bytes, weights_tier
 from harness.memory.placed import ModelParts
-from harness.memory.tiers import PINNED, RAM, Tier, told_bytes
+from harness.memory.tiers import PINNED, RAM, Tier, enough, told_bytes
 from harness.memory.weights import attention_parts, stored_bytes
 
 SLACK_BYTES = 1 << 16  # for the alignment of many small buffers
@@ -24,7 +25,12 @@ SLACK_BYTES = 1 << 16  # for the alignment of many small buffers
 
 def longest_sequence(engine: Engine) -> int:
     """Return the most tokens that one prefill can have: a preempted sequence is prefilled with what it generated."""
-    return max((s.max_tokens for s in engine.sequences), default=1)
+    return most_tokens(engine.sequences)
+
+
+def most_tokens(sequences: Iterable[Sequence]) -> int:
+    """Return the tokens of the longest sequence at its end; 1 where there is none."""
+    return max((s.max_tokens for s in sequences), default=1)
 
 
 def least_device_bytes(config: Any, model: ModelParts) -> dict[str, int]:
@@ -46,7 +52,8 @@ def least_bytes(
     `least_device_bytes` says of the first GPU's part of the `model`, and one micro-batch that has the longest sequence.
     """
     tokens = f"one micro-batch of {longest_tokens} tokens"
-    device = {**least_device_bytes(config, model), tokens: longest_tokens * device_bytes_per_token(model.spec)}
+    device = {**least_device_bytes(config, model), "alignment": SLACK_BYTES}
+    device[tokens] = longest_tokens * device_bytes_per_token(model.spec)
     pinned = {"kv cache": kv_cache_bytes, tokens: num_gpus * longest_tokens * host_bytes_per_token(model.spec)}
     needed = {"device": device, PINNED: pinned}
     tier = weights_tier(config)
@@ -102,9 +109,9 @@ def _too_small(
     longest sequence."""
     limit = tier.limit
     held = {**limit.holders(), **beside}
-    enough_gb = (sum(held.values()) + needed * token_bytes) / 1e9
+    enough_gb = enough(sum(held.values()) + needed * token_bytes)
     return ConfigError(
         f"hardware.{limit.name}_gb" if limit.name == RAM else f"hardware.{limit.name}_memory_gb",
-        f"{limit.capacity_bytes / 1e9:.4g} GB is too small: {told_bytes(held)} leave room for {max(fitting, 0)} tokens "
-        f"of a micro-batch, {at_least} are needed; {enough_gb:.4g} GB hold the longest sequence ({needed} tokens) too",
+        f"{limit.capacity_bytes / 1e9:g} GB is too small: {told_bytes(held)} leave room for {max(fitting, 0)} tokens "
+        f"of a micro-batch, {at_least} are needed; {enough_gb} GB hold the longest sequence ({needed} tokens) too",
     )

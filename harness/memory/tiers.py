@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from decimal import ROUND_CEILING, Context, Decimal
 
 
 class MemoryCapacityError(RuntimeError):
@@ -162,6 +164,16 @@ def told_bytes(sizes: Mapping[str, float]) -> str:
     """Return a text that names all that take any bytes, the largest first."""
     ranked = sorted(sizes.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {_human(nbytes)}" for name, nbytes in ranked if nbytes)
+
+
+def enough(nbytes: float, unit_bytes: int = 10**9) -> str:
+    """Return a number of `unit_bytes` in four digits that is enough for so many bytes, as a setting too."""
+    digits = Decimal(math.ceil(nbytes)) / unit_bytes
+    while True:
+        told = f"{Context(prec=4, rounding=ROUND_CEILING).plus(digits):f}"
+        if int(float(told) * unit_bytes) >= nbytes:
+            return told.rstrip("0").rstrip(".") if "." in told else told
+        digits = Decimal(told) + Decimal(1) / unit_bytes  # the setting lost its last byte as a float
 
 
 def _human(nbytes: float) -> str:

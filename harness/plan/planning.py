@@ -10,19 +10,15 @@ from typing import Any
 from harness.calibration.local import Log, calibrate
 from harness.config import ConfigError
 from harness.engine import loop
-from harness.engine.assembly import host_weight_bytes, rank_sources
 from harness.engine.engine import Engine
-from harness.engine.limits import least_bytes
 from harness.engine.sequences import State
-from harness.engine.strategy import Strategy, parallelism
+from harness.engine.strategy import Strategy
 from harness.machine.base import Machine
 from harness.memory.tiers import MemoryCapacityError
-from harness.model.loading import LoadedModel
 from harness.record.passes import PassRecord
 from harness.record.summary import RunFacts, build_summary
 from harness.run.session import Session
 from harness.settings import Settings
-from harness.workload.request import Workload
 
 # What errors name that mean too little memory, once the settings themselves have been found valid.
 _SIZES = ("hardware.device_memory_gb", "hardware.pinned_memory_gb", "hardware.host_memory_gb", "hardware.ram_gb")
@@ -67,32 +63,23 @@ def draft_plan(values: Mapping[str, Any], *, log: Log = print) -> Plan:
     session = Session.of(values)
     if session.has_tensors:
         raise ConfigError("machine", f"must be simulated to plan, got {session.settings.machine['name']}")
-    model, workload = session.load_model(), session.load_workload()
+    session.load_model()
+    workload = session.load_workload()
     try:
         session.build_machine(partial(calibrate, log=log))
         session.queue_requests()
         engine, strategy = session.build_engine(), session.build_strategy()
     except MemoryCapacityError as error:
-        raise _does_not_fit(error, session, model, workload) from error
+        raise _does_not_fit(error, session) from error
     except ConfigError as error:
         if error.field not in _SIZES:
             raise
-        raise _does_not_fit(error, session, model, workload) from error
+        raise _does_not_fit(error, session) from error
     return Plan(settings=session.settings, engine=engine, strategy=strategy, data_source=workload.source)
 
 
-def _does_not_fit(error: Exception, session: Session, model: LoadedModel, workload: Workload) -> DoesNotFit:
-    settings, config = session.settings, session.strategy_config
-    num_gpus, shared = settings.hardware.num_gpus, parallelism(config)
-    needed = least_bytes(
-        config,
-        rank_sources(model.source, num_gpus, shared)[0],
-        weights_bytes=host_weight_bytes(model.source, num_gpus, shared),
-        kv_cache_bytes=int(settings.kv_cache_gb * 1e9),
-        longest_tokens=max((len(r.prompt_ids) + r.max_new_tokens for r in workload.requests), default=1),
-        num_gpus=num_gpus,
-    )
-    return DoesNotFit(str(error), needed, settings.hardware.capacities_bytes)
+def _does_not_fit(error: Exception, session: Session) -> DoesNotFit:
+    return DoesNotFit(str(error), session.least_bytes(), session.settings.hardware.capacities_bytes)
 
 
 class _Stop(Exception):

@@ -14,15 +14,14 @@ from typing import Any
 from harness.config import ConfigError, require
 from harness.engine.assembly import assemble_engine, host_weight_bytes, rank_sources
 from harness.engine.engine import Engine
-from harness.engine.limits import least_device_bytes
+from harness.engine.limits import least_bytes, least_device_bytes, most_tokens
 from harness.engine.sequences import Sequence
 from harness.engine.strategy import Strategy, parallelism, weights_tier
 from harness.machine.base import Machine
 from harness.machine.build import LoadedMachine, load_machine
 from harness.machine.simulated import SimulatedMachine
 from harness.machine.virtual.world import World
-from harness.memory.placed import ModelParts
-from harness.memory.tiers import PAGEABLE, PINNED, told_bytes
+from harness.memory.tiers import PAGEABLE, PINNED, enough, told_bytes
 from harness.memory.weights import stored_bytes
 from harness.model.config import RANDOM
 from harness.model.loading import LoadedModel, load_model
@@ -144,7 +143,7 @@ class Session:
         weights_bytes = host_weight_bytes(model.source, num_gpus, shared)
         _require_host_memory(self.machine, settings, weights_tier(config), weights_bytes)
         first = rank_sources(model.source, num_gpus, shared)[0]
-        _require_device_memory(first, settings, config)
+        self._require_device_memory(least_device_bytes(config, first))
         self.engine = engine = assemble_engine(
             self.machine,
             model.source,
@@ -157,9 +156,37 @@ class Session:
             eos_token_id=model.spec.eos_token_id if settings.stop_at_eos else None,
         )
         if engine.kv.allocator.num_blocks == 0:
-            block_gb = settings.kv_block_tokens * sum(each.spec.kv_bytes_per_token for each in engine.ranks) / 1e9
-            raise ConfigError("kv_cache_gb", f"{settings.kv_cache_gb:g} holds no block; one takes {block_gb:.4g} GB")
+            block_bytes = settings.kv_block_tokens * sum(each.spec.kv_bytes_per_token for each in engine.ranks)
+            told = f"{settings.kv_cache_gb:g} holds no block; one takes {enough(block_bytes)} GB"
+            raise ConfigError("kv_cache_gb", told)
         return engine
+
+    def least_bytes(self) -> dict[str, dict[str, int]]:
+        """Return the bytes, by tier and name, with which the model and each request of the workload can be held."""
+        assert self.model is not None, "the model takes the most"
+        settings, config, source = self.settings, self.strategy_config, self.model.source
+        num_gpus, shared = settings.hardware.num_gpus, parallelism(config)
+        requests = self.workload.requests if self.workload is not None else ()
+        return least_bytes(
+            config,
+            rank_sources(source, num_gpus, shared)[0],
+            weights_bytes=host_weight_bytes(source, num_gpus, shared),
+            kv_cache_bytes=int(settings.kv_cache_gb * 1e9),
+            longest_tokens=most_tokens(Sequence(request) for request in requests),
+            num_gpus=num_gpus,
+        )
+
+    def _require_device_memory(self, least: Mapping[str, int]) -> None:
+        """Raise ConfigError where the first GPU, which has the most to hold, cannot hold even the `least`: its weights.
+
+        The error states what holds the longest request too: with less, a strategy may reject that request and run the
+        others.
+        """
+        hardware = self.settings.hardware
+        if sum(least.values()) > hardware.capacities_bytes["device"]:
+            held = self.least_bytes()["device"]
+            told = f"must hold {enough(sum(held.values()))} GB for this model ({told_bytes(held)})"
+            raise ConfigError("hardware.device_memory_gb", f"{told}, got {hardware.device_memory_gb:g}")
 
     def build_strategy(self) -> Strategy:
         """Let the strategy plan on the engine and take its own memory there."""
@@ -173,18 +200,6 @@ def _require_host_memory(machine: Machine, settings: Settings, weights_tier: str
         wanted = {"the weights": weights_bytes / 1e9} if tier == weights_tier else {}
         wanted |= {"kv_cache_gb": settings.kv_cache_gb} if tier == PINNED else {}
         if sum(wanted.values()) * 1e9 > machine.tiers[tier].capacity_bytes:
-            held = " and ".join(f"{name} ({size_gb:.4g} GB)" for name, size_gb in wanted.items())
+            held = " and ".join(f"{name} ({enough(round(size_gb * 1e9))} GB)" for name, size_gb in wanted.items())
             field = f"{tier}_memory_gb"
             raise ConfigError(f"hardware.{field}", f"must hold {held}, got {getattr(settings.hardware, field):g}")
-
-
-def _require_device_memory(first: ModelParts, settings: Settings, config: Any) -> None:
-    """Raise ConfigError where the first GPU, which has the most to hold, cannot hold what its strategy needs."""
-    held = least_device_bytes(config, first)
-    needed_gb = sum(held.values()) / 1e9
-    if needed_gb > settings.hardware.device_memory_gb:
-        raise ConfigError(
-            "hardware.device_memory_gb",
-            f"must hold {needed_gb:.4g} GB for this model ({told_bytes(held)}), "
-            f"got {settings.hardware.device_memory_gb:g}",
-        )

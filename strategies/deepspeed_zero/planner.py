@@ -9,7 +9,7 @@ from harness.config import ConfigError
 from harness.engine.activations import TABLE_ENTRY_BYTES, device_bytes_per_token
 from harness.engine.engine import Engine
 from harness.engine.limits import SLACK_BYTES
-from harness.memory.tiers import told_bytes
+from harness.memory.tiers import enough, told_bytes
 from strategies.deepspeed_zero.config import Config
 
 
@@ -50,7 +50,7 @@ def plan_batch(config: Config, engine: Engine) -> Policy:
         held |= {"alignment": SLACK_BYTES, "the smallest request": min(needed_bytes(*size) for size in sizes)}
         raise ConfigError(
             "hardware.device_memory_gb",
-            f"{device.capacity_bytes / 1e9:.4g} GB is too small: {sum(held.values()) / 1e9:.4g} GB are needed "
+            f"{device.capacity_bytes / 1e9:g} GB is too small: {enough(sum(held.values()))} GB are needed "
             f"({told_bytes(held)})",
         )
     limit = room_bytes // needed_bytes(prompt_len, num_blocks)

@@ -8,6 +8,7 @@ from typing import Any
 from harness.config import ConfigError
 from harness.engine.engine import Engine
 from harness.engine.limits import longest_sequence, tokens_that_fit
+from harness.memory.tiers import enough
 from strategies.moelens.config import Config
 from strategies.moelens.profiler import PipelineProfiler, Profile
 
@@ -26,11 +27,12 @@ class Policy:
 def plan_policy(config: Config, engine: Engine) -> Policy:
     """Measure the pipeline and choose the size of the buffers. Raises ConfigError naming what is too small."""
     longest = longest_sequence(engine)
-    context_mb = longest * engine.spec.kv_bytes_per_token_layer / 1e6
-    if config.attention == "gpu" and context_mb > config.gpu_kv_staging_mb:
+    context_bytes = longest * engine.spec.kv_bytes_per_token_layer
+    if config.attention == "gpu" and context_bytes > int(config.gpu_kv_staging_mb * 1e6):
         raise ConfigError(
             "strategy.gpu_kv_staging_mb",
-            f"must hold the longest context of one layer, {context_mb:.4g} MB, got {config.gpu_kv_staging_mb:g}",
+            f"must hold the longest context of one layer, {enough(context_bytes, 10**6)} MB, "
+            f"got {config.gpu_kv_staging_mb:g}",
         )
     packet_bytes = int(config.packet_mb * 1e6)
     staging_bytes = int(2 * config.gpu_kv_staging_mb * 1e6) if config.attention == "gpu" else 0

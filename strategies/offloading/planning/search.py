@@ -20,7 +20,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from harness.config import ConfigError
-from harness.memory.tiers import told_bytes
+from harness.memory.tiers import enough, told_bytes
 from strategies.offloading.planning.cost import CostModel, LayerTime
 from strategies.offloading.planning.linear_terms import BATCH, Linear
 from strategies.offloading.planning.memory import KV_CACHE, Deployment, Switches, demands, fits, held_bytes, shortfalls
@@ -340,7 +340,8 @@ def _nothing_fits(task: Search) -> ConfigError:
     tier = max(missing, key=lambda name: missing[name])
     held = held_bytes(task.deployment, policy)[tier]
     whole = "in whole blocks " if tier == KV_CACHE else ""
-    total_gb, limit_gb = sum(held.values()) / 1e9, task.deployment.limits_bytes[tier] / 1e9
+    needed_gb = enough(sum(held.values()) * (1 + _MARGIN) + 1)
+    limit_gb = task.deployment.limits_bytes[tier] / 1e9
     field = {KV_CACHE: "kv_cache_gb", "ram": "hardware.ram_gb"}.get(tier, f"hardware.{tier}_memory_gb")
-    what = f"this policy needs {total_gb:.4g} GB" if given != GivenPolicy() else f"any policy needs {total_gb:.4g} GB"
-    return ConfigError(field, f"{whole}{limit_gb:.4g} GB is too small: {what} ({told_bytes(held)})")
+    what = f"this policy needs {needed_gb} GB" if given != GivenPolicy() else f"any policy needs {needed_gb} GB"
+    return ConfigError(field, f"{whole}{limit_gb:g} GB is too small: {what} ({told_bytes(held)})")
