@@ -98,6 +98,13 @@ def test_a_config_json_that_no_model_has_is_refused(text, tmp_path):
         planned_model(ModelConfig(name="m", path=str(tmp_path)))
 
 
+@pytest.mark.parametrize("choice", [True, False])
+def test_a_model_without_latents_expands_none(choice, tmp_path):
+    (tmp_path / "config.json").write_text(config_json())
+    with pytest.raises(ConfigError, match=r"^model.expand_prefill: must be null"):
+        planned_model(ModelConfig(name="m", path=str(tmp_path), expand_prefill=choice))
+
+
 def device(path: Path, target: str) -> Path:
     """Where reading would never end: a pipe that nobody writes to, or a link to a device."""
     os.mkfifo(path) if target == "pipe" else path.symlink_to(target)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from harness.config import ConfigError, config, require, require_name
 from harness.model import families
 from harness.model.dimensions import SpecConfig
@@ -17,6 +19,8 @@ class ModelConfig:
 
     `path` (a folder or hub id) comes before everything else; without it weights are random by `recipe`. With `spec`
     alone there are dimensions and no weights: enough to plan and to simulate, and with the path `random` to measure.
+    `expand_prefill` says whether prompts attend to keys and values of heads, which their latents are expanded to, or to
+    the latents; null: whichever takes fewer FLOPs.
     """
 
     name: str
@@ -24,6 +28,7 @@ class ModelConfig:
     dtype: Dtype | None = None
     recipe: RandomRecipe | None = None
     spec: SpecConfig | None = None
+    expand_prefill: bool | None = None
 
     def __post_init__(self) -> None:
         require_name(self.name)
@@ -47,6 +52,13 @@ class ModelConfig:
         if not self.has_weights:
             message = f"missing: {self.name!r} has dimensions only, for planning; to run it, name its checkpoint"
             raise ConfigError("model.path", message)
+
+    def chosen(self, spec: ModelSpec) -> ModelSpec:
+        """Return the model with the choices that dimensions leave open. Raises ConfigError where it has no such
+        choice."""
+        message = f"must be null: {self.name!r} caches no latents that could be expanded"
+        require(self.expand_prefill is None or spec.latent is not None, "model.expand_prefill", message)
+        return replace(spec, expand_prefill=self.expand_prefill)
 
     def planned_spec(self) -> ModelSpec | None:
         """Return the model of `spec`, for planning without a checkpoint; None where there is no `spec`."""

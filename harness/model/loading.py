@@ -59,8 +59,10 @@ def load_model(config: ModelConfig, *, has_tensors: bool, seed: int) -> LoadedMo
 def _checkpoint(config: ModelConfig) -> Checkpoint:
     folder = ensure(config)
     try:
-        return Checkpoint(folder, config.dtype)
+        checkpoint = Checkpoint(folder, config.dtype)
     except ConfigError as error:
         if config.path is not None:
             raise
         raise ConfigError(error.field, f"{error.message}; remove {folder}, and it is made again") from error
+    checkpoint.spec = config.chosen(checkpoint.spec)
+    return checkpoint

@@ -88,6 +88,11 @@ def planned_model(config: ModelConfig) -> PlannedModel:
     """Return the model of the config.json of `model.path`, which must exist where it is given. Without a path (or with
     `random`), or if its family is unknown and `model.spec` is given, it is the model of `model.spec`, or of the recipe
     of a random checkpoint. Raises ConfigError."""
+    found = _planned(config)
+    return replace(found, spec=config.chosen(found.spec))
+
+
+def _planned(config: ModelConfig) -> PlannedModel:
     if config.path not in (None, RANDOM):
         folder = Path(str(config.path)).expanduser()
         if not folder.is_dir():

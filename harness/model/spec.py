@@ -51,6 +51,7 @@ class ModelSpec(Dimensions):
 
     name: str
     dtype: Dtype = "bfloat16"
+    expand_prefill: bool | None = None  # see `expands_prefill`; None: by FLOPs
 
     @classmethod
     def from_config(cls, spec: SpecConfig, name: str, dtype: Dtype | None) -> ModelSpec:
@@ -118,9 +119,12 @@ class ModelSpec(Dimensions):
 
         The other way is attention to the latents themselves, as in decode. A token's projections cost the same in both:
         each up projection is applied once, to latents or to queries and results. So the way that takes fewer FLOPs for
-        a pair of tokens takes fewer at any length. Without latents there are keys and values only.
+        a pair of tokens takes fewer at any length, unless `expand_prefill` says which. Without latents there are keys
+        and values only.
         """
-        return self.latent is None or self.expanded_pair_flops <= self.decode_pair_flops
+        if self.latent is None or self.expand_prefill is None:
+            return self.latent is None or self.expanded_pair_flops <= self.decode_pair_flops
+        return self.expand_prefill
 
     @cached_property
     def kv_pieces(self) -> tuple[KvPiece, ...]:

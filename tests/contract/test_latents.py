@@ -13,7 +13,8 @@ import harness.engine.ops.paged as paged
 from harness.engine.kv_placement import place_kv
 from harness.machine.base import MachineError
 from harness.model.checkpoint import Checkpoint, part_views
-from harness.model.spec import ModelSpec
+from harness.model.config import ModelConfig
+from harness.model.loading import load_model
 from tests.conftest import ROOT
 from tests.contract.running import check_tokens, engine_on, requests, run_to_end, shuffled, strategy_of
 from tests.contract.test_declared import EXCUSED, forgets, watch
@@ -55,10 +56,14 @@ def test_any_width_may_be_the_largest(monkeypatch, shape, strategy, change):
 
 
 @pytest.mark.parametrize(("strategy", "change"), [("moelens", {}), ("flexgen", {}), ("deepspeed_zero", {})])
-def test_prompts_may_attend_to_latents(monkeypatch, strategy, change):
-    checkpoint = tiny_family("deepseek_v2")
-    assert checkpoint.spec.expands_prefill
-    monkeypatch.setattr(ModelSpec, "expands_prefill", property(lambda self: False))
+def test_prompts_may_attend_to_latents(strategy, change):
+    folder = str(tiny_family("deepseek_v2").folder)
+    checkpoint, by_flops = (
+        load_model(ModelConfig(name="m", path=folder, expand_prefill=choice), has_tensors=True, seed=0).checkpoint
+        for choice in (False, None)
+    )
+    assert checkpoint is not None and by_flops is not None
+    assert by_flops.spec.expands_prefill and not checkpoint.spec.expands_prefill
     run(checkpoint, strategy, change, seed=1)
 
 
