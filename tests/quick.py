@@ -13,6 +13,7 @@ QUICK = {  # file below tests/ -> regular expression that the names of its quick
     "contract/test_families.py": r"shuffled_machine\[mixtral-",
     "kernels/test_kv_append.py": ALL,
     "test_architecture.py": ALL,
+    "test_bad_input.py": "out_of_bounds|out_of_the_cache|config_json",
     "test_cli.py": "mistake_is_one_line",
     "test_docs.py": ALL,
     "test_packaging.py": ALL,

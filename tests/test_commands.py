@@ -87,6 +87,7 @@ def test_run_knows_every_option_of_hydra():
         (calibrate.main, "--out=/dev/null/table.json", "--out"),
         (validate.main, "--repeats=0", "--repeats"),
         (validate.main, "--limit=0", "--limit"),
+        (validate.main, "--only=no such setting", "--only"),
         (validate.main, "--limt=1", "--limt"),
         (validate.main, "--resume=1", "--resume"),
     ],

@@ -1,11 +1,12 @@
 """Measure how far to trust the simulator: `python -m harness.validate`.
 
 Runs every setting of every `strategies/*/validation.yaml` on the emulated machine and in the simulator, calibrated by a
-table, and reports the errors and whether they meet the aims (exit code 1 where they do not). No setting is used to
-calibrate: a calibration measures ops and lanes together, never a strategy. Repeats are interleaved (a calibration, all
-settings once, and all of it again), so that a machine whose speed drifts is measured at the same times; what counts is
-the median. A run beside which others had the cores is made again once. Takes about 25 minutes, in which nothing else
-should run. Everything is written as it is finished; `--resume` goes on with the rest, if the code is the same.
+table for each model, and reports the errors and whether they meet the aims (exit code 1 where they do not). No setting
+is used to calibrate: a calibration measures ops and lanes together, never a strategy. Repeats are interleaved (the
+calibrations, all settings once, and all of it again), so that a machine whose speed drifts is measured at the same
+times; what counts is the median. A run beside which others had the cores is made again once. Takes about half an hour,
+in which nothing else should run. Everything is written as it is finished; `--resume` goes on with the rest, if the code
+is the same.
 """
 
 from __future__ import annotations
@@ -54,6 +55,11 @@ class Setting:
     @property
     def name(self) -> str:
         return " ".join((self.strategy, *self.overrides))
+
+    @property
+    def model(self) -> tuple[str, ...]:
+        """The override that chooses the model; none for the default one."""
+        return tuple(each for each in self.overrides if each.startswith("model="))
 
 
 def settings_of(root: Path = ROOT) -> list[Setting]:
@@ -125,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "results/reference/validation", metavar="FOLDER")
     parser.add_argument("--repeats", type=whole_number(1), default=3, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--limit", type=whole_number(1), metavar="N", help="only the first so many settings")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only settings that contain it, such as model=")
     parser.add_argument("--resume", action="store_true", help="keep the runs that --out has, if the code is the same")
     given = sys.argv[1:] if arguments is None else arguments
     return parser.run(partial(_validate, shown_command("-m harness.validate", given)), given)
@@ -140,7 +147,9 @@ def _validate(command: str, args: Namespace) -> int:
         "labels": "emulated runs, simulated with a table calibrated on the same computer",
     }
     report = Report(args.out, header, resume=args.resume)
-    everything = settings_of()[: args.limit]
+    everything = [setting for setting in settings_of() if args.only in setting.name][: args.limit]
+    if not everything:
+        raise ConfigError("--only", f"must be part of a setting in strategies/*/validation.yaml, got {args.only!r}")
     measure_all(everything, report, args.out, repeats=args.repeats, resume=args.resume)
     rows: list[dict[str, Any]] = []
     for setting in everything:
@@ -155,9 +164,11 @@ def _validate(command: str, args: Namespace) -> int:
 def measure_all(everything: Sequence[Setting], report: Report, out: Path, *, repeats: int, resume: bool) -> None:
     """Run the calibrations and emulated runs that are missing; then make one table of all calibrations."""
     console = Console(stderr=True)
-    tables = [out / f"calibration-{repeat + 1}.json" for repeat in range(repeats)]
-    for repeat, table in enumerate(tables):
-        calibrate(table, console, keep=resume)
+    models = list(dict.fromkeys(setting.model for setting in everything))
+    tables = {model: [table_of(out, model, repeat) for repeat in range(repeats)] for model in models}
+    for repeat in range(repeats):
+        for model in models:
+            calibrate(tables[model][repeat], model, console, keep=resume)
         for number, setting in enumerate(everything):
             runs = report.runs.setdefault(setting.name, [])
             if len(runs) > repeat:
@@ -168,19 +179,26 @@ def measure_all(everything: Sequence[Setting], report: Report, out: Path, *, rep
                 rate += f", DISTURBED: others had {runs[-1]['taken_share']:.0%} of the cores"
             console.print(f"{repeat + 1}.{number + 1} {setting.name}: {rate}", highlight=False, soft_wrap=True)
             report.write([])
-    merge_calibrations(tables)
+    for model in models:
+        merge_calibrations(tables[model], model)
 
 
-def calibrate(path: Path, console: Console, *, keep: bool) -> None:
-    """Measure the default model's ops into a table of its own."""
+def table_of(out: Path, model: Sequence[str], repeat: int) -> Path:
+    """Return where a repeat's calibration of a model is kept."""
+    name = "".join(f"-{override.removeprefix('model=')}" for override in model)
+    return out / f"calibration{name}-{repeat + 1}.json"
+
+
+def calibrate(path: Path, model: Sequence[str], console: Console, *, keep: bool) -> None:
+    """Measure a model's ops into a table of its own."""
     if not (keep and path.exists()):
-        settings = parse_settings(composed_values(list(EMULATED)))
+        settings = parse_settings(composed_values([*EMULATED, *model]))
         measure(settings, lambda text: console.print(text, style="dim", highlight=False)).write(path)
 
 
-def merge_calibrations(paths: Sequence[Path]) -> None:
-    """Merge all tables to one, where the simulator looks for it."""
-    settings = parse_settings(composed_values(list(SIMULATED)))
+def merge_calibrations(paths: Sequence[Path], model: Sequence[str]) -> None:
+    """Merge a model's tables to one, where the simulator looks for it."""
+    settings = parse_settings(composed_values([*SIMULATED, *model]))
     cached = table_path(settings, planned_model(settings.model).spec)
     CalibrationTable.merged([CalibrationTable.read(path) for path in paths]).write(cached)
 

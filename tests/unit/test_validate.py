@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-from omegaconf import OmegaConf
+from types import SimpleNamespace
 
-from harness.cli.overrides import composed_values
+import pytest
+
 from harness.settings import load_strategy, parse_settings
 from harness.validate import __main__ as validate
 from harness.validate.__main__ import Report, settings_of
 from harness.validate.report import aggregates, by_kind, compared, figures, markdown, verdict
-from tests.composing import names_in
+from tests.composing import composed, names_in
 
 SUMMARY = {
     "num_passes": 12,
@@ -28,12 +28,9 @@ def test_there_are_enough_settings_and_all_are_valid():
     assert len({setting.name for setting in settings}) == len(settings)
     assert {setting.strategy for setting in settings} == set(names_in("strategy"))
     for machine in (validate.EMULATED, validate.SIMULATED):
-        for strategy in names_in("strategy"):
-            base = composed_values([f"strategy={strategy}", *machine])  # once: it takes longer than all that follows
-            for setting in (setting for setting in settings if setting.strategy == strategy):
-                values = OmegaConf.create(base)
-                values.merge_with_dotlist(list(setting.overrides))
-                load_strategy(parse_settings(OmegaConf.to_container(values)).strategy)
+        for setting in settings:
+            values = composed(f"strategy={setting.strategy}", *machine, *setting.overrides)
+            load_strategy(parse_settings(values).strategy)
 
 
 def test_figures_cover_the_steady_passes():
@@ -118,3 +115,17 @@ def test_a_disturbed_run_is_made_again_and_the_better_one_kept(monkeypatch):
     shares = iter([0.2, 0.01, 0.3, 0.4, 0.0])
     monkeypatch.setattr(validate, "_emulated_once", lambda setting: {"taken_share": next(shares)})
     assert [validate.emulated(None)["taken_share"] for _ in range(3)] == [0.01, 0.3, 0.0]
+
+
+def test_each_model_is_calibrated_and_simulated_by_tables_of_its_own(tmp_path, monkeypatch):
+    settings = [validate.Setting("ondemand", model) for model in ((), ("model=qwen3-mini",), ())]
+    written, read = [], []
+    table = SimpleNamespace(write=written.append)
+    monkeypatch.setattr(validate, "measure", lambda settings, log: table)
+    monkeypatch.setattr(validate, "emulated", lambda setting: {"throughput_tok_s": 1.0, "taken_share": 0.0})
+    merged = SimpleNamespace(read=lambda path: read.append(path) or path, merged=lambda tables: table)
+    monkeypatch.setattr(validate, "CalibrationTable", merged)
+    validate.measure_all(settings, Report(tmp_path, {}, resume=False), tmp_path, repeats=2, resume=False)
+    own = [tmp_path / f"calibration{model}-{repeat}.json" for repeat in (1, 2) for model in ("", "-qwen3-mini")]
+    assert written[:4] == own and read == own[::2] + own[1::2]
+    assert "qwen3-mini" not in str(written[4]) and "qwen3-mini" in str(written[5])
