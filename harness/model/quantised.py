@@ -169,10 +169,8 @@ class Mxfp4Weights:
 
 class _Mxfp4Experts:
     def __init__(self, blocks: Tensor, scales: Tensor) -> None:
-        self._blocks, self._scales = (
-            blocks,
-            scales,
-        )  # uint8 [experts, outputs, groups, 16] and [experts, outputs, groups]
+        self._blocks = blocks  # uint8 [experts, outputs, groups, 16]
+        self._scales = scales  # uint8 [experts, outputs, groups]
         experts, outputs, groups, _ = blocks.shape
         self.shape = torch.Size((experts, groups * GROUP, outputs))
 
