@@ -178,8 +178,9 @@ def reference_config(checkpoint: Checkpoint) -> Any:
 
     try:
         with quiet_transformers():
-            entries = checkpoint.family.reference_entries(checkpoint.spec, checkpoint.entries_read)
-            return AutoConfig.for_model(**deepcopy(entries))  # it writes into what it is given
+            entries = deepcopy(checkpoint.family.reference_entries(checkpoint.spec, checkpoint.entries_read))
+            entries.pop("quantization_config", None)  # it is given widened weights
+            return AutoConfig.for_model(**entries)  # it writes into what it is given
     except Exception as error:  # each version has its own kinds
         reason = " ".join(str(error).split())
         message = f"transformers refuses it ({reason}); correct it, or choose verify=off"
