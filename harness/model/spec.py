@@ -296,20 +296,19 @@ def _components(spec: ModelSpec) -> Mapping[str, Component]:
     shared_layers = moe_layers if spec.shared_expert_dim else 0
     router = hidden * spec.num_experts, spec.num_experts * (spec.router_bias + spec.correction_bias)
     expert_bias = (2 * spec.expert_dim + hidden) if spec.expert_bias else 0
-    counted = Counted
     kinds = (
-        counted(EMBEDDING, embedding, 0, 1, 0),
-        counted(ATTENTION, spec.attention_params, _attention_vectors(spec), layers, layers),
-        counted(NORMS, 0, 2 * hidden, layers, layers),
-        counted(ROUTER, *router, moe_layers, moe_layers),
-        counted(
+        Counted(EMBEDDING, embedding, 0, 1, 0),
+        Counted(ATTENTION, spec.attention_params, _attention_vectors(spec), layers, layers),
+        Counted(NORMS, 0, 2 * hidden, layers, layers),
+        Counted(ROUTER, *router, moe_layers, moe_layers),
+        Counted(
             EXPERT, spec.expert_params, expert_bias,
             moe_layers * spec.num_experts, moe_layers * spec.experts_per_token,
         ),
-        counted(SHARED_EXPERTS, spec.shared_expert_params, 0, shared_layers, shared_layers),
-        counted(DENSE_MLP, 3 * hidden * spec.dense_dim, 0, dense_layers, dense_layers),
-        counted(FINAL_NORM, 0, hidden, 1, 1),
-        counted(HEAD, embedding, 0, 0 if spec.tie_embeddings else 1, 1),
+        Counted(SHARED_EXPERTS, spec.shared_expert_params, 0, shared_layers, shared_layers),
+        Counted(DENSE_MLP, 3 * hidden * spec.dense_dim, 0, dense_layers, dense_layers),
+        Counted(FINAL_NORM, 0, hidden, 1, 1),
+        Counted(HEAD, embedding, 0, 0 if spec.tie_embeddings else 1, 1),
     )  # fmt: skip
     return sized(kinds, spec.weights, spec.dtype_bytes)
 

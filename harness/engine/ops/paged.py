@@ -105,7 +105,7 @@ class DecodeAttentionPaged(AttentionOverCache):
         paged_attention(self.options(ctx), q, cached, self.batch.on_device.reads, out)
 
     def by_family(self, ctx: Context, q: Any, cached: tuple[Any, ...], out: Any) -> None:
-        """Run the family's own math, sequence by sequence, where the GPU kernels do not know this model's attention."""
+        """Run the family's own math, sequence by sequence, for a GPU that Triton does not serve."""
         reads, w = self.batch.on_device.reads, attention_weights(ctx, self.part)
 
         def attend(q: Any, out: Any) -> None:
