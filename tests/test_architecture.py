@@ -84,7 +84,7 @@ TORCH_FREE = (
     *("harness.engine.sequences", "harness.engine.batch", "harness.engine.strategy", "harness.engine.limits"),
     *("strategies.*.config", "strategies.*.scheduler", "strategies.*.equations"),
     *("strategies.offloading.planning.policy", "strategies.offloading.planning.search"),
-    "strategies.offloading.request_batching",
+    *("strategies.offloading.request_batching", "strategies.common.workload_shape", "strategies.moegen.policy"),
 )
 TORCH = {"torch", "transformers"}
 

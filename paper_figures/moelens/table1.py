@@ -24,9 +24,10 @@ from harness.memory.tiers import PINNED
 from harness.model.spec import ModelSpec
 from paper_figures.moelightning.fig10 import SIZES, candidates
 from paper_figures.support import hardware_profile, markdown_table, model_spec
+from strategies.common.workload_shape import WorkloadShape
 from strategies.offloading.planning.cost import CostModel, Rates
 from strategies.offloading.planning.hrm import Level
-from strategies.offloading.planning.memory import Deployment, Storage, Switches, WeightSizes, WorkloadShape, held_bytes
+from strategies.offloading.planning.memory import Deployment, Storage, Switches, WeightSizes, held_bytes
 
 NOTE = "MoE-Lens Table 1; Mixtral-8x7B assumed"
 GIB = 2**30

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from harness.config import ConfigError
 from harness.memory.tiers import PINNED
 from paper_figures.support import markdown_table, model_spec, new_figure
+from strategies.common.workload_shape import WorkloadShape
 from strategies.offloading.planning.cost import CostModel, Rates
 from strategies.offloading.planning.hrm import Level
-from strategies.offloading.planning.memory import Deployment, Storage, Switches, WeightSizes, WorkloadShape
+from strategies.offloading.planning.memory import Deployment, Storage, Switches, WeightSizes
 from strategies.offloading.planning.policy import GivenPolicy, Policy
 from strategies.offloading.planning.search import Search, search
 

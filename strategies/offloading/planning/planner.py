@@ -13,6 +13,7 @@ from harness.engine.engine import Engine
 from harness.engine.sequences import Sequence
 from harness.engine.strategy import Prediction
 from harness.memory.tiers import PAGEABLE, PINNED
+from strategies.common.workload_shape import WorkloadShape
 from strategies.offloading.batches_in_flight import like_shares
 from strategies.offloading.planning.cost import CostModel, Overlap
 from strategies.offloading.planning.memory import (
@@ -21,7 +22,6 @@ from strategies.offloading.planning.memory import (
     Storage,
     Switches,
     WeightSizes,
-    WorkloadShape,
     held_bytes,
     kv_staging_bytes,
     micro_batch_kv_tokens,

@@ -16,6 +16,7 @@ from harness.memory.paged_weights import PagedWeights
 from harness.memory.tiers import device_tier
 from harness.memory.weights import Resident, WeightStore
 from harness.model.planned import PlannedModel
+from strategies.common.workload_shape import WorkloadShape
 from strategies.offloading.gpu_attention import gpu_attention
 from strategies.offloading.pipeline import MicroBatchPipeline
 from strategies.offloading.planning.cost import CostModel, Rates
@@ -24,7 +25,6 @@ from strategies.offloading.planning.memory import (
     Deployment,
     Storage,
     WeightSizes,
-    WorkloadShape,
     fits,
     held_bytes,
     kv_staging_bytes,

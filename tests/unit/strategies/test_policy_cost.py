@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from harness.model.sharding import shard_spec
+from strategies.common.workload_shape import WorkloadShape
 from strategies.offloading.planning.cost import CostModel, OpSeconds, Rates
 from strategies.offloading.planning.hrm import Level
-from strategies.offloading.planning.memory import Deployment, Storage, Switches, WeightSizes, WorkloadShape
+from strategies.offloading.planning.memory import Deployment, Storage, Switches, WeightSizes
 from strategies.offloading.planning.policy import Policy
 from strategies.offloading.planning.prediction import predict
 from tests.unit.model.test_components import spec_of

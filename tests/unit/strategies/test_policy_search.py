@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scipy.optimize import OptimizeResult
 
 from harness.config import ConfigError
+from strategies.common.workload_shape import WorkloadShape
 from strategies.offloading.planning import search as policy_search
 from strategies.offloading.planning.cost import CostModel, OpSeconds, Rates
 from strategies.offloading.planning.hrm import Level
@@ -19,7 +20,6 @@ from strategies.offloading.planning.memory import (
     Deployment,
     Storage,
     WeightSizes,
-    WorkloadShape,
     held_bytes,
     kv_bytes_per_sequence,
 )

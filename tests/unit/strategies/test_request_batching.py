@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.engine.sequences import Sequence, State
-from strategies.offloading.planning.memory import WorkloadShape, micro_batch_kv_tokens
+from strategies.common.workload_shape import WorkloadShape
+from strategies.offloading.planning.memory import micro_batch_kv_tokens
 from strategies.offloading.request_batching import (
     Batching,
     BatchLimits,
