@@ -1,0 +1,75 @@
+"""The policy of MoE-Gen: the variables of its search (Table 2), for prefill and decode apart. Torch-free.
+
+`ModuleBatching(engine, policy, shape, packet_bytes=...)` in `pipeline.py` runs a policy; `shape` is the workload's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from harness.config import config, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhasePolicy:
+    """The batches of one phase. `on_device` tells where the tokens of a batch accumulate: in device memory, or else in
+    pinned memory."""
+
+    batch_size: int  # B: sequences whose tokens accumulate
+    attention_batch: int  # b_a: sequences of a micro-batch through attention
+    expert_batch: int  # b_e: tokens of a slice through an expert
+    cpu_attention: float = 0.0  # omega: share of the sequences for which the CPU attends; decode only
+    on_device: bool = True
+
+    def num_on_cpu(self, num_sequences: int) -> int:
+        """Return for how many of so many sequences the CPU attends."""
+        return round(self.cpu_attention * num_sequences)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """A policy with the device memory for weights, which both phases share.
+
+    `expert_slots` is S_Expert in experts, `dense_slots` is S_Dense in layers without their experts, and
+    `resident_experts` is S_Params in experts. As many `dense_slots` as layers keep these parts on the device. Without
+    `prefetch` an expert is brought when the router has chosen it, whatever the batch.
+    """
+
+    prefill: PhasePolicy
+    decode: PhasePolicy
+    expert_slots: int
+    dense_slots: int = 1
+    resident_experts: int = 0
+    prefetch: bool = True
+
+    def as_record(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@config
+class GivenPolicy:
+    """The parts of a policy that a configuration fixes; null: the search decides. The first four are those of decode;
+    `on_device` is for both phases."""
+
+    batch_size: int | None = None
+    attention_batch: int | None = None
+    expert_batch: int | None = None
+    cpu_attention: float | None = None
+    prefill_batch_size: int | None = None
+    prefill_attention_batch: int | None = None
+    prefill_expert_batch: int | None = None
+    on_device: bool | None = None
+    expert_slots: int | None = None
+    dense_slots: int | None = None
+    resident_experts: int | None = None
+
+    def __post_init__(self) -> None:
+        sizes = ("batch_size", "attention_batch", "expert_batch")
+        for name in (*sizes, *(f"prefill_{size}" for size in sizes), "expert_slots", "dense_slots"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, name, f"must be at least 1 or null, got {value}")
+        resident, share = self.resident_experts, self.cpu_attention
+        require(resident is None or resident >= 0, "resident_experts", f"must be at least 0 or null, got {resident}")
+        valid = share is None or 0.0 <= share <= 1.0
+        require(valid, "cpu_attention", f"must lie between 0 and 1 or be null, got {share}")
