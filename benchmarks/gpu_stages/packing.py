@@ -10,7 +10,7 @@ from pathlib import Path
 
 MAX_FILES = 8
 MAX_BYTES = 15 << 20
-_LARGE = ("trace.json", "routing.jsonl")  # left out first where a run does not fit
+_LARGE = ("trace.json", "routing.jsonl.gz")  # left out first where a run does not fit
 
 
 _packed_before: dict[tuple[object, ...], bytes] = {}  # runs that have not changed since: packing is done often

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import gzip
 import json
 import math
 import os
@@ -126,11 +127,15 @@ def _flat_yaml(text: str) -> Any:
 
 
 class JsonLines:
-    """Append-only lines, each handed to the operating system before `append` returns: a kill loses at most one."""
+    """Append-only lines, each handed to the operating system before `append` returns: a kill loses at most one.
 
-    def __init__(self, path: Path) -> None:
+    Where `compressed`, each line is a gzip member of its own. Members one after another are one gzip file, and one that
+    a full disk has cut off can be taken back.
+    """
+
+    def __init__(self, path: Path, *, compressed: bool = False) -> None:
         """Open or make the file. Raises RecordError with the cause."""
-        self.path = path
+        self.path, self._compressed = path, compressed
         self._fd = -1
         try:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -143,7 +148,7 @@ class JsonLines:
         line = _as_bytes(json.dumps(plain(record), ensure_ascii=False, allow_nan=False, separators=(",", ":")))
         before_bytes = os.fstat(self._fd).st_size
         try:
-            _write_all(self._fd, line)
+            _write_all(self._fd, gzip.compress(line, mtime=0) if self._compressed else line)
         except OSError as error:
             with suppress(OSError):  # a reader also copes with half a line; the cause is what counts
                 os.ftruncate(self._fd, before_bytes)

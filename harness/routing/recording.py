@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from harness.engine.sequences import Sequence
     from harness.model.spec import ModelSpec
 
-FILE_NAME = "routing.jsonl"
+FILE_NAME = "routing.jsonl.gz"
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def recording(wanted: bool, folder: Path, spec: ModelSpec, source: str) -> Itera
 
 
 class RoutingRecorder:
-    """Writes `routing.jsonl` into a run folder, sequence by sequence as they finish."""
+    """Writes `routing.jsonl.gz` into a run folder, sequence by sequence as they finish."""
 
     def __init__(self, folder: Path, spec: ModelSpec, source: str) -> None:
         layers = spec.moe_layers

@@ -35,7 +35,7 @@ SYNTHETIC = {
 }
 
 
-def header(model: Model, *, predictions: PredictionHeader | None = None) -> TraceHeader:
+def header(model: Model, *, predictions: PredictionHeader | None = None, weights: bool = False) -> TraceHeader:
     return TraceHeader(
         model="tested",
         layers=len(model.moe_layers),
@@ -43,6 +43,7 @@ def header(model: Model, *, predictions: PredictionHeader | None = None) -> Trac
         experts=model.num_experts,
         k=model.experts_per_token,
         source="a test",
+        weights=weights,
         predictions=predictions,
     )
 

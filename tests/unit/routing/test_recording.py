@@ -115,7 +115,7 @@ def test_a_recorded_run_can_be_replayed(runs):
     header = recorded.header
     model = replace(SPEC, num_layers=header.layers, num_experts=header.experts, experts_per_token=header.k)
     routing = build_routing({"name": "trace", "path": str(folder / FILE_NAME)}, model, 0)
-    assert routing.source.startswith("recorded: routing.jsonl (emulated run;")
+    assert routing.source.startswith("recorded: routing.jsonl.gz (emulated run;")
     length = int(recorded.starts[1])
     found = routing.experts(np.zeros(length, dtype=np.int64), np.arange(length), 1)
     assert (found == recorded.experts[:length, 1]).all()
