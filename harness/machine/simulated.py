@@ -124,7 +124,8 @@ class SimulatedMachine(Machine):
     def facts(self) -> dict[str, str]:
         kinds = ", ".join(f"{lane} {kind}" for lane, kind in sorted(self.estimated_shares or ()))
         estimated = {"not measured": f"{kinds} (estimated by their lanes' measured rates)"} if kinds else {}
-        return {"memory_sharing": self.contention.name, **estimated}
+        routing = {"routing": self.world.source} if self.world is not None else {}
+        return {"memory_sharing": self.contention.name, **estimated, **routing}
 
     @property
     def estimated_shares(self) -> EstimatedShares | None:

@@ -42,6 +42,11 @@ class World:
         self._num_choices = 0  # in `_drawn`
         self._seen: WeakKeyDictionary[MicroBatch, set[int]] = WeakKeyDictionary()  # layers, by micro-batch
 
+    @property
+    def source(self) -> str:
+        """The origin of the routing, for labels."""
+        return self._routing.source
+
     def sampled(self, batch: MicroBatch) -> np.ndarray:
         """Return token 0 for each sequence, int64 [sequences]: the simulated machine only times a run."""
         return np.zeros(len(batch.sequences), dtype=np.int64)

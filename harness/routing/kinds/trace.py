@@ -1,4 +1,9 @@
-"""Replay routing, and predictions of it, from a recorded trace."""
+"""Replay routing, and predictions of it, from a recorded trace, also in a model with more or fewer layers.
+
+The model's layers with a router are cut into blocks, each as long as the trace. A block takes the trace's layers in
+their order, so that within it a layer follows the one before as recorded. Block b takes them of the request that
+comes b places behind the token's own, so blocks are independent of one another. A shorter model takes the first layers.
+"""
 
 from __future__ import annotations
 
@@ -32,42 +37,78 @@ class Recorded:
     experts: NDArray[np.int16]  # [rows, layers, k]
     predicted: NDArray[np.int16] | None  # [rows, layers - distance, predicted experts]
     confidence: NDArray[np.float32] | None
+    weights: NDArray[np.float32] | None  # as `experts`
 
     def find(
-        self, request_ids: NDArray[np.int64], positions: NDArray[np.int64]
+        self, request_ids: NDArray[np.int64], positions: NDArray[np.int64], block: int = 0, num_blocks: int = 1
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return the row of each token, and whether it stands in for a token that was not recorded. Requests that were
-        not recorded repeat the recorded ones in turn; a position that was not recorded wraps around within its request.
+        """Return the row of each token in a block of layers, and whether the token itself was not recorded.
+
+        Requests that were not recorded repeat the recorded ones in turn; a position that was not recorded wraps around
+        within its request. Each further block has the next request and, once all have had their turn, positions as far
+        apart as can be. So a token has another row in each block.
         """
         request_ids, positions = np.asarray(request_ids), np.asarray(positions)
-        near = np.minimum(np.searchsorted(self.request_ids, request_ids), len(self.request_ids) - 1)
+        count = len(self.request_ids)
+        near = np.minimum(np.searchsorted(self.request_ids, request_ids), count - 1)
         known = self.request_ids[near] == request_ids
-        which = np.where(known, near, request_ids % len(self.request_ids))
+        which = (np.where(known, near, request_ids % count) + block) % count
         lengths = self.starts[which + 1] - self.starts[which]
-        offsets = positions - self.first_positions[which]
+        offsets = positions - self.first_positions[which] + block // count * (lengths // self._num_turns(num_blocks))
         repeats = ~known | (offsets < 0) | (offsets >= lengths)
         return self.starts[which] + offsets % lengths, repeats
 
+    def holds(self, num_blocks: int) -> bool:
+        """Tell whether a token can have another row in each of so many blocks."""
+        return self._num_turns(num_blocks) <= int(np.diff(self.starts).min())
+
+    def _num_turns(self, num_blocks: int) -> int:
+        """Return how often the requests are gone through for all blocks."""
+        return -(-num_blocks // len(self.request_ids))
+
+
+@dataclass(frozen=True)
+class Places:
+    """The place in the trace of each of a model's layers with a router."""
+
+    blocks: dict[int, tuple[int, int]]  # by layer: its block, and its place among the trace's layers
+    num_blocks: int
+    told: str  # of the mapping, for labels; empty where each layer has its own
+
+    @classmethod
+    def of(cls, header: TraceHeader, layers: tuple[int, ...]) -> Places:
+        """Place `layers`, the model's layers with a router."""
+        needed, found = len(layers), header.layers
+        num_blocks = -(-needed // found)
+        told = ""
+        if needed < found:
+            told = f"; the first {needed} of its {found} layers"
+        elif needed > found:
+            told = f"; its {found} layers stand for {needed}, in {num_blocks} blocks of different requests"
+        if header.first_layer != layers[0]:
+            told += f"; its layer {header.first_layer} stands for layer {layers[0]}"
+        return cls({layer: divmod(index, found) for index, layer in enumerate(layers)}, num_blocks, told)
+
 
 class TracePredictor:
-    """A trace's own predictions. A prediction that was made earlier than asked for is still known; the first layers
-    have none."""
+    """A trace's own predictions. A prediction that was made earlier than asked for is still known; the first layers of
+    a block have none."""
 
-    def __init__(self, recorded: Recorded, column: dict[int, int]) -> None:
+    def __init__(self, recorded: Recorded, places: Places) -> None:
         assert recorded.header.predictions is not None
-        self._recorded, self._column = recorded, column  # by layer
+        self._recorded, self._places = recorded, places
         self._distance = recorded.header.predictions.distance
         self.source = f"recorded: {recorded.header.predictions.source}"
 
     def experts(
         self, request_ids: NDArray[np.int64], positions: NDArray[np.int64], layer: int, distance: int = 1
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        recorded = self._recorded
+        recorded, (block, place) = self._recorded, self._places.blocks[layer]
         assert recorded.predicted is not None and recorded.confidence is not None
-        column = self._column[layer] - self._distance
+        column = place - self._distance
         if column < 0 or distance > self._distance:
             return no_experts(len(request_ids))
-        rows, _ = recorded.find(request_ids, positions)
+        rows, _ = recorded.find(request_ids, positions, block, self._places.num_blocks)
         return recorded.predicted[rows, column].astype(np.int64), recorded.confidence[rows, column].astype(np.float64)
 
 
@@ -78,23 +119,23 @@ class TraceRouting:
 
     def __init__(self, recorded: Recorded, name: str, layers: tuple[int, ...]) -> None:
         count, header = len(recorded.request_ids), recorded.header
+        self._recorded, self._places = recorded, Places.of(header, layers)
         self.source = (
             f"recorded: {name} ({header.source}; model {header.model}), {count} requests; "
-            "requests and positions beyond them repeat it"
+            f"requests and positions beyond them repeat it{self._places.told}"
         )
-        self._column = {layer: column for column, layer in enumerate(layers)}
-        self.predictions = TracePredictor(recorded, self._column) if header.predictions is not None else None
-        self._recorded = recorded
+        self.predictions = TracePredictor(recorded, self._places) if header.predictions is not None else None
 
     def experts(self, request_ids: NDArray[np.int64], positions: NDArray[np.int64], layer: int) -> NDArray[np.int64]:
-        assert layer in self._column, "a dense layer has no routing"
-        rows, _ = self._recorded.find(request_ids, positions)
-        return self._recorded.experts[rows, self._column[layer]].astype(np.int64)
+        assert layer in self._places.blocks, "a dense layer has no routing"
+        block, place = self._places.blocks[layer]
+        rows, _ = self._recorded.find(request_ids, positions, block, self._places.num_blocks)
+        return self._recorded.experts[rows, place].astype(np.int64)
 
     def repeats(self, request_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Tell for each token [tokens] whether the trace repeats itself for it, so that results can say how many
-        did."""
-        return self._recorded.find(request_ids, positions)[1]
+        did. Blocks of layers behind the first are left out: all of their rows are also those of other tokens."""
+        return self._recorded.find(request_ids, positions, 0, self._places.num_blocks)[1]
 
 
 def read_trace(path: Path) -> Recorded:
@@ -111,6 +152,7 @@ def read_trace(path: Path) -> Recorded:
     lengths = [sum(len(row.experts) for row in request_rows) for request_rows in ordered.values()]
     predicted = [row.predicted for row in parts if row.predicted is not None]
     confidence = [row.confidence for row in parts if row.confidence is not None]
+    weights = [row.weights for row in parts if row.weights is not None]
     return Recorded(
         header=header,
         request_ids=np.array(list(ordered), dtype=np.int64),
@@ -119,6 +161,7 @@ def read_trace(path: Path) -> Recorded:
         experts=np.concatenate([row.experts for row in parts]),
         predicted=np.concatenate(predicted) if predicted else None,
         confidence=np.concatenate(confidence) if confidence else None,
+        weights=np.concatenate(weights) if weights else None,
     )
 
 
@@ -144,11 +187,12 @@ def build(settings: Config, model: RoutedModel, seed: int) -> Routing:
         raise ConfigError("path", str(error)) from None
     header, layers = recorded.header, model.moe_layers
     for name, found, needed in (
-        ("first_layer", header.first_layer, layers[0]),
-        ("layers", header.layers, len(layers)),
         ("experts", header.experts, model.num_experts),
         ("k", header.k, model.experts_per_token),
     ):
         told = f"{path}, line 1: '{name}' must be {needed} for this model, got {found} (recorded from {header.model})"
         require(found == needed, "path", told)
+    num_blocks, count = -(-len(layers) // header.layers), len(recorded.request_ids)
+    told = f"{len(layers)} layers in blocks of its {header.layers}: {num_blocks} requests, or longer ones; got {count}"
+    require(recorded.holds(num_blocks), "path", f"{path}: too short for {told}")
     return TraceRouting(recorded, path.name, layers)
