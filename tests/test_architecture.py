@@ -81,6 +81,7 @@ TORCH_FREE = (
     *("harness.bench.shapes", "harness.routing.*"),
     *("harness.model.spec", "harness.model.layout", "harness.model.config", "harness.memory.*"),
     *("harness.machine.base", "harness.machine.hazards", "harness.machine.queues", "harness.verify.records"),
+    *("harness.machine.recording", "harness.machine.critical_path"),
     *("harness.engine.sequences", "harness.engine.batch", "harness.engine.strategy", "harness.engine.limits"),
     *("strategies.*.config", "strategies.*.scheduler", "strategies.*.equations"),
     *("strategies.offloading.planning.policy", "strategies.offloading.planning.search"),
