@@ -163,15 +163,26 @@ def host_expert_bytes(spec: ModelSpec) -> Mapping[str, int]:
 def workspace_bytes_per_token(spec: ModelSpec) -> int:
     """Return the bytes per token of the widest op's temporaries. `tests/contract/test_gpu_lane.py` checks that no op
     takes more.
+    """
+    return max(expert_workspace_bytes(spec), dense_workspace_bytes(spec))
 
-    An expert takes its gate and up projections with its input and output, in float32. A norm takes two rows in float32
-    and four in the model's dtype. An MLP that all tokens pass takes its gate and up projections twice, and four rows.
+
+def expert_workspace_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of a routed expert's temporaries for each of its tokens: gate and up projections with its input
+    and output, in float32."""
+    return 4 * (3 * spec.expert_dim + 2 * spec.hidden_dim)
+
+
+def dense_workspace_bytes(spec: ModelSpec) -> int:
+    """Return the bytes per token of the temporaries of the widest op but the experts.
+
+    A norm takes two rows in float32 and four in the model's dtype. An MLP that all tokens pass takes its gate and up
+    projections twice, and four rows.
     """
     number_bytes, hidden = spec.dtype_bytes, spec.hidden_dim
-    experts = 4 * (3 * spec.expert_dim + 2 * hidden)
     norm = (2 * 4 + 4 * number_bytes) * hidden
     mlp = (4 * max(spec.shared_expert_dim, spec.dense_dim) + 4 * hidden) * number_bytes
-    return max(experts, norm, mlp, _projected_numbers(spec) * number_bytes)
+    return max(norm, mlp, _projected_numbers(spec) * number_bytes)
 
 
 def _projected_numbers(spec: ModelSpec) -> int:

@@ -108,8 +108,8 @@ class Emitter(FanOut):
         return self.submit(GPU, collective.SendHidden(self._spec, it.batch, it.acts, layer, to))
 
     @on_each_gpu
-    def load_hidden(self, it: InFlight, layer: int, source: Buffer) -> Ticket:
-        return self.submit(H2D, data.LoadHidden(self._spec, it.batch, it.acts, layer, source))
+    def load_hidden(self, it: InFlight, layer: int, source: Buffer, *, urgent: bool = False) -> Ticket:
+        return self.submit(H2D, data.LoadHidden(self._spec, it.batch, it.acts, layer, source), urgent=urgent)
 
     @on_each_gpu
     def append_kv(self, it: InFlight, layer: int) -> list[Ticket]:
@@ -177,7 +177,7 @@ class Emitter(FanOut):
     def decode_attention_on_device(self, it: InFlight, layer: int, staging: Seq[Buffer]) -> list[Ticket]:
         """Attend on the gpu lane over the host cache: KV comes over the link into alternating staging buffers."""
         tickets = []
-        for turn, rows in enumerate(self._rows_that_fit(it.batch.on_host.read_lens, min(b.nbytes for b in staging))):
+        for turn, rows in enumerate(self.rows_that_fit(it.batch.on_host.read_lens, min(b.nbytes for b in staging))):
             buffer = staging[turn % len(staging)]
             tickets += [self.load_kv(it, layer, rows, buffer), self.attend_on_device(it, layer, rows, buffer)]
         return tickets
@@ -353,7 +353,7 @@ class Emitter(FanOut):
         it.tickets.sampled = self.submit(D2H, data.FetchSampled(self._spec, it.batch, it.acts), urgent=True)
         return it.tickets.sampled
 
-    def _rows_that_fit(self, read_lens: np.ndarray, nbytes: int) -> list[range]:
+    def rows_that_fit(self, read_lens: np.ndarray, nbytes: int) -> list[range]:
         """Cut the decode rows with their KV on the host into runs; each run's KV of one layer fits a staging buffer."""
         limit = nbytes // self._spec.kv_bytes_per_token_layer
         runs, start, total = [], 0, 0

@@ -90,14 +90,15 @@ class ExpertSlots:
         good."""
         self._places.let_go((layer, expert))
 
-    def prefetch(self, layer: int, expert: int, *, evict: bool = True) -> bool:
+    def prefetch(self, layer: int, expert: int, *, evict: bool = True, urgent: bool = False) -> bool:
         """Bring an expert that may be wanted, and return True if it is there or on its way. The result is False where
-        no slot can be had: all are held, or, without `evict`, none is free."""
+        no slot can be had: all are held, or, without `evict`, none is free. An `urgent` one overtakes what is queued
+        on the link."""
         key = (layer, expert)
         if key not in self._places:
             if not self._places.num_free and not (evict and any(True for _ in self._places.idle())):
                 return False
-            self._fetch(key, urgent=False)
+            self._fetch(key, urgent=urgent)
         self._replacement.used(key)
         return True
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from harness.engine.accumulated import AccumulatedBatch
+from harness.engine.accumulated import AccumulatedBatch, AccumulatedMemory
 from harness.engine.emitter import Emitter
 from harness.machine.base import CPU, D2H, GPU, H2D, LaneKind
 from harness.machine.simulated import SimulatedMachine
@@ -49,7 +49,7 @@ def test_sketch_gives_the_same_tokens(tiny, sketch, make):
 @pytest.mark.parametrize(
     ("sketch", "owner", "step"),
     [
-        (module_batching, AccumulatedBatch, "begin"),
+        (module_batching, AccumulatedBatch, "begin_experts"),
         (module_batching, AccumulatedBatch, "add"),
         (expert_placement, Emitter, "experts_on_host"),
     ],
@@ -78,9 +78,10 @@ def test_a_step_returns_the_ticket_of_all_that_it_submits(monkeypatch, sketch, o
 
 def test_tokens_of_several_gpus_do_not_accumulate(tiny):
     engine = engine_on(shuffled(0), tiny, requests(2, vocab_size=tiny.spec.vocab_size), kv_blocks=40)
+    memory = AccumulatedMemory.reserve(engine.machine, tiny.spec, max_tokens=8, slice_tokens=4)
     for several in (replace(engine, peers=(replace(engine, rank=1),)), replace(engine, rank=1)):
         with pytest.raises(AssertionError, match="one GPU"):
-            AccumulatedBatch(several, Emitter(several), max_tokens=8, slice_tokens=4)
+            AccumulatedBatch(several, Emitter(several), memory)
 
 
 def test_sums_of_the_host_never_overwrite_those_of_the_device(tiny, monkeypatch):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from harness.engine.accumulated import AccumulatedBatch
+from harness.engine.accumulated import AccumulatedBatch, AccumulatedMemory
 from harness.engine.activations import Activations
 from harness.engine.batch import PassPlan, assemble
 from harness.engine.emitter import Emitter
@@ -33,7 +33,8 @@ class ModuleBatching:
         self._attention_batch, self._cpu_below = attention_batch, cpu_below
         self._stream = WeightStream(machine, engine.store, depth=1, packet_bytes=4096)
         self._acts = [Activations(machine, spec, max_tokens=max_tokens, name=f"mb {i}") for i in range(attention_batch)]
-        self._tokens = AccumulatedBatch(engine, self._emit, max_tokens=max_tokens, slice_tokens=expert_batch)
+        memory = AccumulatedMemory.reserve(machine, spec, max_tokens=max_tokens, slice_tokens=expert_batch)
+        self._tokens = AccumulatedBatch(engine, self._emit, memory)
         self._index = 0
 
     def run(self, plan: PassPlan) -> PassResult:
@@ -59,7 +60,7 @@ class ModuleBatching:
         machine, emit, stream, i = self._engine.machine, self._emit, self._stream, self._index
         for name in _DENSE:
             emit.load(stream, i, name)
-        self._tokens.begin(layer, sum(it.batch.num_tokens for it in its))
+        self._tokens.begin(layer)
         rows, routes = [], []
         for it in its:
             emit.attention_in(it, layer, stream.part(i, "attention_in"))
@@ -72,6 +73,7 @@ class ModuleBatching:
             routes.append(emit.route(it, layer))
         for name in _DENSE:
             stream.release(i, name)
+        self._tokens.begin_experts()
         ids, weights = (np.concatenate(values) for values in zip(*map(machine.wait, routes), strict=True))
         for expert, stored in self._engine.store.experts(layer).items():
             tokens, slots = np.nonzero(ids == expert)

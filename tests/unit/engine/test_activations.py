@@ -113,7 +113,7 @@ def test_the_longest_sequence_counts_what_is_prefilled_after_a_preemption():
 @given(st.lists(st.integers(1, 20), max_size=12))
 def test_runs_of_rows_fit_the_staging_buffer_and_cover_all(contexts):
     nbytes = 20 * SPEC.kv_bytes_per_token_layer + 7
-    runs = Emitter(engine([]))._rows_that_fit(np.asarray(contexts, dtype=np.int32), nbytes)
+    runs = Emitter(engine([])).rows_that_fit(np.asarray(contexts, dtype=np.int32), nbytes)
     assert [row for rows in runs for row in rows] == list(range(len(contexts)))
     assert all(0 < sum(contexts[row] for row in rows) <= 20 for rows in runs)
     for rows, following in itertools.pairwise(runs):
@@ -122,7 +122,7 @@ def test_runs_of_rows_fit_the_staging_buffer_and_cover_all(contexts):
 
 def test_a_context_larger_than_the_staging_buffer_is_an_error():
     with pytest.raises(AssertionError, match="context of 21 tokens does not fit"):
-        Emitter(engine([]))._rows_that_fit(np.asarray([3, 21]), 20 * SPEC.kv_bytes_per_token_layer)
+        Emitter(engine([])).rows_that_fit(np.asarray([3, 21]), 20 * SPEC.kv_bytes_per_token_layer)
 
 
 @pytest.mark.parametrize("seed", range(5))
