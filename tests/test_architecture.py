@@ -86,6 +86,7 @@ TORCH_FREE = (
     *("strategies.*.config", "strategies.*.scheduler", "strategies.*.equations"),
     *("strategies.offloading.planning.policy", "strategies.offloading.planning.search"),
     *("strategies.offloading.request_batching", "strategies.common.workload_shape", "strategies.moegen.policy"),
+    *("strategies.moegen.memory", "strategies.moegen.scheduler"),
 )
 TORCH = {"torch", "transformers"}
 

@@ -126,11 +126,15 @@ def test_every_group_offers_a_choice():
 
 @pytest.mark.parametrize("name", names_in("strategy"))
 def test_a_strategys_yaml_shows_every_setting_with_its_default(name):
-    """Whoever reads the YAML sees all switches; whoever builds a Config in code gets the same behaviour."""
+    """Whoever reads the YAML sees all switches; whoever builds a Config in code gets the same behaviour. Of several
+    YAMLs of one package, which are variants of a system, one has the defaults, and all have the same keys."""
     values = composed(f"strategy={name}")["strategy"]
     module, config = load_strategy(values)
     assert set(values) - {"package"} == {f.name for f in fields(module.Config)}
-    assert config == module.Config()
+    others = [composed(f"strategy={other}")["strategy"] for other in names_in("strategy") if other != name]
+    variants = [other for other in others if other["package"] == values["package"]]
+    assert all(list(leaves(other)) == list(leaves(values)) for other in variants)
+    assert module.Config() in (config, *(load_strategy(other).config for other in variants))
 
 
 KEY = re.compile(r"^(?P<indent> *)(?P<key>[a-z_0-9]+):")

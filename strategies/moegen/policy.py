@@ -44,7 +44,11 @@ class Policy:
     prefetch: bool = True
 
     def as_record(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return all fields by their names in the configuration; those of prefill begin with `prefill_`."""
+        record = asdict(self)
+        prefill, decode = record.pop("prefill"), record.pop("decode")
+        del prefill["cpu_attention"]
+        return decode | {f"prefill_{name}": value for name, value in prefill.items()} | record
 
 
 @config

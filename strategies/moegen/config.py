@@ -1,0 +1,31 @@
+"""Settings of MoE-Gen; each is an ablation switch."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from harness.config import config
+from harness.engine.strategy import require_packet_mb
+from harness.memory.placed import ModelParts
+from harness.memory.weights import expert_slots, layer_slots
+from strategies.moegen.policy import GivenPolicy
+
+
+@config
+class Config:
+    """`padding` is for comparisons with systems that pad, as the paper's are; without `prefetch` experts are brought
+    when the router has chosen them."""
+
+    padding: bool = False
+    prefetch: bool = True
+    packet_mb: float = 1.0
+    policy: GivenPolicy = field(default_factory=GivenPolicy)  # Table 2; null: searched
+
+    def __post_init__(self) -> None:
+        require_packet_mb(self.packet_mb)
+
+    def least_weight_bytes(self, model: ModelParts) -> dict[str, int]:
+        """Return the device memory that weights take at the least, by name: S_Dense and S_Expert."""
+        dense, slots = self.policy.dense_slots or 1, self.policy.expert_slots or 1
+        dense = min(dense, model.spec.num_layers)
+        return layer_slots(model, dense, experts=False) | expert_slots(model, slots)

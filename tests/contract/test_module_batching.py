@@ -1,0 +1,73 @@
+"""MoE-Gen's pipeline gives the reference tokens with any sizes of its batches, wherever tokens accumulate."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.contract.running import (
+    CAPACITIES_BYTES,
+    check_tokens,
+    emulated,
+    engine_on,
+    requests,
+    run_to_end,
+    shuffled,
+    strategy_of,
+)
+from tests.contract.test_strategies import YAMLS
+from tests.fake_device import cuda_machine
+from tests.tiny_families import runnable, tiny_family
+
+SMALL = {
+    "attention_batch": 2,
+    "prefill_attention_batch": 2,
+}  # many micro-batches, slices of which most experts have more than one
+POLICIES = {
+    "all on the GPU": SMALL | {"cpu_attention": 0.0, "expert_batch": 1, "prefill_expert_batch": 5},
+    "a tenth on the CPU": SMALL | {"cpu_attention": 0.1, "expert_slots": 1},
+    "half on the CPU": SMALL | {"cpu_attention": 0.5, "on_device": False, "expert_batch": 2, "prefill_expert_batch": 7},
+    "all on the CPU": SMALL | {"cpu_attention": 1.0, "on_device": False, "resident_experts": 5, "expert_slots": 3},
+    "several batches": {"batch_size": 3, "prefill_batch_size": 2, "cpu_attention": 0.5, "expert_slots": 9},
+    "larger than the workload": {"batch_size": 1000, "cpu_attention": 0.5, "expert_batch": 10**6, "dense_slots": 2},
+    "nothing resident": {"resident_experts": 0, "on_device": False, "cpu_attention": 0.0},
+    "all dense parts resident": {"dense_slots": 9, "resident_experts": 2, "cpu_attention": 1.0},
+}  # fmt: skip
+MACHINES = {
+    "shuffled-0": lambda: shuffled(0),
+    "shuffled-1": lambda: shuffled(1),
+    "emulated": emulated,
+    "cuda": lambda: cuda_machine(CAPACITIES_BYTES),
+}
+
+
+def check(machine, checkpoint, policy, *, kv_blocks=60, num_requests=8, **settings):
+    values = YAMLS["moegen_h"] | settings | {"policy": policy}
+    work = requests(num_requests, vocab_size=checkpoint.spec.vocab_size, longest=40, max_new_tokens=4)
+    engine = engine_on(machine, checkpoint, work, kv_blocks=kv_blocks, values=values)
+    run_to_end(engine, lambda e: strategy_of(e, values))
+    report = check_tokens(checkpoint, engine.sequences)
+    assert report.checked == len(work)
+    assert report.ok, report.first_mismatch
+    return engine
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tokens(tiny, policy, machine):
+    check(MACHINES[machine](), tiny, POLICIES[policy])
+
+
+@pytest.mark.parametrize("policy", ["half on the CPU", "a tenth on the CPU"])
+@pytest.mark.parametrize("variant", runnable())
+def test_tokens_of_every_family(variant, policy):
+    check(shuffled(len(variant)), tiny_family(variant), POLICIES[policy])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"padding": True}, {"prefetch": False}, {"packet_mb": 0.004}, {"kv_blocks": 24}, {"num_requests": 1}],
+    ids=str,
+)
+def test_tokens_under_other_settings(tiny, settings):
+    for on_device in (True, False):
+        check(shuffled(3), tiny, {"on_device": on_device, "cpu_attention": 0.4, "attention_batch": 3}, **settings)
