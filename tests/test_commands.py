@@ -173,8 +173,11 @@ def test_a_plan_in_which_nothing_runs_says_why(capsys):
 def test_a_plan_that_does_not_fit_shows_every_tier_by_name(strategy, tier, size_gb, needs, capsys):
     """Mixtral-8x7B in bfloat16: 46.7 billion parameters, 1.45 billion a layer, 0.176 billion an expert."""
     if tier == "device":
-        one_part = ("the largest part of a layer", "352 MB")
-        needs = (*needs, *(one_part if strategy == "ondemand" else ("2 layers of weights", "5.81 GB")))
+        others = {
+            "ondemand": ("the largest part of a layer", "352 MB"),
+            "llamacpp_split": ("all layers without experts", "2.69 GB", "copies of 3 experts", "1.06 GB"),
+        }
+        needs = (*needs, *others.get(strategy, ("2 layers of weights", "5.81 GB")))
     else:
         values = composed_values(["machine=simulated", *SMALL, f"strategy={strategy}"])
         tier = weights_tier(load_strategy(parse_settings(values).strategy).config)

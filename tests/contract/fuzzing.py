@@ -13,7 +13,7 @@ from harness.run.experiment import RunFailed, run_experiment
 from tests.composing import composed
 
 MICRO_BATCHED = ("moelightning", "fastdecode", "flexgen_c", "flexgen")
-STRATEGIES = (*MICRO_BATCHED, *MICRO_BATCHED, "moelens", "ondemand", "deepspeed_zero")
+STRATEGIES = (*MICRO_BATCHED, *MICRO_BATCHED, "moelens", "ondemand", "deepspeed_zero", "llamacpp_split")
 QUIET = ("wandb.mode=disabled", "progress=false")
 
 
@@ -38,7 +38,7 @@ def run(overrides: list[str], results_dir: Path) -> str:
 def draw(rng: random.Random, checkpoint: Checkpoint) -> list[str]:
     """Draw every setting that decides which ops there are, how they are cut, and who waits for whom."""
     strategy, longest, new_tokens = rng.choice(STRATEGIES), rng.choice((1, 8, 20, 40)), rng.choice((1, 2, 5, 9))
-    num_gpus = 1 if strategy == "moelens" else rng.choice((1, 2, 2, 4))
+    num_gpus = 1 if strategy in ("moelens", "llamacpp_split") else rng.choice((1, 2, 2, 4))
     own = settings_of(strategy, rng, num_gpus)
     block_tokens = rng.choice((4, 16))
     batches = num_gpus if own.get("parallelism") == "pipeline" else 1
@@ -80,6 +80,9 @@ def settings_of(strategy: str, rng: random.Random, num_gpus: int) -> dict[str, A
         given = {"prefetch": yes_no, "max_pass_tokens": (64, "null")}
     elif strategy == "deepspeed_zero":
         given = {"prefetch": yes_no, "batch_size": (1, 2, 3, "null")}
+    elif strategy == "llamacpp_split":
+        given = {"cpu_moe_layers": (0, 1, 2, "null"), "offload_min_tokens": (1, 4, 16, "null"), "slots": (1, 2, 4)}
+        given |= {"batch_tokens": (16, 2048), "micro_batch_tokens": (8, 32, 512)}
     else:
         size = rng.choice((1, 1, 2, 3, 6, 12))
         given = {"extended_model": (False,), "staging": yes_no, "padding": (False, False, True)}

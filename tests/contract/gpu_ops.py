@@ -31,6 +31,7 @@ CASES = {
     "fastdecode": [],
     "flexgen": [],
     "flexgen_c": [],
+    "llamacpp_split": ["strategy.cpu_moe_layers=1", "strategy.slots=64"],
     "moelens": ["strategy.n_real=2000"],
     "moelens on the gpu": ["strategy.n_real=2000", "strategy.attention=gpu"],
     "moelightning": [],

@@ -42,6 +42,12 @@ RUNS: dict[str, tuple[str, dict, int, int]] = {
         1,
         CAPACITIES_BYTES["device"],
     ),
+    "experts on the cpu or copied": (
+        "llamacpp_split",
+        {"cpu_moe_layers": 1, "offload_min_tokens": 16, "slots": 3},
+        1,
+        CAPACITIES_BYTES["device"],
+    ),
     "a share of the cache on the device": (
         "flexgen",
         {"padding": True, "policy": {"batch_size": 6, "micro_batch_size": 2, "resident_kv": 0.5}},

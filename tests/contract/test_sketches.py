@@ -106,7 +106,7 @@ def test_placement_uses_every_way_to_run_an_expert(tiny):
     assert all(counts[way] > 0 for way in ("resident", "prefetched", "on demand", "cpu", "cancelled")), counts
 
 
-def simulated_engine(model_name: str, num_requests: int, *, hit_rate: float | None = None):
+def simulated_engine(model_name: str, num_requests: int, *, hit_rate: float | None = None, **lengths: int):
     """An engine on a simulated machine with room for all, whose routing is drawn evenly, and foreseen at a rate."""
     model = planned_model(parse_settings(composed(f"model={model_name}", "model.spec.num_layers=8")).model)
     capacities = dict.fromkeys(("device", "pinned", "host"), 10**12)
@@ -115,7 +115,7 @@ def simulated_engine(model_name: str, num_requests: int, *, hit_rate: float | No
     routing = UniformRouting(model.spec.num_experts, model.spec.experts_per_token, seed=3)
     predictor = None if hit_rate is None else StatedPredictor(routing, ((hit_rate,),), model.spec, seed=3)
     machine.world = World(routing, model.spec.num_experts, predictor)
-    work = requests(num_requests, vocab_size=100, longest=12, max_new_tokens=3)
+    work = requests(num_requests, vocab_size=100, **{"longest": 12, "max_new_tokens": 3, **lengths})
     return engine_on(machine, model, work, kv_blocks=200), routing
 
 

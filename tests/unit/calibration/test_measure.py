@@ -120,7 +120,13 @@ def test_memory_was_measured_on_one_thread_and_on_all(calibrated):
     assert all(0.1 < rate < 10_000 for values in rates.values() for rate in values)
 
 
-@pytest.mark.parametrize("strategy", [*([n] for n in names_in("strategy")), ["moelens", "strategy.attention=gpu"]])
+VARIANTS = (
+    ["moelens", "strategy.attention=gpu"],
+    ["llamacpp_split", "strategy.cpu_moe_layers=2", "strategy.slots=2"],  # experts on the CPU, and copied ones
+)
+
+
+@pytest.mark.parametrize("strategy", [*([n] for n in names_in("strategy")), *VARIANTS])
 def test_the_simulator_runs_strategies_on_it(calibrated, strategy, tmp_path, monkeypatch):
     """No op of theirs was forgotten: nothing is estimated."""
     monkeypatch.setenv("MOE_HARNESS_CACHE", str(tmp_path))

@@ -1,0 +1,44 @@
+"""llama.cpp with `--n-cpu-moe N` leaves the routed experts of the first N layers in host memory; all else is on the
+device.
+
+The CPU computes these experts where they lie. For micro-batches of 32 tokens and more, which are mostly prompts, they
+are copied to the device and computed there, for that micro-batch only. The KV cache is on the device. llama.cpp overlaps neither of these with
+anything, so nothing overlaps here. Requests share slots as in llama-server: continuous batching, prompts beside
+generation.
+
+What is modelled was read in llama.cpp at commit 0054c01: the copies of chosen experts in `ggml/src/ggml-backend.cpp`,
+the threshold in `ggml/src/ggml-cuda/ggml-cuda.cu`, options and their defaults in `common/arg.cpp` and
+`tools/server/server.cpp`. Copies come from pinned memory, as with `--no-mmap`.
+"""
+
+from __future__ import annotations
+
+from harness.engine.engine import Engine
+from harness.engine.kv_placement import place_kv
+from harness.engine.strategy import Strategy
+from strategies.llamacpp_split.config import Config
+from strategies.llamacpp_split.pipeline import SplitPipeline
+from strategies.llamacpp_split.planner import plan_split
+from strategies.llamacpp_split.scheduler import Slots
+
+__all__ = ["Config", "build"]
+
+
+def build(config: Config, engine: Engine) -> Strategy:
+    policy = plan_split(config, engine)
+    place_kv(engine, device_bytes=policy.kv_bytes)
+    scheduler = Slots(
+        engine.sequences,
+        engine.kv.allocator,
+        num_slots=policy.slots,
+        batch_tokens=config.batch_tokens,
+        micro_batch_tokens=config.micro_batch_tokens,
+        max_tokens=policy.max_tokens,
+    )
+    pipeline = SplitPipeline(
+        engine,
+        policy,
+        offload_min_tokens=config.offload_min_tokens,
+        packet_bytes=int(config.packet_mb * 1e6),
+    )
+    return Strategy(scheduler=scheduler, pipeline=pipeline, plan=policy.as_record())

@@ -1,0 +1,122 @@
+"""Divide the device's memory as a user of llama.cpp does who tunes `--n-cpu-moe`.
+
+KV cache and activations come first, then the experts of as many layers as there is room for.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from harness.config import ConfigError
+from harness.engine.activations import TABLE_ENTRY_BYTES, device_bytes_per_token
+from harness.engine.engine import Engine
+from harness.engine.limits import SLACK_BYTES
+from harness.memory.tiers import enough, told_bytes
+from strategies.llamacpp_split.config import Config, DeviceWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    cpu_moe_layers: int  # layers, from the first, whose experts stay in host memory
+    slots: int
+    context_tokens: int  # of the KV cache
+    kv_bytes: int
+    max_tokens: int  # of a micro-batch
+    copied_experts: int  # room on the device for so many copies of the host's experts
+
+    def as_record(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class _Room:
+    """The device's memory beside the weights that must be there, and what takes it."""
+
+    nbytes: int
+    token_bytes: int
+    block_bytes: int  # with its place in a block table
+    block_size: int
+    micro_batch_tokens: int
+
+    def max_tokens(self, longest_prompt: int, num_blocks: int) -> int:
+        """Return the tokens that a micro-batch can have: no more than the cache, or than the longest prompt."""
+        return max(longest_prompt, min(self.micro_batch_tokens, num_blocks * self.block_size))
+
+    def taken_bytes(self, longest_prompt: int, num_blocks: int) -> int:
+        """Return the bytes of activations and of a KV cache of so many blocks."""
+        return self.max_tokens(longest_prompt, num_blocks) * self.token_bytes + num_blocks * self.block_bytes
+
+
+def plan_split(config: Config, engine: Engine) -> Policy:
+    """Choose the size of the KV cache, then how many layers leave their experts in host memory.
+
+    The cache holds `context_tokens`, or the longest request in every slot, or as much as fits beside the weights that
+    have to be on the device. Requests that do not fit even alone are not counted; the scheduler rejects them. Raises
+    ConfigError where the smallest does not fit, and where `context_tokens` is given and does not.
+    """
+    weights, blocks = DeviceWeights(engine), engine.kv.allocator
+    device, spec = engine.machine.tiers["device"], engine.spec
+    free_bytes = device.free_bytes - SLACK_BYTES
+    room = _Room(
+        nbytes=free_bytes - sum(config.least_weight_bytes(engine).values()),
+        token_bytes=device_bytes_per_token(spec),
+        block_bytes=blocks.block_size * spec.kv_bytes_per_token + TABLE_ENTRY_BYTES,
+        block_size=blocks.block_size,
+        micro_batch_tokens=config.micro_batch_tokens,
+    )
+    slots = max(1, min(config.slots, len(engine.sequences)))
+    longest_prompt, num_blocks = _cache(config, engine, room, slots)
+    left_bytes = free_bytes - room.taken_bytes(longest_prompt, num_blocks)
+    cpu_layers = (
+        _least_cpu_layers(config, weights, left_bytes)
+        if config.cpu_moe_layers is None
+        else (min(config.cpu_moe_layers, weights.num_layers))
+    )
+    return Policy(
+        cpu_moe_layers=cpu_layers,
+        slots=slots,
+        context_tokens=num_blocks * blocks.block_size,
+        kv_bytes=num_blocks * blocks.block_size * spec.kv_bytes_per_token,
+        max_tokens=room.max_tokens(longest_prompt, num_blocks),
+        copied_experts=0 if config.offload_min_tokens is None else weights.num_copies(cpu_layers),
+    )
+
+
+def _cache(config: Config, engine: Engine, room: _Room, slots: int) -> tuple[int, int]:
+    """Return the longest prompt that can run, and the blocks of the KV cache."""
+    blocks = engine.kv.allocator
+    given = None if config.context_tokens is None else blocks.blocks_for(config.context_tokens)
+    sizes = sorted({(blocks.blocks_for(s.max_tokens), s.prompt_len) for s in engine.sequences} or {(1, 1)})
+    longest_prompt = longest_blocks = 0
+    for num_blocks, prompt_len in sizes:
+        prompt = max(longest_prompt, prompt_len)
+        if room.taken_bytes(prompt, num_blocks) > room.nbytes or (given is not None and num_blocks > given):
+            break
+        longest_prompt, longest_blocks = prompt, num_blocks
+    if not longest_prompt and (given is None or sizes[0][0] <= given):
+        raise _too_small(config, engine, min(room.taken_bytes(prompt, num) for num, prompt in sizes))
+    wanted = slots * longest_blocks if given is None else given
+    fitting = bisect_right(range(wanted + 1), room.nbytes, key=lambda num: room.taken_bytes(longest_prompt, num)) - 1
+    if given is not None and fitting < given:
+        most = fitting * blocks.block_size
+        raise ConfigError("strategy.context_tokens", f"must be at most {most}, which fill the device, or null")
+    return longest_prompt, fitting
+
+
+def _least_cpu_layers(config: Config, weights: DeviceWeights, left_bytes: int) -> int:
+    copies = config.offload_min_tokens is not None
+    layers = range(weights.num_layers + 1)
+    return next(n for n in layers if sum(weights.bytes_with(n, copies=copies).values()) <= left_bytes)
+
+
+def _too_small(config: Config, engine: Engine, smallest_bytes: int) -> ConfigError:
+    device = engine.machine.tiers["device"]
+    held = device.holders() | config.least_weight_bytes(engine)
+    held |= {"alignment": SLACK_BYTES, "the smallest request": smallest_bytes}
+    return ConfigError(
+        "hardware.device_memory_gb",
+        f"{device.capacity_bytes / 1e9:g} GB is too small: {enough(sum(held.values()))} GB are needed "
+        f"({told_bytes(held)})",
+    )
