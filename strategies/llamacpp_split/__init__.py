@@ -2,9 +2,9 @@
 device.
 
 The CPU computes these experts where they lie. For micro-batches of 32 tokens and more, which are mostly prompts, they
-are copied to the device and computed there, for that micro-batch only. The KV cache is on the device. llama.cpp overlaps neither of these with
-anything, so nothing overlaps here. Requests share slots as in llama-server: continuous batching, prompts beside
-generation.
+are copied to the device and computed there, for that micro-batch only. The KV cache is on the device. llama.cpp
+overlaps neither the copies nor the CPU's part with anything, so nothing overlaps here. Requests share slots as in
+llama-server: continuous batching, prompts beside generation.
 
 What is modelled was read in llama.cpp at commit 0054c01: the copies of chosen experts in `ggml/src/ggml-backend.cpp`,
 the threshold in `ggml/src/ggml-cuda/ggml-cuda.cu`, options and their defaults in `common/arg.cpp` and

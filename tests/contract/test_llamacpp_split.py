@@ -137,6 +137,18 @@ def test_the_threshold_is_a_setting(steps, least, copies):
     assert [bool(step.computed[CPU]) for step in steps] == [not copies] * len(steps)
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_batch_of_just_so_many_tokens_is_copied(steps, more):
+    first, _ = simulated_engine("mixtral-8x7b", 6, **LENGTHS)
+    run_to_end(first, lambda e: strategy_of(e, VALUES | {"cpu_moe_layers": 3}))
+    size = steps[0].batch.num_tokens
+    steps.clear()
+    engine, _ = simulated_engine("mixtral-8x7b", 6, **LENGTHS)
+    run_to_end(engine, lambda e: strategy_of(e, VALUES | {"cpu_moe_layers": 3, "offload_min_tokens": size + more}))
+    assert steps[0].batch.num_tokens == size
+    assert bool(steps[0].copied) is (more == 0)
+
+
 def test_nothing_overlaps():
     engine, _ = simulated_engine("mixtral-8x7b", 6, **LENGTHS)
     run_to_end(engine, lambda e: strategy_of(e, VALUES | {"cpu_moe_layers": 4}))
