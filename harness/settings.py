@@ -12,6 +12,7 @@ from harness.hardware.profile import HardwareConfig, require_size_gb
 from harness.model.config import ModelConfig
 from harness.record.wandb_sink import WandbConfig
 from harness.routing.build import parse_routing
+from harness.routing.recording import RecordRouting
 from harness.workload.config import DatasetConfig
 
 if TYPE_CHECKING:
@@ -50,7 +51,9 @@ class Settings:
     repeats: int
     verify: Literal["off", "sample", "all"]
     verify_requests: int
-    record_routing: bool
+    record_routing: RecordRouting
+    record_hidden: bool
+    record_hidden_mb: float
     exclusive: bool
     results_dir: str
     progress: bool
@@ -62,6 +65,8 @@ class Settings:
         require(1 <= self.repeats <= 1000, "repeats", f"must be 1 to 1000, got {self.repeats}")
         parse_routing(self.routing)
         require(bool(self.results_dir.strip()), "results_dir", "must name a folder, got an empty text")
+        told = f"must be > 0 and at most 1000000, got {self.record_hidden_mb:g}"
+        require(0 < self.record_hidden_mb <= 1e6, "record_hidden_mb", told)
         require(self.verify_requests >= 1, "verify_requests", f"must be >= 1, got {self.verify_requests}")
 
     @property
@@ -113,6 +118,13 @@ def load_strategy(values: Mapping[str, Any]) -> LoadedStrategy:
         if not hasattr(module, name):
             raise ConfigError("strategy.package", f"'{package}' has no {name}")
     return LoadedStrategy(module, parse(module.Config, settings, "strategy"))
+
+
+def require_tensors(settings: Settings, machine: str) -> None:
+    """Raises ConfigError where a record is wanted that `machine`, which has no tensors, cannot give."""
+    told = f"machine={machine} computes no model; choose a machine that does, such as emulated"
+    require(not settings.record_hidden, "record_hidden", f"must be false: {told}")
+    require(settings.record_routing != "weights", "record_routing", f"must be true or false: {told}")
 
 
 def require_num_gpus(settings: Settings, strategy_config: Any) -> None:

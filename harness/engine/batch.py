@@ -116,7 +116,31 @@ class MicroBatch:
     def records_routing(self) -> bool:
         """True if a sequence of the micro-batch records its routing. Cached, since each layer asks and the sequences
         are many."""
-        return any(s.records_routing for s in self.sequences)
+        return any(s.records is not None for s in self.sequences)
+
+    @cached_property
+    def records_weights(self) -> bool:
+        """True if the weights of the experts are recorded too."""
+        return any(s.records is not None and s.records.weights for s in self.sequences)
+
+    @cached_property
+    def sampled_rows(self) -> np.ndarray:
+        """The rows whose router inputs are recorded, int64 [sampled], ascending; none of them holds padding."""
+        samples = {s.records.sample for s in self.sequences if s.records is not None} - {None}
+        assert len(samples) <= 1, "all sequences of a run are sampled alike"
+        chosen = np.zeros(self.num_tokens, dtype=bool)
+        for sample in filter(None, samples):
+            sampled = sample(self.request_ids, self.positions)
+            for _, rows in self.rows_of():
+                chosen[rows] = sampled[rows]
+        return _read_only(np.flatnonzero(chosen))
+
+    @cached_property
+    def sampled_runs(self) -> tuple[slice, ...]:
+        """The `sampled_rows` as few slices of the micro-batch's rows."""
+        rows = self.sampled_rows
+        runs = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1) if len(rows) else []
+        return tuple(slice(int(run[0]), int(run[-1]) + 1) for run in runs)
 
     def rows_of(self) -> Iterable[tuple[Sequence, slice]]:
         """Yield each sequence with the rows of its own tokens."""

@@ -197,8 +197,7 @@ class Emitter(FanOut):
         return self.submit(GPU, op)
 
     def attention_out(self, it: InFlight, layer: int, part: PlacedPart | list[PlacedPart]) -> Ticket:
-        """Compute output projection, norm and router, and bring the router's choices to the host where they are
-        recorded."""
+        """Compute output projection, norm and router, and bring to the host what is recorded of the router."""
         if not it.is_shared:
             return self._attention_out(it, layer, part)
         self._output_projection(it, layer, part)
@@ -243,6 +242,7 @@ class Emitter(FanOut):
 
     @on_one_gpu
     def fetch_routing(self, it: InFlight, layer: int) -> Ticket:
+        """Bring to the host what the router did with the micro-batch, as far as it is recorded."""
         return self.submit(D2H, data.FetchRouting(self._spec, it.batch, it.acts, layer), urgent=True)
 
     @on_one_gpu

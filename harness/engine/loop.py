@@ -11,6 +11,7 @@ import numpy as np
 from harness.engine.batch import PassPlan
 from harness.engine.engine import Engine
 from harness.engine.in_flight import InFlight
+from harness.engine.ops.data import RecordedLayer
 from harness.engine.sequences import Life, Sequence, State
 from harness.engine.strategy import PassResult, Strategy
 from harness.record.passes import PassRecord
@@ -96,10 +97,24 @@ def _collect_routing(engine: Engine, it: InFlight) -> None:
     if not it.batch.records_routing:
         return
     layers = [engine.machine.wait(ticket) for _, ticket in sorted(it.tickets.routing.items())]
-    routing = np.stack(layers, axis=1).astype(np.int16)  # [tokens, layers with a router, experts_per_token]
+    routing = np.stack([each.expert_ids for each in layers], axis=1).astype(np.int16)  # [tokens, layers, k]
+    weights = np.stack([each.weights for each in layers], axis=1) if it.batch.records_weights else None
+    inputs = _inputs(layers) if it.batch.sampled_runs else None
     for sequence, rows in it.batch.rows_of():
-        if sequence.records_routing:
-            sequence.lives[-1].routing.append(routing[rows])
+        if sequence.records is None:
+            continue
+        life = sequence.lives[-1]
+        life.routing.append(routing[rows])
+        if weights is not None and sequence.records.weights:
+            life.weights.append(weights[rows])
+        if inputs is not None and sequence.records.sample is not None:
+            first, end = np.searchsorted(it.batch.sampled_rows, (rows.start, rows.stop))
+            life.inputs.append(inputs[first:end].copy())  # a view would keep the whole pass's
+
+
+def _inputs(layers: list[RecordedLayer]) -> np.ndarray:
+    """Return what the routers got of the sampled rows, uint8 [sampled rows, layers, bytes]."""
+    return np.stack([np.concatenate(each.inputs) for each in layers], axis=1)
 
 
 def _record(engine: Engine, strategy: Strategy, it: _UnderWay, *, num_finished: int) -> PassRecord:

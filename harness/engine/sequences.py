@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -22,13 +23,29 @@ class State(StrEnum):
     REJECTED = "rejected"
 
 
+@dataclass(frozen=True, slots=True)
+class Records:
+    """A sequence that has this records the experts of all its tokens in all layers with a router.
+
+    `weights` are those of the experts. `sample` says for tokens, by request and position, whether the router's input is
+    recorded.
+    """
+
+    weights: bool = False
+    sample: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None  # int64 [tokens] twice -> bool [tokens]
+
+
 @dataclass(eq=False, slots=True)
 class Life:
-    """One life of a sequence's KV cache: from a prefill to preemption or the end. Routing is recorded for each life.
-    Routing is recorded by life."""
+    """One life of a sequence's KV cache: from a prefill to preemption or the end.
+
+    What is recorded has an entry for each pass.
+    """
 
     first_generated: int  # index of the first token generated in this life
-    routing: list[np.ndarray] = field(default_factory=list)  # per pass: [tokens, layers, experts_per_token]
+    routing: list[np.ndarray] = field(default_factory=list)  # int16 [tokens, layers, experts_per_token]
+    weights: list[np.ndarray] = field(default_factory=list)  # float32, of the same shape
+    inputs: list[np.ndarray] = field(default_factory=list)  # uint8 [sampled tokens, layers, bytes]
 
 
 @dataclass(eq=False, slots=True)
@@ -46,7 +63,7 @@ class Sequence:
     partition: int = 0  # KV dependencies are derived by (layer, partition); constant while blocks are held
     num_preemptions: int = 0
     reject_reason: str | None = None
-    records_routing: bool = False
+    records: Records | None = None
     lives: list[Life] = field(default_factory=list)
     finished_pass: int | None = None
     token_times_s: list[float] = field(default_factory=list)  # when each token was there, on the machine's clock

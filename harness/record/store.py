@@ -4,6 +4,7 @@
         config.yaml  meta.json      what was run, on what; written before anything else
         status.json                 running, ok, oom, failed or interrupted, and who owns the run
         passes.jsonl requests.jsonl one line each, appended as they happen; routing.jsonl.gz too where it is recorded
+        hidden/                     what routers got of some tokens, where it is recorded
         summary.json trace.json     at the end
 
 A folder appears with its first three files or not at all. A kill leaves every file readable: whole files are renamed

@@ -28,6 +28,7 @@ class Stream(IntEnum):
     FOLLOW = 3
     RENEWAL = 4
     PREDICTION = 5
+    RECORDING = 6
 
 
 def derive(keys: Keys, counters: ArrayLike) -> Keys:

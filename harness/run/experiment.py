@@ -15,7 +15,7 @@ from harness.calibration.local import calibrate
 from harness.config import ConfigError
 from harness.engine import loop
 from harness.engine.engine import Engine
-from harness.engine.sequences import Sequence, State
+from harness.engine.sequences import Records, Sequence, State
 from harness.engine.strategy import Strategy
 from harness.hardware.steal import CpuTimes, read_cpu_times
 from harness.interrupts import interrupts_kept
@@ -31,7 +31,8 @@ from harness.record.store import RunFolder, run_id
 from harness.record.terminal import Progress
 from harness.record.wandb_rows import PassRows
 from harness.record.wandb_sink import WandbSink
-from harness.routing.recording import recording
+from harness.routing.recording import hidden_sample, recording
+from harness.routing.token_sample import TokenSample
 from harness.run.report import Others, RunState, record_failure, report_run, request_row, what_is_wrong
 from harness.run.session import Session
 from harness.verify.collect import generated_sequence
@@ -101,9 +102,9 @@ def _execute(state: RunState, folder: RunFolder, sink: WandbSink, progress: Prog
     write_json(folder.path / "meta.json", {**read_json(folder.path / "meta.json"), **sources})
     progress.stage("weights")
     machine = session.build_machine(partial(calibrate, log=progress.note))
-    sequences, record_all = session.queue_requests(), session.settings.record_routing
-    for sequence in sequences if record_all else state.to_verify:
-        sequence.records_routing = True
+    session.queue_requests()
+    source = f"{machine.label} run; {model.weights_source}; {workload.source}"
+    sample = _ask_for_records(state, source)
     engine = session.build_engine()
     progress.stage("planning")
     strategy = session.build_strategy()
@@ -114,12 +115,26 @@ def _execute(state: RunState, folder: RunFolder, sink: WandbSink, progress: Prog
     state.setup_s = time.monotonic() - state.started_s
     if warning := sink.settle():
         state.warnings.append(warning)
-    source = f"{machine.label} run; {model.weights_source}; {workload.source}"
-    with recording(record_all, folder.path, model.spec, source) as record_routing:
-        _generate(engine, strategy, state, folder, sink, progress, record_routing)
+    routing = session.settings.record_routing
+    with recording(folder.path, model.spec, source, routing=routing, sample=sample) as record_sequence:
+        _generate(engine, strategy, state, folder, sink, progress, record_sequence)
     if state.verify_mode != "off":
         progress.stage("verification")
         state.verify = _verify(model, state)
+
+
+def _ask_for_records(state: RunState, source: str) -> TokenSample | None:
+    """Tell the sequences what of their routing is wanted, be it for records or for verification. Returns the tokens
+    whose hidden states are recorded, if any are."""
+    session, settings, sample = state.session, state.session.settings, None
+    assert session.model is not None, "what can be recorded depends on the model"
+    if settings.record_hidden:
+        limit_mb, spec = settings.record_hidden_mb, session.model.spec
+        sample = hidden_sample(spec, source, session.sequences, limit_mb=limit_mb, seed=settings.seed)
+    records = Records(weights=settings.record_routing == "weights", sample=sample)
+    for sequence in session.sequences if settings.record_routing or sample else state.to_verify:
+        sequence.records = records
+    return sample
 
 
 def _generate(
@@ -129,7 +144,7 @@ def _generate(
     folder: RunFolder,
     sink: WandbSink,
     progress: Progress,
-    record_routing: Callable[[Sequence], None],
+    record_sequence: Callable[[Sequence], None],
 ) -> None:
     label, clock = engine.machine.label, engine.machine.clock
     stage = "generation" if clock == "none" else f"generation, {label}"
@@ -151,7 +166,7 @@ def _generate(
         for sequence in unrecorded:
             if all_of_them or sequence.state in (State.FINISHED, State.REJECTED):
                 folder.append_request(request_row(sequence, state))
-                record_routing(sequence)
+                record_sequence(sequence)
         unrecorded = [s for s in unrecorded if s.state not in (State.FINISHED, State.REJECTED)]
 
     def on_pass(passed: PassRecord) -> None:

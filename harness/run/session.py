@@ -27,7 +27,7 @@ from harness.model.config import RANDOM
 from harness.model.loading import LoadedModel, load_model
 from harness.model.spec import ModelSpec
 from harness.routing.build import build_predictor, build_routing
-from harness.settings import LoadedStrategy, Settings, load_strategy, parse_settings, require_num_gpus
+from harness.settings import LoadedStrategy, Settings, load_strategy, parse_settings, require_num_gpus, require_tensors
 from harness.workload.build import build_workload
 from harness.workload.request import Workload
 
@@ -60,6 +60,8 @@ class Session:
         settings = replace(settings, machine=machine.values)
         strategy = load_strategy(settings.strategy)
         require_num_gpus(settings, strategy.config)
+        if not machine.has_tensors:
+            require_tensors(settings, str(machine.values["name"]))
         return cls(settings, machine, strategy)
 
     def __enter__(self) -> Session:

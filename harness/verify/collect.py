@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def generated_sequence(sequence: Sequence) -> GeneratedSequence:
     """Convert a finished sequence whose routing was recorded."""
-    assert sequence.records_routing, f"request {sequence.request.request_id}: its routing was not recorded"
+    assert sequence.records is not None, f"request {sequence.request.request_id}: its routing was not recorded"
     return GeneratedSequence(
         request_id=sequence.request.request_id,
         prompt_ids=sequence.request.prompt_ids,

@@ -9,7 +9,7 @@ from typing import Any
 from harness.engine import loop
 from harness.engine.assembly import assemble_engine, rank_sources
 from harness.engine.engine import Engine
-from harness.engine.sequences import Sequence, State
+from harness.engine.sequences import Records, Sequence, State
 from harness.engine.strategy import Strategy, parallelism, weights_tier
 from harness.machine.base import LaneKind, Machine
 from harness.machine.emulated import EmulatedMachine
@@ -72,7 +72,7 @@ def engine_on(
         block_size=block_size,
         weights_tier=weights_tier(config),
         parallelism=shared,
-        sequences=[Sequence(request, records_routing=True) for request in work],
+        sequences=[Sequence(request, records=Records()) for request in work],
         eos_token_id=None,
     )
 

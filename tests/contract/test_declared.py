@@ -19,6 +19,7 @@ import harness.engine.ops.paged as paged
 import harness.engine.ops.predictions as predictions
 import harness.memory.transfers as memory_ops
 from harness.engine.engine import Engine
+from harness.engine.sequences import Records
 from harness.engine.strategy import Strategy
 from harness.machine.base import MachineError, Op
 from harness.memory.kv_cache import KVCache
@@ -60,6 +61,7 @@ RUNS: dict[str, tuple[str, dict, int, int]] = {
         1,
         SMALL_DEVICE,
     ),
+    "recording": ("moelens", {}, 1, CAPACITIES_BYTES["device"]),
     "tensor parallel": ("moelightning", {}, 2, CAPACITIES_BYTES["device"]),
     "stages": ("flexgen", {}, 2, CAPACITIES_BYTES["device"]),
     "shares of layers": ("deepspeed_zero", {}, 2, CAPACITIES_BYTES["device"]),
@@ -95,6 +97,10 @@ def watch(tiny, name: str, seed: int = 0) -> WatchingMachine:
     count, longest = (24, 100) if is_small else (6, 24)
     work = requests(count, vocab_size=tiny.spec.vocab_size, longest=longest, max_new_tokens=4, seed=5)
     engine = engine_on(machine, tiny, work, kv_blocks=400, values=values, num_gpus=num_gpus)
+    if name == "recording":
+        records = Records(weights=True, sample=lambda requests, positions: positions % 3 > 0)
+        for sequence in engine.sequences:
+            sequence.records = records
     return watched(tiny, engine, lambda on: strategy_of(on, values))
 
 
@@ -205,6 +211,9 @@ FORGOTTEN = {
     "hidden states are offloaded unread": forgets("hidden states on the host", data.OffloadHidden, "reads", reads),
     "sampled tokens are fetched unread": forgets("moelens", data.FetchSampled, "reads", reads),
     "routing is fetched unread": forgets("moelens", data.FetchRouting, "reads", reads),
+    "inputs of routers are fetched unread": forgets(
+        "recording", data.FetchRouting, "reads", lambda op: (op.acts.normed,)
+    ),
     "append to the cache is not declared": forgets("moelens", host.AppendKv, "writes", writes),
     "append does not read": forgets("moelens", host.AppendKv, "reads", reads),
     "decode attention does not read the cache": forgets(

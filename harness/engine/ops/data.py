@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
 
 from harness.engine.activations import Activations
 from harness.engine.batch import MicroBatch
@@ -215,27 +217,52 @@ class FetchSampled(MicroBatchOp):
         return world.sampled(self.batch)
 
 
+class RecordedLayer(NamedTuple):
+    """A recorded layer says what its router did with a micro-batch."""
+
+    expert_ids: np.ndarray  # int64 [tokens, experts_per_token]
+    weights: np.ndarray | None  # float32, of the same shape, where they are recorded
+    inputs: list[np.ndarray]  # uint8 [rows, bytes of a row] for each of `MicroBatch.sampled_runs`
+
+
 class FetchRouting(MicroBatchOp):
-    """Fetch the router's choices to the host; value: int64 [tokens, experts_per_token]."""
+    """Fetch the router's choices to the host and, of what the micro-batch's sequences record, their weights and the
+    router's input; value: `RecordedLayer`. A machine without tensors has the choices alone."""
 
     kind: ClassVar[str] = "fetch routing"
 
     def __init__(self, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int) -> None:
         super().__init__(spec, batch, acts, layer)
         self.reads = (acts.expert_ids,)
+        if batch.records_weights:
+            self.reads += (acts.expert_weights,)
+        if batch.sampled_runs:
+            self.reads += (acts.normed,)
 
     def work(self) -> Work:
-        return Work(link_bytes=8 * self.batch.num_tokens * self.spec.experts_per_token)
+        choice_bytes = 12 if self.batch.records_weights else 8
+        inputs_bytes = len(self.batch.sampled_rows) * self.spec.hidden_dim * self.spec.dtype_bytes
+        return Work(link_bytes=choice_bytes * self.batch.num_tokens * self.spec.experts_per_token + inputs_bytes)
 
     def cost_features(self) -> tuple[float, ...]:
         return (float(self.batch.num_tokens),)
 
     def run(self, ctx: Context, packet: int) -> Any:
+        weights = self._choices(ctx, self.acts.expert_weights, "float32") if self.batch.records_weights else None
+        inputs = []
+        if self.batch.sampled_runs:
+            shape = (self.batch.num_tokens, self.spec.hidden_dim * self.spec.dtype_bytes)
+            normed = ctx.tensor(self.acts.normed, shape, "uint8")  # numpy has no bfloat16
+            inputs = [ctx.host_value(normed[rows]) for rows in self.batch.sampled_runs]
+        return RecordedLayer(self._choices(ctx, self.acts.expert_ids, "int64"), weights, inputs)
+
+    def _choices(self, ctx: Context, source: Buffer, dtype: str) -> np.ndarray:
         shape = (self.batch.num_tokens, self.spec.experts_per_token)
-        return ctx.host_value(ctx.tensor(self.acts.expert_ids, shape, "int64"))
+        found: np.ndarray = ctx.host_value(ctx.tensor(source, shape, dtype))
+        return found
 
     def imagine(self, world: Any) -> Any:
-        return world.routing(self.batch, self.layer)
+        return RecordedLayer(world.routing(self.batch, self.layer), None, [])
 
 
 class FetchRoute(FetchRouting):
@@ -258,8 +285,8 @@ class FetchRoute(FetchRouting):
         return FetchRouting.kind
 
     def run(self, ctx: Context, packet: int) -> Any:
-        shape = (self.batch.num_tokens, self.spec.experts_per_token)
-        return super().run(ctx, packet), ctx.host_value(ctx.tensor(self.acts.expert_weights, shape, "float32"))
+        ids = self._choices(ctx, self.acts.expert_ids, "int64")
+        return ids, self._choices(ctx, self.acts.expert_weights, "float32")
 
     def imagine(self, world: Any) -> Any:
         return world.route(self.batch, self.layer)

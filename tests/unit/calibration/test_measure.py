@@ -91,7 +91,7 @@ def test_the_router_of_probed_micro_batches_sends_tokens_everywhere(tiny):
             machine.submit(GPU, Poison(it.acts.attention))
             emit.embed(it)
         probes.serial(emit, pair, 0, experts_apart=False)
-        chosen = [machine.wait(emit.fetch_routing(it, 0)) for it in pair]
+        chosen = [machine.wait(emit.fetch_routing(it, 0)).expert_ids for it in pair]
         probes.close()
     assert [len(set(ids.ravel().tolist())) for ids in chosen] == [engine.spec.num_experts] * 2
 

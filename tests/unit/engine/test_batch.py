@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.engine.batch import KvReads, MicroBatch, assemble
-from harness.engine.sequences import Sequence, State
+from harness.engine.sequences import Records, Sequence, State
 from harness.memory.kv_cache import BlockAllocator
 from harness.workload.request import Request
 
@@ -212,5 +213,48 @@ def test_routing_is_recorded_if_any_sequence_wants_it():
     one, allocator = decoding(4)
     batch: MicroBatch = assemble(0, [], [one], allocator)
     assert not batch.records_routing
-    one.records_routing = True
+    one.records = Records()
     assert assemble(0, [], [one], allocator).records_routing
+    assert not assemble(0, [], [one], allocator).records_weights
+    one.records = Records(weights=True)
+    assert assemble(0, [], [one], allocator).records_weights
+
+
+def sampling(divisor: int):
+    return lambda request_ids, positions: (7 * request_ids + positions) % divisor == 0
+
+
+def check_sampled_rows(batch: MicroBatch, divisor: int) -> None:
+    expected = [
+        row
+        for sequence, rows in batch.rows_of()
+        for row in range(rows.start, rows.stop)
+        if (7 * sequence.request.request_id + batch.positions[row]) % divisor == 0
+    ]
+    assert batch.sampled_rows.tolist() == expected
+    assert [row for run in batch.sampled_runs for row in range(run.start, run.stop)] == expected
+    assert all(one.stop < two.start for one, two in pairwise(batch.sampled_runs)), "as few slices as can be"
+
+
+@settings(derandomize=True)
+@given(case=batches(), divisor=st.integers(1, 5))
+def test_sampled_rows_are_those_of_sampled_tokens(case, divisor):
+    (prefill, decode, allocator), records = case, Records(sample=sampling(divisor))
+    for one in (*prefill, *decode):
+        one.records = records
+    check_sampled_rows(assemble(0, prefill, decode, allocator), divisor)
+
+
+@settings(derandomize=True)
+@given(sizes=prompts_and_new, divisor=st.integers(1, 5))
+def test_padding_is_never_sampled(sizes, divisor):
+    allocator, longest = BlockAllocator(400, 4, order=range(1, 400)), max(prompt for prompt, _ in sizes)
+    padded = [
+        Sequence(Request(request_id=i, prompt_ids=(7,) * prompt, max_new_tokens=new, text=None), State.PREFILL)
+        for i, (prompt, new) in enumerate(sizes)
+    ]
+    records = Records(sample=sampling(divisor))
+    for one in padded:
+        one.records, one.padding = records, longest - one.prompt_len
+        allocator.grow(one, one.max_tokens + one.padding)
+    check_sampled_rows(assemble(0, padded, [], allocator), divisor)

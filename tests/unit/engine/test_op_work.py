@@ -16,7 +16,7 @@ from harness.engine.batch import assemble
 from harness.engine.gpus import collectives as collective
 from harness.engine.ops import compute, data, expert_rows, host, paged, predictions, warm_up
 from harness.engine.ops.experts import Expert, Experts
-from harness.engine.sequences import State
+from harness.engine.sequences import Records, State
 from harness.machine.base import LaneKind, Op, Work
 from harness.machine.simulated import SimulatedMachine
 from harness.machine.virtual.costs import LaneCost, Roofline
@@ -36,6 +36,7 @@ PROMPTS, CONTEXTS = (30, 50), (17, 33, 64)
 N, PREFILL, DECODE, SEEN = 83, 80, 3, 114  # rows: all, of prompts, decoding; tokens in the contexts
 KV = 2 * 32 * 2  # bytes of a token's keys and values in a layer
 EXPERT = 3 * 80 * 112  # weights
+NUM_SAMPLED = 3 + 5 + 1  # whose position ends in 6: of prompts, and of the context of 17
 BLOCKS = 3 + 5 + 8  # of 8 tokens for the contexts
 FEW = np.array([1, 2, 5])  # rows
 ROUTED = np.array([0, 100, 20, 0, 16, 10, 9, 11])  # of 83 tokens with two experts each
@@ -53,18 +54,19 @@ buffer = machine.tiers["pinned"].reserve("page", 5000)
 parts = store.layers[0]
 
 
-def batch_on(*, device: bool):
+def batch_on(*, device: bool, records: Records | None = None):
     allocator = BlockAllocator(100, 8, on_device=device)
     work = sequences(*((prompt, 5) for prompt in PROMPTS), *((context - 1, 5) for context in CONTEXTS))
     for sequence in work[2:]:
         sequence.state, sequence.generated, sequence.num_cached = State.DECODING, [7], sequence.prompt_len
     for sequence in work:
         allocator.grow(sequence, sequence.num_tokens)
-        sequence.kv_on_device = device
+        sequence.kv_on_device, sequence.records = device, records
     return assemble(0, work[:2], work[2:], allocator)
 
 
 here, there = batch_on(device=False), batch_on(device=True)
+recorded = batch_on(device=False, records=Records(weights=True, sample=lambda requests, positions: positions % 10 == 6))
 in_float32 = lay_out("attention_out", "bfloat16", (TensorSource("router", (8, 80), ("gate",), dtype="float32"),))
 wide_router = PlacedPart(in_float32, buffer, ())
 own, experts = (None, SPEC, here, acts), tuple(parts[f"expert.{e}"] for e in range(8))
@@ -155,6 +157,7 @@ CASES: list[tuple[Op, Work]] = [
     (data.LoadHidden(SPEC, here, acts, 0, buffer), moved(N * 80 * 2)),
     (data.FetchSampled(SPEC, here, acts), Work(link_bytes=5 * 8)),
     (data.FetchRouting(SPEC, here, acts, 0), Work(link_bytes=N * 2 * 8)),
+    (data.FetchRouting(SPEC, recorded, acts, 0), Work(link_bytes=N * 2 * (8 + 4) + NUM_SAMPLED * 80 * 2)),
     (data.FetchRoute(SPEC, here, acts, 0), Work(link_bytes=N * 2 * (8 + 4))),
     (
         predictions.PredictExperts(*own, parts["attention_out"], 0, 1),
