@@ -83,7 +83,7 @@ TORCH_FREE = (
     *("harness.machine.base", "harness.machine.hazards", "harness.machine.queues", "harness.verify.records"),
     *("harness.machine.recording", "harness.machine.critical_path"),
     *("harness.engine.sequences", "harness.engine.batch", "harness.engine.strategy", "harness.engine.limits"),
-    *("strategies.*.config", "strategies.*.scheduler", "strategies.*.equations"),
+    *("strategies.*.config", "strategies.common.*_batches", "strategies.*.equations"),
     *("strategies.offloading.planning.policy", "strategies.offloading.planning.search"),
     *("strategies.offloading.request_batching", "strategies.common.workload_shape", "strategies.moegen.policy"),
     *("strategies.moegen.memory", "strategies.moegen.scheduler"),

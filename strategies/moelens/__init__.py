@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from harness.engine.engine import Engine
 from harness.engine.strategy import Strategy
+from strategies.common.continuous_batches import ContinuousBatches
 from strategies.moelens.config import Config
 from strategies.moelens.planner import plan_policy
 from strategies.moelens.prediction import predict
-from strategies.moelens.scheduler import ResourceAwareScheduler
 from strategies.moelens.vslpipe import VSLPipe
 
 __all__ = ["Config", "build"]
@@ -17,8 +17,8 @@ def build(config: Config, engine: Engine) -> Strategy:
     """Measure the pipeline, decide n_real, and put scheduler, pipeline and performance model together."""
     policy = plan_policy(config, engine)
     if config.overlap_prefill_decode:
-        scheduler = ResourceAwareScheduler(
-            engine.sequences, engine.kv, n_real=policy.n_real, max_pass_tokens=policy.max_pass_tokens
+        scheduler = ContinuousBatches(
+            engine.sequences, engine.kv, fill_to=policy.n_real, max_pass_tokens=policy.max_pass_tokens
         )
     else:
         from strategies.common.static_batches import StaticBatches

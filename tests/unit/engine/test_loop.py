@@ -9,8 +9,8 @@ from harness.engine.batch import PassPlan
 from harness.engine.sequences import State
 from harness.engine.strategy import PassResult, Strategy
 from harness.memory.occupancy import Places
+from strategies.common.continuous_batches import ContinuousBatches
 from strategies.common.static_batches import StaticBatches
-from strategies.moelens.scheduler import ResourceAwareScheduler
 from tests.unit.engine.fakes import FakePipeline, engine, sequences
 
 
@@ -127,14 +127,14 @@ def test_every_life_of_a_cache_is_noted():
 def test_a_life_after_a_preemption_begins_with_the_tokens_that_are_there():
     began: list[int] = []
 
-    class Noting(ResourceAwareScheduler):
+    class Noting(ContinuousBatches):
         def next_pass(self) -> PassPlan | None:
             plan = super().next_pass()
             began.extend(len(s.generated) for s in plan.prefill if s is on.sequences[1]) if plan is not None else None
             return plan
 
     on = engine(sequences((3, 8), (3, 8)), num_blocks=4)
-    run(on, Noting(on.sequences, on.kv, n_real=20, max_pass_tokens=20))
+    run(on, Noting(on.sequences, on.kv, fill_to=20, max_pass_tokens=20))
     assert [life.first_generated for life in on.sequences[1].lives] == began
     assert len(began) == 2 and began[1] > 0
 

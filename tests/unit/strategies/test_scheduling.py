@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.engine.sequences import Sequence
+from strategies.common.continuous_batches import ContinuousBatches
 from strategies.common.static_batches import StaticBatches
-from strategies.moelens.scheduler import ResourceAwareScheduler
 from tests.unit.strategies.driving import (
     FakeKV,
     Record,
@@ -21,7 +21,7 @@ from tests.unit.strategies.driving import (
 
 def run_moelens(load: Workload) -> Record:
     kv, sequences = FakeKV(load.num_blocks, load.block_size), load.sequences()
-    scheduler = ResourceAwareScheduler(sequences, kv, n_real=load.n_real, max_pass_tokens=load.max_pass_tokens)
+    scheduler = ContinuousBatches(sequences, kv, fill_to=load.n_real, max_pass_tokens=load.max_pass_tokens)
     return drive(scheduler, kv, sequences, load)
 
 

@@ -1,5 +1,7 @@
-"""The resource-aware scheduler (MoE-Lens §6.2) runs decode first, then prefill up to n_real; when blocks run out, it
-preempts."""
+"""Schedule continuous batching: decode and prefill share a pass, and preemption makes room for KV blocks. Torch-free.
+
+MoE-Lens's resource-aware scheduler (its §6.2) and vLLM's default one are this, with different limits.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +14,35 @@ from harness.memory.kv_cache import KVCache
 from harness.memory.split_kv import SplitKVCache
 
 
-class ResourceAwareScheduler:
+class ContinuousBatches:
     """Keeps a prefill queue (FIFO) and a decode list (oldest first) over one block allocator.
 
     In normal mode every decoding sequence runs, then prefill from the queue's head while decode and prefill tokens
-    together stay within `n_real` and blocks are free. Preemption mode is for decoding sequences that cannot all get the
-    block of their next token: the newest give their blocks back and go to the queue's head, and no sequence is
+    together stay within `fill_to` and blocks are free. Preemption mode is for decoding sequences that cannot all get
+    the block of their next token: the newest give their blocks back and go to the queue's head, and no sequence is
     admitted. Where nothing would run, the head of the queue is admitted or rejected. A prompt that does not fit what
-    decoding leaves of `n_real` is still admitted, as its pass's only prefill, while decoding leaves anything. On small
-    machines, where `n_real` is not far above a prompt's length, this prompt would otherwise block the queue until
-    decoding has drained. `max_pass_tokens` is what the activation buffers hold.
+    decoding leaves of `fill_to` is still admitted, as its pass's only prefill, while decoding leaves anything. On small
+    machines, where `fill_to` is not far above a prompt's length, this prompt would otherwise block the queue until
+    decoding has drained. `max_pass_tokens` is what the activation buffers hold. At most `max_sequences`, where it is
+    given, run at a time.
     """
 
     def __init__(
-        self, sequences: Iterable[Sequence], kv: KVCache | SplitKVCache, *, n_real: int, max_pass_tokens: int
+        self,
+        sequences: Iterable[Sequence],
+        kv: KVCache | SplitKVCache,
+        *,
+        fill_to: int,
+        max_pass_tokens: int,
+        max_sequences: int | None = None,
     ) -> None:
         self._queue = deque(sequences)
         self._decoding: list[Sequence] = []
         self._kv = kv
         self._allocator = kv.allocator
-        self._n_real = n_real
+        self._fill_to = fill_to
         self._max_pass_tokens = max_pass_tokens
+        self._max_sequences = max_sequences
 
     @property
     def num_waiting(self) -> int:
@@ -75,6 +85,8 @@ class ResourceAwareScheduler:
                 head.state, head.reject_reason = State.REJECTED, reason
                 self._queue.popleft()
                 continue
+            if self._max_sequences is not None and len(self._decoding) + len(chosen) >= self._max_sequences:
+                break
             if num_tokens + head.num_tokens > self._limit(is_first=not chosen, num_decode=num_decode):
                 break
             if self._allocator.missing_blocks(head, head.num_tokens) > self._allocator.num_free:
@@ -87,7 +99,7 @@ class ResourceAwareScheduler:
 
     def _limit(self, *, is_first: bool, num_decode: int) -> int:
         """Return the number of tokens that the pass may have with one more prefill."""
-        return self._max_pass_tokens if is_first and num_decode < self._n_real else self._n_real
+        return self._max_pass_tokens if is_first and num_decode < self._fill_to else self._fill_to
 
     def _never_fits(self, sequence: Sequence) -> str | None:
         """Return why a request could not run even alone, or None.
