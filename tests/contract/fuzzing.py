@@ -13,7 +13,7 @@ from harness.run.experiment import RunFailed, run_experiment
 from tests.composing import composed
 
 MICRO_BATCHED = ("moelightning", "fastdecode", "flexgen_c", "flexgen")
-STRATEGIES = (*MICRO_BATCHED, *MICRO_BATCHED, "moelens", "ondemand", "deepspeed_zero", "llamacpp_split")
+STRATEGIES = (*MICRO_BATCHED, *MICRO_BATCHED, "moelens", "ondemand", "deepspeed_zero", "llamacpp_split", "vllm_offload")
 QUIET = ("wandb.mode=disabled", "progress=false")
 
 
@@ -83,6 +83,9 @@ def settings_of(strategy: str, rng: random.Random, num_gpus: int) -> dict[str, A
     elif strategy == "llamacpp_split":
         given = {"cpu_moe_layers": (0, 1, 2, "null"), "offload_min_tokens": (1, 4, 16, "null"), "slots": (1, 2, 4)}
         given |= {"batch_tokens": (16, 2048), "micro_batch_tokens": (8, 32, 512)}
+    elif strategy == "vllm_offload":
+        given = {"prefetch": yes_no, "continuous_batching": yes_no, "max_num_seqs": (1, 3, 256)}
+        given |= {"max_num_batched_tokens": (20, 8192), "cpu_offload_gb": ("null", 0, 0.0005, 1)}
     else:
         size = rng.choice((1, 1, 2, 3, 6, 12))
         given = {"extended_model": (False,), "staging": yes_no, "padding": (False, False, True)}

@@ -26,6 +26,7 @@ SEVERAL = [
     ("flexgen", {"policy": {"resident_weights": 0.4}}),
     ("deepspeed_zero", {}),
     ("deepspeed_zero", {"prefetch": False, "batch_size": 2}),
+    ("vllm_offload", {"prefetch": True, "cpu_offload_gb": 0.0002}),
 ]
 
 

@@ -44,6 +44,7 @@ VARIANTS = {
         {"cpu_moe_layers": 1, "offload_min_tokens": 6, "slots": 2, "micro_batch_tokens": 20, "packet_mb": 0.002},
         {"cpu_moe_layers": 99, "offload_min_tokens": None, "context_tokens": 60},
     ],
+    "vllm_offload": [{"prefetch": True, "cpu_offload_gb": 0.0005}, {"continuous_batching": False, "max_num_seqs": 3}],
 }
 CASES = [(name, change) for name, list_ in VARIANTS.items() for change in list_]  # test_families.py has the defaults
 IDS = [f"{name}-{'-'.join(f'{k}={v}' for k, v in change.items())}" for name, change in CASES]

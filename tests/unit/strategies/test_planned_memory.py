@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,15 +15,15 @@ from harness.engine.limits import SLACK_BYTES
 from harness.engine.strategy import least_weight_bytes
 from harness.settings import load_strategy
 from tests.composing import composed
-from tests.unit.strategies.test_offload_planner import engine
+from tests.unit.strategies.test_offload_planner import SPEC, engine
 
 CROWD = [400] * 100  # more tokens than any of these devices holds activations of
 
 
-def filled(name: str, on: Engine, **changes) -> None:
-    """Build the strategy, whose planner is the only one to know how much room there is."""
+def filled(name: str, on: Engine, **changes) -> dict[str, Any]:
+    """Build the strategy, whose planner is the only one to know how much room there is, and return its plan."""
     module, config = load_strategy({**composed(f"strategy={name}")["strategy"], **changes})
-    module.build(config, on)
+    return module.build(config, on).plan
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,43 @@ def test_a_batch_of_deepspeed_takes_what_layers_leave_of_the_device(prefetch):
     assert 0 <= on.machine.tiers["device"].free_bytes - SLACK_BYTES < sequence_bytes
 
 
+def offloaded(num_layers: int, **changes) -> tuple[dict[str, Any], Engine]:
+    """Plan vLLM for so many layers of Mixtral-8x7B on a T4, and 300 requests that take 27 blocks each."""
+    on = engine([400] * 300, tier="pinned", spec=replace(SPEC, num_layers=num_layers))
+    return filled("vllm_offload", on, **changes), on
+
+
+def test_nothing_is_offloaded_where_the_model_fits():
+    plan, on = offloaded(3)
+    assert plan["cpu_offload_gb"] == 0
+    assert plan["resident_weights_gb"] == pytest.approx(3 * on.store.layer_bytes / 1e9)
+    assert "weight buffer" not in {name for name, nbytes in on.machine.tiers["device"].holders().items() if nbytes}
+
+
+@pytest.mark.parametrize("num_sequences", [10, 100, 256])
+def test_as_much_is_offloaded_as_the_kv_cache_of_all_that_may_run_needs(num_sequences):
+    """One part less, and a sequence would lack blocks."""
+    plan, on = offloaded(6, max_num_seqs=num_sequences)
+    spare_bytes = (plan["kv_blocks"] - 27 * num_sequences) * 16 * on.spec.kv_bytes_per_token
+    assert 0 <= spare_bytes < max(on.store.slot_bytes.values())
+    assert 0 < plan["cpu_offload_gb"] < 6 * on.store.layer_bytes / 1e9
+
+
+def test_all_is_offloaded_where_the_kv_cache_needs_more_than_the_device():
+    plan, on = offloaded(32)
+    assert plan["cpu_offload_gb"] == pytest.approx(32 * on.store.layer_bytes / 1e9)
+    assert plan["resident_weights_gb"] == 0
+    assert 27 < plan["kv_blocks"] < 27 * 256
+
+
+def test_a_pass_is_as_long_as_asked_or_as_the_longest_prompt():
+    assert offloaded(3)[0]["max_pass_tokens"] == 8192
+    assert offloaded(3, max_num_batched_tokens=1000)[0]["max_pass_tokens"] == 1000
+    assert offloaded(3, max_num_batched_tokens=100)[0]["max_pass_tokens"] == 431
+    on = engine([400] * 3, tier="pinned", spec=replace(SPEC, num_layers=3))
+    assert filled("vllm_offload", on)["max_pass_tokens"] == 3 * 431, "there are no more tokens"
+
+
 HOST_EXPERTS = {"gpu_ffn": False, "resident_weights": 0.0, "resident_kv": 0.0}
 STREAMED = {"gpu_ffn": True, "resident_weights": 0.0, "resident_kv": 0.0}
 
@@ -61,6 +100,8 @@ STREAMED = {"gpu_ffn": True, "resident_weights": 0.0, "resident_kv": 0.0}
         ("ondemand", {"prefetch": True}),
         ("deepspeed_zero", {}),
         ("deepspeed_zero", {"prefetch": False}),
+        ("vllm_offload", {"cpu_offload_gb": 1000.0}),
+        ("vllm_offload", {"cpu_offload_gb": 1000.0, "prefetch": True}),
         ("flexgen", {"policy": STREAMED}),
         ("flexgen", {"policy": HOST_EXPERTS}),
     ],

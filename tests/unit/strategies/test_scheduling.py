@@ -75,6 +75,22 @@ def preempts_the_newest_and_no_more_than_it_must(one) -> None:
 
 
 @settings(max_examples=200)
+@given(workloads(), st.integers(1, 5))
+def test_a_limit_on_sequences_holds_and_starves_nobody(load, limit):
+    kv, sequences = FakeKV(load.num_blocks, load.block_size), load.sequences()
+    tokens = load.max_pass_tokens
+    scheduler = ContinuousBatches(sequences, kv, fill_to=tokens, max_pass_tokens=tokens, max_sequences=limit)
+    record = drive(scheduler, kv, sequences, load)
+    check_conservation(record, load, lambda s: too_large(load, s) or s.max_tokens > tokens)
+    check_first_admissions(record)
+    for one in record.passes:
+        starves_nobody(one)
+        preempts_the_newest_and_no_more_than_it_must(one)
+        assert len(one.prefill) + len(one.running_before) - len(one.preempted) <= limit
+        assert sum(one.prefill_tokens) + len(one.decode) <= tokens
+
+
+@settings(max_examples=200)
 @given(workloads())
 def test_static_batches_keep_their_rules(load):
     record = run_static(load)
