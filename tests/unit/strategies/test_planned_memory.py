@@ -57,11 +57,14 @@ def offloaded(num_layers: int, **changes) -> tuple[dict[str, Any], Engine]:
     return filled("vllm_offload", on, **changes), on
 
 
-def test_nothing_is_offloaded_where_the_model_fits():
-    plan, on = offloaded(3)
+@pytest.mark.parametrize("num_layers", [3, 4])
+def test_nothing_is_offloaded_where_the_model_fits(num_layers):
+    """Beside four layers there is no room for the KV cache of all that may run; this is no reason to move weights."""
+    plan, on = offloaded(num_layers, max_num_batched_tokens=4096)
     assert plan["cpu_offload_gb"] == 0
-    assert plan["resident_weights_gb"] == pytest.approx(3 * on.store.layer_bytes / 1e9)
+    assert plan["resident_weights_gb"] == pytest.approx(num_layers * on.store.layer_bytes / 1e9)
     assert "weight buffer" not in {name for name, nbytes in on.machine.tiers["device"].holders().items() if nbytes}
+    assert (plan["kv_blocks"] >= 27 * 256) == (num_layers == 3)
 
 
 @pytest.mark.parametrize("num_sequences", [10, 100, 256])
