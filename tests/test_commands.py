@@ -173,9 +173,14 @@ def test_a_plan_in_which_nothing_runs_says_why(capsys):
 def test_a_plan_that_does_not_fit_shows_every_tier_by_name(strategy, tier, size_gb, needs, capsys):
     """Mixtral-8x7B in bfloat16: 46.7 billion parameters, 1.45 billion a layer, 0.176 billion an expert."""
     if tier == "device":
+        one_part = ("the largest part of a layer", "352 MB")
+        module_batching = ("1 experts", "352 MB", "1 layers of weights", "84 MB")
         others = {
-            "ondemand": ("the largest part of a layer", "352 MB"),
+            "ondemand": one_part,
+            "vllm_offload": one_part,
             "llamacpp_split": ("all layers without experts", "2.69 GB", "copies of 3 experts", "1.06 GB"),
+            "moegen_g": module_batching,
+            "moegen_h": module_batching,
         }
         needs = (*needs, *others.get(strategy, ("2 layers of weights", "5.81 GB")))
     else:
