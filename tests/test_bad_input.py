@@ -62,7 +62,7 @@ def test_settings_out_of_bounds_name_their_field(overrides, field):
 def test_no_name_leads_out_of_the_cache(name, tmp_path, monkeypatch):
     monkeypatch.setenv("MOE_HARNESS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(zoo, "_make", lambda recipe, folder: (folder / "config.json").write_text(config_json()))
-    monkeypatch.setattr(zoo, "_entries", lambda recipe: {})
+    monkeypatch.setattr(zoo, "config_entries", lambda recipe: {})
     settings = parse_settings({**composed(), "model": {"name": name, "recipe": TINY}})
     folder = zoo.ensure(settings.model)
     assert folder.is_dir() and folder.parent == tmp_path / "cache" / "models"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from harness.model.recipe import RandomRecipe
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from torch import nn
+    from transformers import PreTrainedModel
 
 GENERATOR_VERSION = 2  # part of the cache key: raise it with any change to weights, tokenizer or corpus
 MAX_SHARD_SIZE = "100MB"  # several shards even for the mini model, as real checkpoints have
@@ -41,7 +43,7 @@ def ensure(model: ModelConfig) -> Path:
     assert model.recipe is not None, "ModelConfig has a path or a recipe"
     recipe = model.recipe
     folder = cache_folder() / "models" / f"{file_name(model.name)}-{recipe_key(recipe)}"
-    _require_entries(make_once(folder, lambda target: _make(recipe, target)), _entries(recipe))
+    _require_entries(make_once(folder, lambda target: _make(recipe, target)), config_entries(recipe))
     return folder
 
 
@@ -52,8 +54,8 @@ def recipe_key(recipe: RandomRecipe) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
-def _entries(recipe: RandomRecipe) -> dict[str, Any]:
-    """Return the entries of config.json for a recipe."""
+def config_entries(recipe: RandomRecipe) -> dict[str, Any]:
+    """Return the entries of config.json for a recipe's model."""
     entries = families.layout(recipe.family).config_from_recipe(recipe)
     return {**entries, "dtype": recipe.dtype, "bos_token_id": 0, "eos_token_id": 1}
 
@@ -75,18 +77,26 @@ def _require_entries(folder: Path, entries: dict[str, Any]) -> None:
 
 def _make(recipe: RandomRecipe, folder: Path) -> None:
     import torch
-    from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = train_tokenizer(recipe.vocab_size)
     with quiet_transformers():
-        hf_config = AutoConfig.for_model(**_entries(recipe))
+        hf_config = AutoConfig.for_model(**config_entries(recipe))
         with torch.device("meta"):  # skips Hugging Face's own initialisation
             model = AutoModelForCausalLM.from_config(hf_config, dtype=getattr(torch, recipe.dtype))
         model.to_empty(device="cpu")
         model.tie_weights()  # to_empty gives tied tensors a memory of their own
         _fill(model, recipe)
-        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS)
+    save_checkpoint(model, tokenizer, folder)
+
+
+def save_checkpoint(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write a Hugging Face folder. Raises OSError where the disk is full."""
+    from safetensors import SafetensorError
+    from transformers import PreTrainedTokenizerFast
+
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS)
+    with quiet_transformers():
         try:
             model.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
             fast.save_pretrained(folder)
@@ -115,8 +125,9 @@ def _fill(model: nn.Module, recipe: RandomRecipe) -> None:
         tensor.data.copy_(values.view(tensor.shape) + float(is_norm))
 
 
-def train_tokenizer(vocab_size: int) -> Tokenizer:
-    """Make a byte-level BPE with exactly `vocab_size` tokens, trained on the corpus that ships with the package."""
+def train_tokenizer(vocab_size: int, texts: Iterable[str] | None = None) -> Tokenizer:
+    """Make a byte-level BPE with exactly `vocab_size` tokens, trained on `texts`: by default the corpus that ships
+    with the package."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -129,7 +140,8 @@ def train_tokenizer(vocab_size: int) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(CORPUS.read_text(encoding="utf-8").splitlines(), trainer)
+    corpus = CORPUS.read_text(encoding="utf-8").splitlines() if texts is None else texts
+    tokenizer.train_from_iterator(corpus, trainer)
     if tokenizer.get_vocab_size() != vocab_size:
         most = tokenizer.get_vocab_size()
         raise ConfigError("model.recipe.vocab_size", f"must be at most {most}, all the corpus yields, got {vocab_size}")
