@@ -19,12 +19,13 @@ from harness.config import ConfigError
 CONF = Path(harness.__file__).resolve().parents[1] / "conf"
 
 
-def composed_values(overrides: Sequence[str]) -> dict[str, Any]:
-    """Compose conf/config.yaml with overrides as on run.py's command line, as plain values. Raises ConfigError."""
+def composed_values(overrides: Sequence[str], root: str = "config") -> dict[str, Any]:
+    """Compose conf/config.yaml, or another `root`, with overrides as on run.py's command line, as plain values. Raises
+    ConfigError."""
     require_single_choices(overrides)
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            cfg = compose("config", overrides=list(overrides))
+            cfg = compose(root, overrides=list(overrides))
         values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except Exception as error:
         if (told := explained(error, overrides)) is None:
