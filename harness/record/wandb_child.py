@@ -20,14 +20,15 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to all processes of a job: the run tells this one when it ends
     os.nice(10)  # a view of the run must not take a core from it
     run: Any = None
+    rows = ""
     try:
         for line in sys.stdin:
             message = json.loads(line)
             if message["what"] == "start":
-                run = _start(message)
+                run, rows = _start(message), message["settings"]["rows"]
                 _reply(replies, ok=os.path.basename(os.path.dirname(run.dir)))
             elif message["what"] == "pass":
-                run.log(flat(message["row"], "pass/"))
+                run.log(flat(message["row"], rows))
             else:
                 _reply(replies, ok=_finish(run, message))
                 return 0
@@ -78,8 +79,9 @@ def _start(message: Mapping[str, Any]) -> Any:
         ),
     )
     # The summary is summary.json's: the last pass must not leave its values there.
-    run.define_metric("pass/index", summary="none")
-    run.define_metric("pass/*", step_metric="pass/index", summary="none")
+    index = f"{chosen['rows']}index"
+    run.define_metric(index, summary="none")
+    run.define_metric(f"{chosen['rows']}*", step_metric=index, summary="none")
     return run
 
 

@@ -66,10 +66,11 @@ class WandbSink:
     `warning` says in one line what went wrong in either case.
     """
 
-    def __init__(self, config: WandbConfig, run_folder: Path) -> None:
-        """Put files under `run_folder`/wandb; the run is named after the folder."""
+    def __init__(self, config: WandbConfig, run_folder: Path, *, rows: str = "pass") -> None:
+        """Put files under `run_folder`/wandb; the run is named after the folder. `rows` says what history is of."""
         self.warning: str | None = None
         self._config = config
+        self._rows = rows
         self._mode = config.chosen_mode
         self._shown, self._folder = run_folder, run_folder.resolve()
         self._hello: dict[str, Any] = {}
@@ -139,6 +140,7 @@ class WandbSink:
             "entity": chosen.entity,
             "group": chosen.group or (experiment if experiment != _NO_EXPERIMENT else sweep and f"sweep {sweep}"),
             "job_type": "sweep" if sweep else "run",
+            "rows": f"{self._rows}/",
             "tags": list(dict.fromkeys(tag[:_LONGEST_TAG] for tag in (*chosen.tags, *names))),
             "name": self._folder.name,
             "dir": str(self._folder),
