@@ -12,6 +12,7 @@ from harness.model.linear import bf16_method
 from harness.model.planned import PlannedModel, planned_model
 from harness.model.random_weights import RandomWeights
 from harness.model.spec import ModelSpec
+from harness.model.trained import training_label
 from harness.model.zoo import ensure
 
 
@@ -48,6 +49,8 @@ def load_model(config: ModelConfig, *, has_tensors: bool, seed: int) -> LoadedMo
     if checkpoint.spec.dtype == "bfloat16":
         bf16_method()  # raises where the environment asks for an unknown method
     kind = "random weights" if config.path is None else f"checkpoint {config.path}"
+    if (trained := training_label(checkpoint.folder)) is not None:
+        kind = f"{kind}, {trained}"
     return LoadedModel(
         source=checkpoint,
         weights_source=f"{kind}, {checkpoint.spec.dtype}, fingerprint {checkpoint.fingerprint()}",
