@@ -50,6 +50,7 @@ QUICK = {  # file below tests/ -> regular expression that the names of its quick
     "unit/strategies/test_table5.py": ALL,
     "unit/test_report.py": ALL,
     "unit/test_validate.py": "figures|median|report|marked|kinds",
+    "unit/training/test_balancing.py": ALL,
     "unit/verify/test_reference.py": ALL,
     "unit/workload/test_workload_build.py": ALL,
 }

@@ -75,6 +75,11 @@ MAY_IMPORT["harness.record.compare"] = {"harness.cli.overrides", "harness.record
 MAY_IMPORT["harness.hardware.calibrate"] = MAY_IMPORT["harness.run"]
 MAY_IMPORT["run"] = {"harness.config", "harness.run", "harness.record.compare", *MAY_IMPORT["harness.run"]}
 
+MAY_IMPORT["harness.training"] = {  # nothing imports it
+    *("harness.cli.arguments", "harness.cli.overrides", "harness.config", "harness.interrupts", "harness.model"),
+    *("harness.record", "harness.workload"),
+}
+
 # Planning and bookkeeping: importing these never imports torch.
 TORCH_FREE = (
     *("harness.config", "harness.settings", "harness.hardware.profile", "harness.record.*", "harness.workload.*"),
@@ -87,6 +92,7 @@ TORCH_FREE = (
     *("strategies.offloading.planning.policy", "strategies.offloading.planning.search"),
     *("strategies.offloading.request_batching", "strategies.common.workload_shape", "strategies.moegen.policy"),
     *("strategies.moegen.memory", "strategies.moegen.scheduler"),
+    *("harness.training.settings", "harness.training.schedule", "harness.training.texts"),
 )
 TORCH = {"torch", "transformers"}
 

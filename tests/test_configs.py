@@ -121,7 +121,7 @@ def test_the_default_machine_is_that_of_this_computer():
 def test_every_group_offers_a_choice():
     assert {group for group in GROUPS if names_in(group)} == set(GROUPS)
     folders = {path.name for path in CONF.iterdir() if path.is_dir()}
-    assert folders == {*GROUPS, "hydra"}  # what Hydra itself prints
+    assert folders == {*GROUPS, "training", "hydra"}  # of harness.training; what Hydra itself prints
 
 
 @pytest.mark.parametrize("name", names_in("strategy"))
@@ -162,7 +162,7 @@ def test_comments_are_found():
     assert dict(keys_of(text)) == explained
 
 
-@pytest.mark.parametrize("group", [*GROUPS, "."])
+@pytest.mark.parametrize("group", [*GROUPS, "training", "."])
 def test_every_key_is_explained(group):
     """Once in its group: in the shared part, or in the file where it first matters."""
     told: dict[str, bool] = {}

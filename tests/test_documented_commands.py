@@ -19,8 +19,10 @@ from pathlib import Path
 import pytest
 
 from harness.cli.arguments import CommandParser
+from harness.cli.overrides import composed_values
 from harness.model.zoo import ensure
 from harness.settings import load_strategy, parse_settings
+from harness.training.settings import parse_training
 from paper_figures import reports
 from tests.composing import composed
 from tests.conftest import ROOT, tiny_config
@@ -45,6 +47,7 @@ NOT_RUN = {  # the command begins so -> why it is only parsed
     "python run.py machine=simulated hardware=local": "it needs a calibration of this computer",
     "python run.py dataset=gsm8k dataset.use_hub=true": "it needs the network",
     "python -m harness.hardware.calibrate": "it measures for a minute or two",
+    "python -m harness.training": "it trains for minutes",
     "python -m harness.validate": "it runs for half an hour",
     "python -m paper_figures.moelens.simulate": "it simulates for minutes",
     "python -m paper_figures.moelens table1": "it simulates for minutes",
@@ -184,8 +187,11 @@ def parsed(parser: argparse.ArgumentParser, *given: object) -> int:
     assert not unknown, f"{parser.prog} knows no {' '.join(unknown)}"
     if not isinstance(parser, CommandParser):
         raise SystemExit(0)
-    if getattr(namespace, "overrides", None):
-        parse_settings(composed(*namespace.overrides))
+    if overrides := getattr(namespace, "overrides", None):
+        if parser.prog.endswith("harness.training"):
+            parse_training(composed_values(overrides, root="train"))
+        else:
+            parse_settings(composed(*overrides))
     return 0
 
 

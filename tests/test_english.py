@@ -40,8 +40,8 @@ VERBS = """
     rotate round route run sample save say scale scan scatter schedule search see select send separate serve set
     settle shift shorten show shuffle simulate sketch skip sleep solve sort spend split spread stage stand start
     state stay stop store stream stretch stub submit sum summarise supply swap switch take tell test tie time trace
-    track translate treat try turn unpack update upload use validate verify view wait wake walk warm watch weigh widen
-    withdraw work wrap write yield
+    track train translate treat try turn unpack update upload use validate verify view wait wake walk warm watch weigh
+    widen withdraw work wrap write yield
 """.split()
 AUXILIARIES = "is are was were has have does do can cannot could may might must will would should".split()
 

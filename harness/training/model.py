@@ -1,0 +1,71 @@
+"""Build a model to train with transformers' own code, and watch its routers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from harness.model import families
+from harness.model.quiet import quiet_transformers
+from harness.model.recipe import RandomRecipe
+from harness.model.spec import ModelSpec
+from harness.model.zoo import config_entries
+from harness.training.experts import PACKED, packed_experts
+
+_INIT_STD = 0.02  # of all matrices where the recipe leaves it open, as in GPT-2 and most models since
+
+
+def model_to_train(recipe: RandomRecipe, seed: int) -> tuple[PreTrainedModel, ModelSpec]:
+    """Make the recipe's model as transformers initialises it, with random weights by `seed`."""
+    ALL_EXPERTS_FUNCTIONS.register(PACKED, packed_experts)
+    entries = {**config_entries(recipe), "initializer_range": recipe.init_std or _INIT_STD}
+    spec = families.layout(recipe.family).spec_from_config(entries, "trained", recipe.dtype)
+    torch.manual_seed(seed)
+    with quiet_transformers():
+        model: Any = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**entries), dtype=getattr(torch, recipe.dtype), attn_implementation="sdpa"
+        )
+    model.config._experts_implementation = PACKED
+    for module in model.modules():
+        if isinstance(bias := getattr(module, "e_score_correction_bias", None), Tensor):
+            module.e_score_correction_bias = bias.float()  # moved by small steps, and stored so by DeepSeek
+    return model, spec
+
+
+class WatchedRouters:
+    """The routers of a model, whose latest logits and choices are kept after each forward pass."""
+
+    def __init__(self, model: nn.Module, spec: ModelSpec) -> None:
+        self.modules = families.family(spec.family).reference_routers(spec, model)
+        self.top_k, self.num_experts = spec.experts_per_token, spec.num_experts
+        self.logits: list[Tensor] = [torch.empty(0)] * len(self.modules)  # by layer, [tokens, experts]
+        self.expert_ids: list[Tensor] = [torch.empty(0)] * len(self.modules)  # by layer, int64 [tokens, k]
+        for index, router in enumerate(self.modules):
+            inner = getattr(router, "router", router)  # of a whole block in one family
+            inner.register_forward_hook(self._keep(index))
+
+    def _keep(self, index: int) -> Any:
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            logits = output[0] if isinstance(output, tuple) else output
+            self.logits[index] = logits.reshape(-1, self.num_experts)
+            ids = output[2] if isinstance(output, tuple) else logits.topk(self.top_k, dim=-1).indices
+            self.expert_ids[index] = ids.reshape(-1, self.top_k)
+
+        return keep
+
+    def loads(self) -> Tensor:
+        """Count the latest pass's tokens of each expert: int64 [layers, experts]."""
+        return torch.stack([torch.bincount(ids.flatten(), minlength=self.num_experts) for ids in self.expert_ids])
+
+    def choice_entropy(self) -> Tensor:
+        """Return how undecided the latest pass's routers were, by layer: a token's mean entropy over all experts,
+        float32 in 0 to 1."""
+        found = []
+        for logits in self.logits:
+            log_shares = logits.detach().float().log_softmax(dim=-1)
+            found.append(-(log_shares.exp() * log_shares).sum(-1).mean())
+        return torch.stack(found) / torch.log(torch.tensor(float(self.num_experts)))
