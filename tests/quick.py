@@ -48,6 +48,7 @@ QUICK = {  # file below tests/ -> regular expression that the names of its quick
     "unit/strategies/test_split.py": ALL,
     "unit/strategies/test_steps.py": ALL,
     "unit/strategies/test_table5.py": ALL,
+    "unit/study/test_caches.py": ALL,
     "unit/test_report.py": ALL,
     "unit/test_validate.py": "figures|median|report|marked|kinds",
     "unit/training/test_balancing.py": ALL,

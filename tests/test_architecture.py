@@ -58,6 +58,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "harness.verify": {"harness.model", "harness.engine"},
     "harness.routing": {"harness.cli.arguments", "harness.config", "harness.interrupts", "harness.record"},
+    "harness.study": {  # of recorded routing
+        *("harness.cli.arguments", "harness.config", "harness.interrupts", "harness.memory", "harness.model"),
+        *("harness.record", "harness.routing"),
+    },
     "harness.settings": {
         *("harness.config", "harness.hardware.profile", "harness.model", "harness.record", "harness.routing"),
         "harness.workload",
@@ -83,7 +87,7 @@ MAY_IMPORT["harness.training"] = {  # nothing imports it
 # Planning and bookkeeping: importing these never imports torch.
 TORCH_FREE = (
     *("harness.config", "harness.settings", "harness.hardware.profile", "harness.record.*", "harness.workload.*"),
-    *("harness.bench.shapes", "harness.routing.*"),
+    *("harness.bench.shapes", "harness.routing.*", "harness.study.*"),
     *("harness.model.spec", "harness.model.layout", "harness.model.config", "harness.memory.*"),
     *("harness.machine.base", "harness.machine.hazards", "harness.machine.queues", "harness.verify.records"),
     *("harness.machine.recording", "harness.machine.critical_path"),

@@ -58,7 +58,7 @@ NOT_RUN = {  # the command begins so -> why it is only parsed
     "python benchmarks/": "it measures for minutes",
 }
 SMALL = ("dataset.num_requests=3", "dataset.max_new_tokens=3", "verify=off", "wandb.mode=disabled", "progress=false")
-NEEDS_MATPLOTLIB = ("timelines", "moelens", "moelightning")  # of paper_figures, where they draw
+NEEDS_MATPLOTLIB = ("timelines", "moelens", "moelightning", "routing")  # of paper_figures, where they draw
 
 
 def commands(text: str) -> list[str]:
