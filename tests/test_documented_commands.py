@@ -36,6 +36,7 @@ STAND_INS = {  # what a page leaves open -> what lies in the `workplace`, or a n
     "RUN_FOLDER ...": "results/runs/recorded results/runs/recorded",
     "results/runs/<run>": "results/runs/recorded",
     "results/compare": "results",
+    "routing.path=results/reference/": f"routing.path={ROOT}/results/reference/",
     "FILE.csv OUT.jsonl": "choices.csv OUT.jsonl",
     "paper_figures.moelightning NAME": "paper_figures.moelightning table4",
     "--strategies NAME,NAME": "--strategies moelens,moelightning",
@@ -49,6 +50,9 @@ NOT_RUN = {  # the command begins so -> why it is only parsed
     "python -m harness.hardware.calibrate": "it measures for a minute or two",
     "python -m harness.training": "it trains for minutes",
     "python -m harness.validate": "it runs for half an hour",
+    "python -m harness.study --out results/reference/routing/mixtral": "it needs recorded runs of a trained model",
+    "python -m harness.study.excerpt --out results/reference/routing/mixtral.jsonl.gz": "it needs the same runs",
+    "python run.py model=checkpoint model.path=models/mixtral-learned": "it needs a model that was trained for minutes",
     "python -m paper_figures.moelens.simulate": "it simulates for minutes",
     "python -m paper_figures.moelens table1": "it simulates for minutes",
     **{

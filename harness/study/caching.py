@@ -12,7 +12,7 @@ from harness.study.recorded import Domain, Text
 
 SIZES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4)  # of all experts of all layers
 ACROSS = 1 / 4  # the size with which domains are compared
-LANES = (1, 4, 16)  # requests at a time
+LANES = (1, 4, 8)  # requests at a time
 POLICIES: dict[str, Callable[[], Replacement]] = {"lru": LeastRecentlyUsed, "lfu": LeastFrequentlyUsed}
 
 

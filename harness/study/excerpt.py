@@ -7,6 +7,7 @@ input (record_hidden=true), the trace has what the next layer's router predicts 
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ import numpy as np
 
 from harness.cli.arguments import CommandParser, whole_number
 from harness.config import ConfigError
+from harness.interrupts import exit_code
 from harness.record.files import RecordError
 from harness.routing.trace_file import PredictionHeader, TraceFileError, TraceRow, TraceWriter
 from harness.study.gates import EXTRA, Gates
@@ -50,16 +52,15 @@ def _write(given: Namespace) -> int:
     if count > header.k + EXTRA:
         raise ConfigError("--predicted", f"must be at most k + {EXTRA} = {header.k + EXTRA}, got {count}")
     parts = [list(_rows(domain, given.tokens, gates.get(name), count)) for name, domain in domains.items()]
-    names = [[name] * len(rows) for name, rows in zip(domains, parts, strict=True)]
-    rows, of = _in_turn(parts), _in_turn(names)
+    rows = _in_turn(parts)
     source = "; ".join(f"{name}: {domain.header.source}" for name, domain in domains.items())
-    told = ", ".join(f"{number} {name}" for number, name in enumerate(of))
+    told = ", ".join(f"{len(part)} {name}" for name, part in zip(domains, parts, strict=True))
     predictions = None
     if gates:
         predictions = PredictionHeader(
             distance=1, experts=count, source="the next layer's router on this layer's gating input"
         )
-    header = replace(header, source=f"{source}; requests: {told}", weights=False, predictions=predictions)
+    header = replace(header, source=f"{source}; requests by turns: {told}", weights=False, predictions=predictions)
     writer = TraceWriter(given.out, header)
     try:
         for number, row in enumerate(rows):
@@ -94,3 +95,7 @@ def _rows(domain: Domain, most_tokens: int, gates: Gates | None, count: int) -> 
         rows = slice(start, end)
         row = TraceRow(0, 0, text.experts[rows])
         yield row if ids is None else replace(row, predicted=ids[rows], confidence=chances[rows])
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from harness.routing.kinds.trace import Recorded, read_trace
 from harness.routing.trace_file import TraceFileError, TraceHeader
 
 TRACES = ("routing.jsonl.gz", "routing.jsonl")  # in a run folder
+_FOLDERS = re.compile(r"(?<!\S)/\S*/")  # of the machine that recorded
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 
@@ -131,7 +133,8 @@ def read_domain(name: str, path: Path) -> Domain:
         shares = recorded.weights[:, :, 0] / np.maximum(recorded.weights.sum(axis=2), 1e-12)
         weight = shares.mean(axis=0, dtype=np.float64).tolist()
     ids, firsts = recorded.request_ids, recorded.first_positions
-    return Domain(name, path, recorded.header, text, folder, is_prompt, ids, firsts, weight)
+    header = replace(recorded.header, source=_FOLDERS.sub("", recorded.header.source))
+    return Domain(name, path, header, text, folder, is_prompt, ids, firsts, weight)
 
 
 def require_one_model(domains: Mapping[str, Domain]) -> None:

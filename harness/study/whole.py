@@ -15,7 +15,7 @@ from harness.study.gates import Gates
 from harness.study.loads import drift, popularity
 from harness.study.recorded import Domain, Text, joined
 
-FITTED_SIZES = (1 / 8, 1 / 4, 1 / 2)  # of caches in which fitted routing is compared with the recorded one
+FITTED_SIZES = (1 / 4, 3 / 8, 1 / 2)  # of caches in which fitted routing is compared with the recorded one
 Log = Callable[[str], None]
 
 

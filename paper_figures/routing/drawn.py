@@ -151,7 +151,7 @@ def _kept(axes: Axes, column: Column) -> None:
         axes.plot(lags, [np.mean(of_lag) for of_lag in found["kept"]], "o--", ms=3, color=GREY, label="untrained")
     axes.set_xscale("log", base=2)
     axes.set_xticks(lags, [str(lag) for lag in lags])
-    axes.set(xlabel="tokens back", ylabel="experts in common", ylim=(0, None))
+    axes.set(xlabel="tokens back", ylabel="experts in common", ylim=(0, 1))
     axes.legend(title="dotted: independent tokens", title_fontsize=7)
     percent(axes)
 
@@ -197,6 +197,7 @@ def _by_number(axes: Axes, column: Column) -> None:
             right = over_domains(column.study, "prediction", name, "predicted_that_are_true").mean(axis=0)
             axes.plot(range(1, len(right) + 1), right, "o-", ms=3, color=colour, label=label)
     axes.axvline(column.study["model"]["k"], color="black", lw=0.6)
+    axes.set_xticks(range(1, column.study["model"]["k"] + 3))
     axes.set(xlabel="m predicted experts (line: k)", ylabel="predicted that are true", ylim=(0, 1))
     axes.legend(fontsize=7)
     percent(axes)
@@ -222,9 +223,10 @@ def _rates(axes: Axes, column: Column, requests: int) -> None:
     if column.control is not None:
         axes.plot(*_hit_rates(column.control, "lru", requests), "o--", ms=3, color=GREY, label="LRU, untrained")
     axes.plot([0, 0.75], [0, 0.75], color="black", lw=0.6)
+    if requests == 1:
+        axes.legend(fontsize=7)
     told = "1 request" if requests == 1 else f"{requests} requests"
     axes.set(xlabel="size of the cache, of all experts", ylabel=f"hits, {told} at a time", ylim=(0, 1), xlim=(0, 0.78))
-    axes.legend(fontsize=7)
     percent(axes, x=True)
 
 

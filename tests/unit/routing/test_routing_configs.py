@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import pytest
 import yaml
 
 from harness.config import ConfigError
 from harness.routing.build import available, build_routing, parse_routing
+from harness.study.fits import likeness, synthetic
 from tests.composing import CONF, names_in
+from tests.conftest import ROOT
 from tests.unit.routing.models import MODEL
+from tests.unit.study.texts import random_text
+
+FITTED = ["trained_mixtral"]
 
 
 def test_every_kind_has_a_yaml():
-    assert names_in("routing") == available() == ["correlated", "skewed", "trace", "uniform"]
+    assert available() == ["correlated", "skewed", "trace", "uniform"]
+    assert names_in("routing") == sorted([*available(), *FITTED])
+
+
+@pytest.mark.parametrize("name", FITTED)
+def test_fitted_settings_are_those_of_the_committed_study(name):
+    """And the routing that they give has the loads, the kept and the followed shares that the study reports."""
+    values = yaml.safe_load((CONF / "routing" / f"{name}.yaml").read_text(encoding="utf-8"))
+    study = json.loads((ROOT / f"results/reference/routing/{name.removeprefix('trained_')}.json").read_text())
+    assert study["fit"]["settings"].items() <= values.items() and values["name"] == "correlated"
+    form, reported = study["model"], study["fit"]["routings"]
+    like = random_text(0, lengths=(500,) * 8, layers=form["layers"], num_experts=form["experts"], k=form["k"])
+    drawn = synthetic(like, values, seed=1)
+    halves = (drawn.requests(np.arange(first, 8, 2)) for first in (0, 1))
+    found = likeness(*halves)
+    for measure in ("entropy_bits", "kept", "followed"):
+        assert found[measure] == pytest.approx(reported["correlated"][measure], abs=0.05)
+        assert found[measure] == pytest.approx(reported["recorded"][measure], abs=0.1)
 
 
 @pytest.mark.parametrize("name", available())

@@ -71,6 +71,6 @@ def test_an_excerpt_has_whole_requests_of_each_domain_in_turn(traces, tmp_path, 
     for request, (domain, rows) in enumerate([(0, slice(0, 30)), (1, slice(0, 30)), (0, slice(30, 50))]):
         start, end = found.starts[request : request + 2]
         assert np.array_equal(found.experts[start:end], domains[domain][rows])
-    assert "requests: 0 plays, 1 code, 2 plays, 3 code" in found.header.source
+    assert "requests by turns: 2 plays, 2 code" in found.header.source
     assert excerpt.main(["--out", str(out), *words]) == 2
     assert "exists already" in capsys.readouterr().err
