@@ -63,12 +63,16 @@ class Setting:
 
 
 def settings_of(root: Path = ROOT) -> list[Setting]:
-    """Return every strategy's own settings; `base` goes in front of each."""
+    """Return every strategy's own settings; `base` goes in front of each. A package of several strategies names one in
+    each setting, first of all."""
     found = []
     for path in sorted((root / "strategies").glob("*/validation.yaml")):
         values = yaml.safe_load(path.read_text())
         base = values.get("base", [])
-        found += [Setting(path.parent.name, (*base, *overrides)) for overrides in values["settings"]]
+        for overrides in values["settings"]:
+            named = [each for each in overrides[:1] if each.startswith("strategy=")]
+            strategy = named[0].removeprefix("strategy=") if named else path.parent.name
+            found.append(Setting(strategy, (*base, *overrides[len(named) :])))
     return found
 
 
