@@ -39,6 +39,7 @@ STAND_INS = {  # what a page leaves open -> what lies in the `workplace`, or a n
     "routing.path=results/reference/": f"routing.path={ROOT}/results/reference/",
     "FILE.csv OUT.jsonl": "choices.csv OUT.jsonl",
     "paper_figures.moelightning NAME": "paper_figures.moelightning table4",
+    "paper_figures.moegen NAME": "paper_figures.moegen claims",
     "--strategies NAME,NAME": "--strategies moelens,moelightning",
 }
 NOT_RUN = {  # the command begins so -> why it is only parsed
@@ -55,6 +56,8 @@ NOT_RUN = {  # the command begins so -> why it is only parsed
     "python run.py model=checkpoint model.path=models/mixtral-learned": "it needs a model that was trained for minutes",
     "python -m paper_figures.moelens.simulate": "it simulates for minutes",
     "python -m paper_figures.moelens table1": "it simulates for minutes",
+    "python -m paper_figures.moegen": "it simulates for minutes",
+    "python -m paper_figures.moegen.part": "it simulates for minutes",
     **{
         f"python -m paper_figures.moelightning {name}": "it simulates for minutes"
         for name in ("table4", "systems", "hrm_accuracy", "fig6", "fig10", "several_gpus")
@@ -174,7 +177,7 @@ def test_it_is_valid(command, workplace, monkeypatch):
             load_strategy(parse_settings(composed(*words[1:])).strategy)
     elif words[0] == "-m" and words[1] != "pytest":
         monkeypatch.setattr(reports, "run", lambda *report: None)  # names of reports are checked before
-        if words[1] not in ("paper_figures.moelens", "paper_figures.moelightning"):
+        if words[1] not in ("paper_figures.moelens", "paper_figures.moelightning", "paper_figures.moegen"):
             monkeypatch.setattr(CommandParser, "run", parsed)
         assert run_module(words[1:]) == 0
     elif words[0] != "-m" and "argparse" in (ROOT / words[0]).read_text(encoding="utf-8"):

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from paper_figures import reports
+from paper_figures.moegen.__main__ import REPORTS as MOEGEN
 from paper_figures.moelens.__main__ import REPORTS as MOELENS
 from paper_figures.moelightning.__main__ import REPORTS as MOELIGHTNING
 from paper_figures.reports import Report
@@ -14,7 +15,7 @@ from paper_figures.support import read_json
 
 COMMITTED = {
     f"{paper}-{name}": (name, report)
-    for paper, named in (("moelens", MOELENS), ("moelightning", MOELIGHTNING))
+    for paper, named in (("moelens", MOELENS), ("moelightning", MOELIGHTNING), ("moegen", MOEGEN))
     for name, report in named.items()
     if (report.folder / f"{name}.json").exists()
 }

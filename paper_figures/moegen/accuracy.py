@@ -1,0 +1,70 @@
+"""Compare what MoE-Gen's search predicts for its policy with the simulator and with emulated runs.
+
+Nothing is run for this report: rows come from the other reports of this folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from paper_figures.moegen.emulated import FOLDER as EMULATED
+from paper_figures.moegen.rows import FOLDER, stored
+from paper_figures.moegen.text import number, percent
+from paper_figures.support import markdown_table
+
+NOTE = "accuracy = 1 - |predicted - observed| / observed, of tokens a second over prefill and decode"
+REPORTS = ("throughput", "small_batches", "long_contexts", "omega", "datasets")
+
+
+def compute(folder: Path = FOLDER, emulated: Path = EMULATED) -> dict[str, Any]:
+    rows = [_simulated(name, r) for name in REPORTS for r in stored(name, folder) if r.get("accuracy") is not None]
+    rows += [_emulated(r) for r in stored("emulated", emulated) if r.get("accuracy") is not None]
+    return {"label": "simulated and emulated", "rows": rows}
+
+
+def _simulated(report: str, row: dict[str, Any]) -> dict[str, Any]:
+    fields = ("system", "setting", "model", "prompt", "g", "variant", "predicted_tok_s", "accuracy")
+    return {"report": report, **{name: row[name] for name in fields}, "observed_tok_s": row["tok_s"], "by": "simulated"}
+
+
+def _emulated(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "report": "emulated", "system": row["system"], "setting": "laptop", "model": row["model"], "prompt": None,
+        "g": None, "variant": "", "predicted_tok_s": row["predicted_tok_s"], "accuracy": row["accuracy"],
+        "observed_tok_s": row["tok_s"], "by": "emulated",
+    }  # fmt: skip
+
+
+def tables(data: dict[str, Any]) -> str:
+    rows = data["rows"]
+    groups = list(dict.fromkeys((r["system"], r["by"], r["report"]) for r in rows))
+
+    def of(group: tuple[str, str, str]) -> Sequence[float]:
+        return [r["accuracy"] for r in rows if (r["system"], r["by"], r["report"]) == group]
+
+    columns = {
+        "system": lambda group: group[0],
+        "observed by": lambda group: group[1],
+        "report": lambda group: group[2],
+        "cases": lambda group: str(len(of(group))),
+        "mean accuracy": lambda group: percent(mean(of(group))),
+        "worst": lambda group: percent(min(of(group))),
+    }
+    ours = {
+        "system": lambda r: r["system"],
+        "setting": lambda r: r["setting"],
+        "model": lambda r: r["model"],
+        "prompt": lambda r: number(r["prompt"]),
+        "g": lambda r: number(r["g"]),
+        "": lambda r: r["variant"],
+        "predicted tok/s": lambda r: number(r["predicted_tok_s"]),
+        "observed tok/s": lambda r: number(r["observed_tok_s"]),
+        "accuracy": lambda r: percent(r["accuracy"]),
+    }
+    return (
+        f"# How right the search is ({data['label']})\n\n{markdown_table(columns, groups)}\n"
+        f"## MoE-Gen\n\n{markdown_table(ours, [r for r in rows if r['system'].startswith('MoE-Gen')])}"
+    )

@@ -1,0 +1,111 @@
+"""Compute rows of a report, one a case, and keep them in the report's file, where each is found by its case."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.config import ConfigError
+from harness.plan.planning import DoesNotFit, Plan
+from harness.record.provenance import code_version
+from harness.record.summary import accuracy
+from paper_figures.moegen.measuring import MOVED, Pass, batch_passes, link_gb, over_all_steps, phase_facts
+from paper_figures.moegen.settings import Case
+from paper_figures.passes import planned
+from paper_figures.support import REFERENCE, read_json
+
+FOLDER = REFERENCE / "moegen-simulated"
+Row = dict[str, Any]
+
+
+def row(case: Case) -> Row:
+    """Simulate a case. Where it does not fit, the row says why and has no numbers."""
+    began_s = time.monotonic()
+    named = {
+        **{name: getattr(case, name) for name in ("system", "setting", "model", "prompt", "g", "variant")},
+        "num_requests": case.num_requests,
+        "code": code_version(),
+        "command": f"python -m harness.plan {' '.join(case.overrides)}",
+    }
+    try:
+        plan = planned(case.overrides)
+    except DoesNotFit as error:
+        needed = {tier: sum(named.values()) / 1e9 for tier, named in error.needed.items()}
+        return {**named, "refused": str(error), "needed_gb": needed}
+    except ConfigError as error:
+        return {**named, "refused": str(error)}
+    planned_s = time.monotonic() - began_s
+    passes = batch_passes(plan, whole=case.whole)
+    took = {"plan_s": round(planned_s, 1), "simulation_s": round(time.monotonic() - began_s - planned_s, 1)}
+    return {
+        **named,
+        "policy": _plain(plan.strategy.plan),
+        **facts(plan, passes, whole=case.whole),
+        "host_seconds": took,
+    }
+
+
+def facts(plan: Plan, passes: Sequence[Pass], *, whole: bool = False) -> Row:
+    """Sum up a batch: its throughput by phase, and what the strategy's own model says of the whole."""
+    prefill = [p for p in passes if p.record.num_prefill_tokens]
+    decode = [p for p in passes if p.step is not None]
+    num_steps = len(decode) if whole else plan.settings.dataset.max_new_tokens - 1
+    num_sequences = sum(p.record.num_sequences for p in prefill)
+    generated = num_sequences * plan.settings.dataset.max_new_tokens
+
+    def decoded(value: Callable[[Pass], float]) -> float:
+        return over_all_steps(decode, num_steps, value)
+
+    prefill_s, decode_s = sum(p.length_s for p in prefill), decoded(lambda p: p.length_s)
+    tok_s = generated / (prefill_s + decode_s)
+    prediction = plan.strategy.prediction
+    return {
+        "sequences": num_sequences,
+        "tok_s": tok_s,
+        "prefill_tok_s": sum(p.record.num_prefill_tokens for p in prefill) / prefill_s,
+        "decode_tok_s": (generated - num_sequences) / decode_s if decode else None,
+        "prefill_s": prefill_s,
+        "decode_s": decode_s,
+        "steps": [] if whole else [[p.step, p.length_s] for p in decode],
+        "traffic_gb": {
+            what: sum(link_gb(p, what) for p in prefill) + decoded(lambda p, what=what: link_gb(p, what))
+            for what in MOVED
+        },
+        "prefill": phase_facts(plan, prefill),
+        "decode": phase_facts(plan, decode),
+        "predicted_tok_s": prediction and prediction.throughput_tok_s,
+        "accuracy": prediction and accuracy(prediction.throughput_tok_s, tok_s),
+    }
+
+
+def computed(cases: Iterable[Case]) -> list[Row]:
+    """Simulate the cases one after another, and tell each result."""
+    rows = []
+    for case in cases:
+        rows.append(row(case))
+        told = rows[-1].get("refused") or f"{rows[-1]['tok_s']:.4g} tok/s, N = {rows[-1]['sequences']:,}"
+        print(f"{case.setting}, {case.model}, {case.prompt}+{case.g}, {case.system} {case.variant}: {told}", flush=True)
+    return rows
+
+
+def stored(name: str, folder: Path = FOLDER) -> list[Row]:
+    """Read the rows of a report; none where it was not computed."""
+    path = folder / f"{name}.json"
+    return list(read_json(path)["rows"]) if path.exists() else []
+
+
+def find(rows: Iterable[Row], case: Case) -> Row | None:
+    """Return the row of a case that has numbers; None where it is missing or the case did not fit."""
+    return next((r for r in rows if key_of(r) == case.key and "refused" not in r), None)
+
+
+def key_of(row: Mapping[str, Any]) -> tuple[object, ...]:
+    fields = ("system", "setting", "model", "prompt", "g", "num_requests", "variant")
+    return tuple(row[name] for name in fields)
+
+
+def _plain(plan: Mapping[str, Any]) -> Row:
+    """Leave tables and candidates out of a planner's record."""
+    return {name: value for name, value in plan.items() if isinstance(value, (int, float, str, bool, type(None)))}

@@ -1,0 +1,197 @@
+"""Simulate MoE-Gen's Tables 1, 6, 7 and 10: prefill and decode of every system, with the tokens an expert runs over.
+
+Each system has the policy that its own search finds here. DeepSeek-V2 runs a second time with the batch sizes that
+follow from Table 1's tokens an expert, for the systems of which the paper has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from paper_figures.moegen.published import INCONSISTENT, SECTION53_C1_TOK_S, TABLE1, TABLE6, TABLE7, TABLE10
+from paper_figures.moegen.rows import Row, computed, find
+from paper_figures.moegen.settings import SYSTEMS, Case
+from paper_figures.moegen.text import number, pair, percent
+from paper_figures.support import markdown_table, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+NOTE = "prompts of 512 tokens (synthetic); rates of conf/hardware/a5000.yaml and a6000.yaml; published: MoE-Gen"
+TABLE1_SIZES = "Table 1's batch"
+WORKLOADS = (  # setting, model, tokens to decode
+    ("C2", "mixtral-8x7b", 256), ("C2", "mixtral-8x7b", 1024), ("C2", "mixtral-8x22b", 256),
+    ("C2", "mixtral-8x22b", 1024), ("C2", "deepseek-v2", 256), ("C2", "deepseek-v2-lite", 256),
+    ("C1", "mixtral-8x7b", 256), ("C3", "mixtral-8x7b", 256), ("C3", "mixtral-8x22b", 256),
+    ("C3", "deepseek-v2", 256), ("C2", "deepseek-r1", 256), ("C2, 1 TB", "deepseek-r1", 256),
+)  # fmt: skip
+MOST_REQUESTS = {"deepseek-v2-lite": 4000}  # of the 18,000 that host memory would hold, for the simulation's sake
+# Table 1's tokens an expert in decode times 160 experts, over 6 that a token passes. CGOPipe needs two micro-batches.
+_SIZES = {
+    "DeepSpeed": ("strategy.batch_size=8",),
+    "FlexGen": ("strategy.policy.batch_size=8", "strategy.policy.micro_batch_size=8"),
+    "MoE-Lightning": ("strategy.policy.batch_size=20", "strategy.policy.micro_batch_size=10"),
+}
+
+
+def cases(workloads: Iterable[tuple[str, str, int]] = WORKLOADS) -> list[Case]:
+    found = []
+    for setting, model, g in workloads:
+        for system in SYSTEMS:
+            case = Case(system=system, setting=setting, model=model, g=g, num_requests=MOST_REQUESTS.get(model))
+            found.append(case)
+            if (setting, model, g) == ("C2", "deepseek-v2", 256) and system in _SIZES:
+                found.append(
+                    Case(
+                        system=system, setting=setting, model=model, g=g, variant=TABLE1_SIZES, num_requests=20,
+                        more=_SIZES[system],
+                    )
+                )  # fmt: skip
+    return found
+
+
+def compute(chosen: Sequence[Case] | None = None) -> dict[str, Any]:
+    return {"label": "simulated", "rows": computed(cases() if chosen is None else chosen)}
+
+
+def published_decode(setting: str, model: str, g: int, system: str) -> float | None:
+    """Return Table 6's value, or what section 5.3 says of C1 without naming the variant; null where there is none."""
+    if (setting, model, g) == ("C1", "mixtral-8x7b", 256):
+        return SECTION53_C1_TOK_S if system == "MoE-Gen(H)" else None
+    if (setting, model, g) == ("C2", "deepseek-v2", 256):
+        of = TABLE1.get("MoE-Gen" if system == "MoE-Gen(G)" else system)
+        return of and of["decode"].tok_s
+    return TABLE6.get(system, {}).get((model, g)) if setting == "C2" else None
+
+
+def published_prefill(setting: str, model: str, system: str) -> float | None:
+    """Return Table 7's value; null where there is none or the system failed."""
+    return TABLE7.get(system, {}).get(model) if setting in ("C2", "C2, 1 TB") else None
+
+
+def tables(data: dict[str, Any]) -> str:
+    rows = data["rows"]
+    return "\n".join([
+        "# Throughput by phase (simulated)\n", _phases(rows), "## What did not fit\n", _refused(rows),
+        "## Tokens an expert, Table 1\n", _table1(rows), "## Share of the batch that the CPU attends to, Table 10\n",
+        _table10(rows), "## Inconsistent in the paper\n",
+        *(f"* {INCONSISTENT[name]}" for name in ("r1", "prefill", "decode", "lightning", "batch")), "",
+    ])  # fmt: skip
+
+
+def _phases(rows: list[Row]) -> str:
+    def decode(r: Row) -> str:
+        published = None if r["variant"] else published_decode(r["setting"], r["model"], r["g"], r["system"])
+        return pair(published, r["decode_tok_s"])
+
+    def prefill(r: Row) -> str:
+        published = None if r["variant"] else published_prefill(r["setting"], r["model"], r["system"])
+        return pair(published, r["prefill_tok_s"])
+
+    columns = {
+        "setting": lambda r: r["setting"],
+        "model": lambda r: r["model"],
+        "g": lambda r: str(r["g"]),
+        "system": lambda r: " ".join([r["system"], *([f"({r['variant']})"] if r["variant"] else [])]),
+        "N": lambda r: f"{r['sequences']:,}",
+        "prefill tok/s: published / here": prefill,
+        "decode tok/s: published / here": decode,
+        "both phases, tok/s": lambda r: number(r["tok_s"]),
+        "predicted": lambda r: number(r["predicted_tok_s"]),
+        "tokens an expert run: prefill / decode": lambda r: pair(
+            r["prefill"]["tokens_an_expert_run"], r["decode"]["tokens_an_expert_run"]
+        ),
+        "busy in decode: gpu": lambda r: percent(r["decode"]["busy"]["gpu"]),
+        "cpu": lambda r: percent(r["decode"]["busy"]["cpu"]),
+        "link": lambda r: percent(r["decode"]["busy"]["h2d"]),
+        "GB a step: weights / KV": lambda r: pair(r["decode"]["link_gb"]["weights"], r["decode"]["link_gb"]["kv"]),
+    }
+    return markdown_table(columns, [r for r in rows if "refused" not in r])
+
+
+def _refused(rows: list[Row]) -> str:
+    columns = {
+        "setting": lambda r: r["setting"],
+        "model": lambda r: r["model"],
+        "system": lambda r: r["system"],
+        "GB needed at the least: host, with this cache / device": lambda r: pair(
+            _needed_gb(r, "pinned", "host"), _needed_gb(r, "device")
+        ),
+        "why": lambda r: r["refused"],
+    }
+    return markdown_table(columns, [r for r in rows if "refused" in r])
+
+
+def _needed_gb(row: Row, *tiers: str) -> float | None:
+    needed = row.get("needed_gb")
+    return needed and sum(needed.get(tier, 0.0) for tier in tiers)
+
+
+def _table1(rows: list[Row]) -> str:
+    def cell(phase: str, fact: str, r: Row) -> str:
+        of = TABLE1.get(r["system"].split("(")[0])
+        published = of and getattr(of[phase], fact if fact != "tokens_an_expert_run" else "tokens_an_expert")
+        here = (
+            r[f"{phase}_tok_s"] if fact == "tok_s" else r[phase][fact if fact != "utilization" else "expert_flops_used"]
+        )
+        return pair(published, here)
+
+    columns = {"system": lambda r: " ".join([r["system"], *([f"({r['variant']})"] if r["variant"] else [])])}
+    titles = {"tokens_an_expert_run": "tokens an expert", "utilization": "FLOPs used", "tok_s": "tok/s"}
+    for phase in ("prefill", "decode"):
+        for fact, title in titles.items():
+            columns[f"{phase}, {title}"] = lambda r, phase=phase, fact=fact: cell(phase, fact, r)
+    chosen = [r for r in rows if (r["setting"], r["model"], r["g"]) == ("C2", "deepseek-v2", 256)]
+    return (
+        markdown_table(columns, [r for r in chosen if "refused" not in r])
+        + "\nDeepSeek-V2 on C2; published / here. Published tokens count experts without any, those here do not. FLOPs "
+        "used are the experts', of what the GPU achieves while they run.\n"
+    )
+
+
+def _table10(rows: list[Row]) -> str:
+    def here(of: tuple[tuple[str, str], float]) -> str:
+        (model, setting), _ = of
+        found = find(rows, Case(system="MoE-Gen(H)", setting=setting, model=model))
+        share = found and found["policy"].get("cpu_attention")
+        return number(share)
+
+    columns = {
+        "model": lambda of: of[0][0],
+        "setting": lambda of: of[0][1],
+        "published": lambda of: number(of[1]),
+        "searched here": here,
+    }
+    return markdown_table(columns, TABLE10.items())
+
+
+def draw(data: dict[str, Any]) -> Figure:
+    """Draw decode and prefill, published beside simulated bars, one block a workload of C2."""
+    workloads = [w for w in WORKLOADS if w[0] == "C2" and any(_is_of(r, w) for r in data["rows"])]
+    figure = new_figure(9.0, 2.4 * max(1, len(workloads)))
+    blocks = figure.subplots(max(1, len(workloads)), 2, squeeze=False)
+    for line, workload in zip(blocks, workloads, strict=False):
+        for axes, phase in zip(line, ("prefill", "decode"), strict=True):
+            _bars(axes, [r for r in data["rows"] if _is_of(r, workload)], workload, phase)
+    figure.legend(*blocks[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    return figure
+
+
+def _is_of(row: Row, workload: tuple[str, str, int]) -> bool:
+    return (row["setting"], row["model"], row["g"]) == workload and "refused" not in row and not row["variant"]
+
+
+def _bars(axes: Axes, rows: list[Row], workload: tuple[str, str, int], phase: str) -> None:
+    setting, model, g = workload
+    for at, r in enumerate(rows):
+        if phase == "prefill":
+            published = published_prefill(setting, model, r["system"])
+        else:
+            published = published_decode(setting, model, g, r["system"])
+        if published is not None:
+            axes.bar(at - 0.2, published, 0.38, color="#bab0ac", label="published" if not axes.containers else None)
+        axes.bar(at + 0.2, r[f"{phase}_tok_s"], 0.38, color="#1f4e8c", label=None if at else "here, simulated")
+    axes.set_xticks(range(len(rows)), [r["system"] for r in rows], rotation=35, ha="right", fontsize=7)
+    axes.set(yscale="log", ylabel=f"{phase} tok/s", title=f"{model}, {g} tokens to decode")

@@ -1,0 +1,238 @@
+"""Reports on MoE-Gen: each computes on a tiny case, shows what is missing as missing, and judges by its rows."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+
+from paper_figures.moegen import (
+    accuracy,
+    claims,
+    datasets,
+    emulated,
+    long_contexts,
+    omega,
+    part,
+    published,
+    small_batches,
+    throughput,
+    traffic,
+)
+from paper_figures.moegen.rows import find, key_of, row
+from paper_figures.moegen.settings import SYSTEMS, Case, most_sequences, ram_gb, spec_of
+from paper_figures.support import write_json
+
+TINY = Case(
+    system="FlexGen", setting="C1", model="mixtral-tiny", prompt=24, g=30, num_requests=12, kv_gb=0.002,
+    more=("strategy.policy.batch_size=12", "strategy.policy.micro_batch_size=4"),
+)  # fmt: skip
+SIMULATED = {
+    "small_batches": small_batches, "omega": omega, "traffic": traffic, "long_contexts": long_contexts,
+    "throughput": throughput, "datasets": datasets,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return row(TINY)
+
+
+@pytest.fixture
+def folder(tmp_path, tiny):
+    """Every simulated report as if all cases had come out as the tiny one, and MoE-Gen's twelve times better."""
+    for name, module in SIMULATED.items():
+        rows = [as_case(tiny, case) for case in module.cases()]
+        write_json(tmp_path / f"{name}.json", {"label": "simulated", "rows": rows})
+    return tmp_path
+
+
+def as_case(made, case):
+    made = {**deepcopy(made), **{name: getattr(case, name) for name in FIELDS}}
+    if case.system.startswith("MoE-Gen"):
+        for fact in ("tok_s", "prefill_tok_s", "decode_tok_s"):
+            made[fact] *= 12
+        for fact in ("prefill_s", "decode_s"):
+            made[fact] /= 12
+        made["traffic_gb"] = {what: gb / 12 for what, gb in made["traffic_gb"].items()}
+    return made
+
+
+FIELDS = ("system", "setting", "model", "prompt", "g", "num_requests", "variant")
+
+
+def rows_in(folder, name):
+    return claims.stored(name, folder)
+
+
+def test_skipped_steps_are_what_a_simulation_of_all_finds(tiny):
+    whole = row(replace(TINY, whole=True))
+    assert len(tiny["steps"]) == 7 and whole["decode"]["passes"] == 29
+    for fact in ("tok_s", "decode_s", "decode_tok_s", "prefill_s"):
+        assert tiny[fact] == pytest.approx(whole[fact], rel=2e-3)
+    assert tiny["traffic_gb"] == pytest.approx(whole["traffic_gb"], rel=1e-2)
+    assert tiny["traffic_gb"]["kv"] > 0
+
+
+def test_facts_of_a_batch_by_hand(tiny):
+    spec = spec_of(TINY.model)
+    assert tiny["sequences"] == 12
+    assert tiny["prefill_tok_s"] == pytest.approx(12 * 24 / tiny["prefill_s"])
+    assert tiny["decode_tok_s"] == pytest.approx(12 * 29 / tiny["decode_s"])
+    # Three micro-batches of four tokens in decode: an expert run has the tokens over the experts that get any.
+    reached = spec.num_experts * (1 - (1 - spec.experts_per_token / spec.num_experts) ** 4)
+    assert tiny["decode"]["tokens_an_expert_run"] == pytest.approx(4 * spec.experts_per_token / reached, rel=1e-3)
+    assert 0 < tiny["decode"]["expert_flops_used"] < tiny["prefill"]["expert_flops_used"] <= 1
+
+
+def test_what_does_not_fit_says_what_it_needs():
+    made = row(Case(system="FlexGen", setting="C2", model="deepseek-r1", num_requests=1))
+    assert (
+        "512" in made["refused"]
+        and throughput._needed_gb(made, "pinned", "host") > spec_of("deepseek-r1").model_bytes / 1e9 > 512
+    )
+    assert "| C2 | deepseek-r1 | FlexGen |" in throughput.tables({"rows": [made]})
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_a_report_computes_and_is_written(name, folder):
+    module = SIMULATED[name]
+    (made,) = module.compute([TINY])["rows"]
+    assert made["tok_s"] > 0 and key_of(made) == TINY.key
+    assert module.tables({"rows": [], "label": "simulated"})
+    text = module.tables({"rows": rows_in(folder, name), "label": "simulated"})
+    assert all(system in text for system in ("MoE-Gen(G)", "DeepSpeed") if name != "omega")
+    assert part.CASES[name]() == module.cases()
+
+
+@pytest.mark.parametrize("name", ["throughput", "datasets", "small_batches", "long_contexts"])
+def test_a_deleted_result_leaves_its_cell_empty(name, folder):
+    """Its published value stays where it is called published, and stands for nothing else."""
+    module, rows = SIMULATED[name], rows_in(folder, name)
+    data = {"rows": rows, "label": "simulated"}
+    case = {
+        "throughput": Case(system="MoE-Gen(H)", setting="C2", model="mixtral-8x22b", g=1024),
+        "datasets": datasets._case("MoE-Gen(H)", "GSM8K"),
+        "small_batches": small_batches._case("MoE-Gen(G)", "deepseek-v2-lite", 32),
+        "long_contexts": long_contexts._case("MoE-Gen(H)", published.TABLE8_SHAPES[0]),
+    }[name]
+    before = module.tables(data)
+    without = {**data, "rows": [r for r in rows if key_of(r) != case.key]}
+    after = module.tables(without)
+    assert len(without["rows"]) == len(rows) - 1 and before != after
+    if name == "throughput":  # a row is a line
+        assert (
+            "| mixtral-8x22b | 1024 | MoE-Gen(H) |" in before and "| mixtral-8x22b | 1024 | MoE-Gen(H) |" not in after
+        )
+    else:
+        shown = {"datasets": "8", "small_batches": "35", "long_contexts": "13"}[name]
+        assert f"| {shown} /  |" in after and f"| {shown} /  |" not in before
+
+
+def test_pictures_are_drawn_of_what_there_is(folder):
+    pytest.importorskip("matplotlib")
+    for name, module in (("omega", omega), ("traffic", traffic), ("throughput", throughput)):
+        for rows in (rows_in(folder, name), []):
+            assert module.draw({"rows": rows, "label": "simulated"}).get_axes()
+
+
+def test_a_verdict_follows_its_results(folder):
+    judged = {c["claim"]: c for c in claims.compute(folder)["claims"]}
+    assert {name: c["verdict"] for name, c in judged.items()} == {
+        "time": "reached", "decode": "not reached", "prefill": "reached", "long": "reached", "traffic": "in part",
+    }  # fmt: skip
+    assert judged["decode"]["here"] == pytest.approx([12, 12])
+    rows = rows_in(folder, "throughput")
+    for r in rows:
+        if r["system"] == "DeepSpeed" and r["model"] == "mixtral-8x7b":
+            r["decode_tok_s"] /= 2
+    write_json(folder / "throughput.json", {"rows": rows})
+    changed = {c["claim"]: c for c in claims.compute(folder)["claims"]}
+    assert changed["decode"]["verdict"] == "in part" and changed["decode"]["here"] == pytest.approx([12, 24])
+    (folder / "throughput.json").unlink()
+    missing = claims.compute(folder)
+    assert next(c for c in missing["claims"] if c["claim"] == "decode")["verdict"] == "not computed"
+    assert "not computed" in claims.tables(missing)
+
+
+def test_a_claim_says_why(folder):
+    text = claims.tables(claims.compute(folder))
+    assert "12 sequences" in text and "busy" in text
+    assert "up to 20 times less fetch traffic" in text
+
+
+def test_the_searchs_accuracy_is_collected(folder, tiny):
+    write_json(folder / "emulated.json", {"rows": [{"system": "MoE-Gen(H)", "model": "mixtral-mini", "refused": "x"}]})
+    found = accuracy.compute(folder, folder)
+    simulated = [r for name in accuracy.REPORTS for r in rows_in(folder, name) if r["accuracy"] is not None]
+    assert len(found["rows"]) == len(simulated) > 0
+    assert found["rows"][0]["accuracy"] == tiny["accuracy"]
+    assert "MoE-Gen(H)" in accuracy.tables(found)
+
+
+def test_some_rows_are_computed_again_and_others_kept(tiny):
+    every = [replace(TINY, variant=str(at)) for at in range(3)]
+    kept = [as_case(tiny, case) for case in every[:2]]
+    new = [{**as_case(tiny, every[1]), "tok_s": 1.0}, as_case(tiny, every[2])]
+    merged = part.merged(every, kept, new)
+    assert [r["variant"] for r in merged] == ["0", "1", "2"] and merged[1]["tok_s"] == 1.0
+    assert find(merged, every[1]) is merged[1] and find(merged[:1], every[1]) is None
+
+
+def test_the_extrapolation_of_a_data_set(folder):
+    rows = rows_in(folder, "datasets")
+    batch = find(rows, datasets._case("DeepSpeed", "GSM8K"))
+    expected = 8500 / 12 * (batch["prefill_s"] + batch["decode_s"]) / 3600
+    assert datasets.hours(rows, "DeepSpeed", "GSM8K") == pytest.approx(expected)
+    _, whole = datasets.checked_cases()
+    assert datasets.error(rows) == pytest.approx(0)
+    find(rows, whole)["decode_s"] *= 2
+    assert datasets.error(rows) < -0.1
+    assert datasets.error([r for r in rows if key_of(r) != whole.key]) is None
+
+
+def test_runs_on_the_emulated_machine():
+    asked = {"systems": ("DeepSpeed",), "models": ("mixtral-tiny",), "num_requests": 3, "g": 3}
+    quickly = ("verify=off", "exclusive=false")
+    (refused,) = emulated.compute(**asked, more=(*quickly, "hardware.device_memory_gb=0.0005"))["rows"]
+    (made,) = emulated.compute(**asked, more=quickly)["rows"]
+    assert made["tok_s"] > 0 and made["prefill_tok_s"] > made["decode_tok_s"] > 0
+    text = emulated.tables({"label": "emulated", "rows": [refused, made]})
+    assert text.count("| mixtral-tiny |") == 1 and "0 checked, 0 mismatched" in text
+    assert f"* mixtral-tiny, DeepSpeed: {refused['refused']}" in text
+
+
+def test_settings_are_the_papers():
+    assert [ram_gb(setting) for setting in ("C1", "C2", "C3")] == [256, 512, 480]
+    spec = spec_of("mixtral-8x7b")
+    most = most_sequences("C2", spec, 512, 256)
+    assert most * 768 * spec.kv_bytes_per_token + spec.model_bytes < 512e9
+    assert most_sequences("C1", spec_of("mixtral-8x22b"), 512, 256) == 0  # Table 10: C1 cannot hold it
+
+
+def test_published_values_agree_with_the_papers_text():
+    judged = {name: list(claims._published(name)) for name in published.CLAIMS}
+    assert min(judged["prefill"]) == pytest.approx(7.7, abs=0.05) and max(judged["prefill"]) == pytest.approx(
+        11, abs=0.1
+    )
+    assert max(judged["time"]) == pytest.approx(63, abs=0.5) and sorted(judged["time"])[3] < 9  # GSM8K's 8.5
+    assert max(judged["long"]) > 13 and max(judged["decode"]) < 33
+    assert set(published.TABLE6) == set(published.TABLE4_HOURS) == set(published.TABLE7) == set(published.SYSTEMS)
+    assert set(published.SYSTEMS) <= set(SYSTEMS)
+
+
+def test_what_is_called_inconsistent_is_so():
+    assert spec_of("deepseek-r1").model_bytes > 512e9
+    tables = published
+    assert tables.TABLE1["MoE-Gen"]["prefill"].tok_s != tables.TABLE7["MoE-Gen(G)"]["deepseek-v2"]
+    assert tables.TABLE5["MoE-Gen, 1 GPU"][0] != tables.TABLE6["MoE-Gen(H)"]["mixtral-8x22b", 256]
+    over = [ours / tables.TABLE6["MoE-Lightning"][c] for c, ours in tables.TABLE6["MoE-Gen(H)"].items()]
+    assert (round(min(over), 1), round(max(over))) == (3.6, 10)
+    mmlu = [tables.TABLE4_HOURS[s]["MMLU"] / tables.TABLE4_HOURS["MoE-Gen(H)"]["MMLU"] for s in tables.MODEL_BASED]
+    assert (round(min(mmlu), 1), round(max(mmlu), 1)) == (1.3, 1.4)
+    requests, _, g = tables.DATASETS["Chatbot Arena"]
+    assert round(requests * g / tables.TABLE4_HOURS["MoE-Lightning"]["Chatbot Arena"] / 3600, 1) == 1.0
+    v2 = spec_of("deepseek-v2")
+    sequences = tables.TABLE1["MoE-Gen"]["decode"].tokens_an_expert * v2.num_experts / v2.experts_per_token
+    assert sequences == 2000 and sequences * 768 * v2.kv_bytes_per_token + v2.model_bytes > 512e9
