@@ -49,8 +49,8 @@ class Pass:
 def batch_passes(plan: Plan, *, whole: bool = False) -> list[Pass]:
     """Simulate the first batch of a plan whose scheduler keeps prefill and decode apart, or all its passes if `whole`.
 
-    Sequences of such a scheduler have the blocks of their full length from the beginning, so contexts can be made
-    longer between two passes.
+    A pass with tokens of both kinds counts as prefill. Contexts can be made longer between two passes, as such a
+    scheduler has room for the full length of all sequences that it runs.
     """
     machine = plan.machine
     assert hasattr(machine, "totals"), "only the simulated machine sums up what it did"
@@ -77,13 +77,14 @@ class _Watcher:
         now = self._machine.totals()
         did = {(str(lane), kind): _less(total, self._before.get((lane, kind))) for (lane, kind), total in now.items()}
         self._before = now
-        is_decode = bool(record.num_decode_tokens)
+        is_decode = bool(record.num_decode_tokens) and not record.num_prefill_tokens
+        if not (self._whole or is_decode) and any(p.step is not None for p in self.passes):
+            raise _Enough  # the next batch begins
         self.passes.append(Pass(record=record, did=did, step=self._step if is_decode else None))
         if self._whole:
             self._step += is_decode
         if self._whole or not is_decode:
             return
-        assert not record.num_prefill_tokens, "not a static batch"
         later = [step for step in self._steps if step > self._step]
         if not later:
             raise _Enough
@@ -91,11 +92,15 @@ class _Watcher:
         self._step = later[0]
 
     def _skip(self, num_steps: int) -> None:
-        """Make the contexts of all running sequences longer by so many tokens."""
+        """Make the contexts of all running sequences longer by so many tokens, or to their last but one."""
+        allocator = self._plan.engine.kv.allocator
         for sequence in self._plan.engine.sequences:
             if num_steps and sequence.state is State.DECODING:
-                sequence.generated.extend([0] * num_steps)
-                sequence.num_cached += num_steps
+                left = sequence.request.max_new_tokens - len(sequence.generated) - 1
+                sequence.generated.extend([0] * min(num_steps, left))
+                sequence.num_cached += min(num_steps, left)
+                if allocator.missing_blocks(sequence, sequence.num_tokens):
+                    allocator.grow(sequence, sequence.num_tokens)
 
 
 def _chosen_steps(num_steps: int) -> list[int]:

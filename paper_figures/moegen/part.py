@@ -22,6 +22,7 @@ from paper_figures.moegen import datasets, long_contexts, omega, small_batches, 
 from paper_figures.moegen.__main__ import REPORTS
 from paper_figures.moegen.rows import FOLDER, Row, computed, key_of, stored
 from paper_figures.moegen.settings import SETTINGS, SYSTEMS, Case
+from paper_figures.support import write_json
 
 CASES = {
     "small_batches": small_batches.cases,
@@ -62,10 +63,16 @@ def _compute(given: Namespace) -> int:
         and not (given.missing and case.key in there)
     ]
 
-    def compute() -> dict[str, Any]:
-        return {"label": "simulated", "rows": merged(every, kept, computed(chosen))}
-
     command = shown_command("-m paper_figures.moegen", [given.name])
+    new: list[Row] = []
+    for case in chosen:  # what is cut off leaves what was finished
+        new += computed([case])
+        rows = merged(every, kept, new)
+        write_json(given.out / f"{given.name}.json", {**reports.made_by(command), "label": "simulated", "rows": rows})
+
+    def compute() -> dict[str, Any]:
+        return {"label": "simulated", "rows": merged(every, kept, new)}
+
     reports.run(given.name, replace(REPORTS[given.name], compute=compute), given.out, command)
     return 0
 

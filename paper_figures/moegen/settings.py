@@ -21,7 +21,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
 }
 SYSTEMS: Mapping[str, tuple[str, ...]] = {  # the paper's names, and what runs under them here
     "llama.cpp": ("strategy=llamacpp_split",),
-    "vLLM": ("strategy=vllm_offload",),
+    "vLLM": ("strategy=vllm_offload", "strategy.continuous_batching=false"),
     "DeepSpeed": ("strategy=deepspeed_zero",),
     "FlexGen": ("strategy=flexgen",),
     "MoE-Lightning": ("strategy=moelightning", "strategy.staging=false"),  # pinned, as all systems here
