@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.config import ConfigError
 from harness.plan.planning import DoesNotFit, Plan
 from harness.record.provenance import code_version
 from harness.record.summary import accuracy
@@ -34,8 +33,6 @@ def row(case: Case) -> Row:
     except DoesNotFit as error:
         needed = {tier: sum(named.values()) / 1e9 for tier, named in error.needed.items()}
         return {**named, "refused": str(error), "needed_gb": needed}
-    except ConfigError as error:
-        return {**named, "refused": str(error)}
     planned_s = time.monotonic() - began_s
     passes = batch_passes(plan, whole=case.whole)
     took = {"plan_s": round(planned_s, 1), "simulation_s": round(time.monotonic() - began_s - planned_s, 1)}

@@ -194,4 +194,5 @@ def _bars(axes: Axes, rows: list[Row], workload: tuple[str, str, int], phase: st
             axes.bar(at - 0.2, published, 0.38, color="#bab0ac", label="published" if not axes.containers else None)
         axes.bar(at + 0.2, r[f"{phase}_tok_s"], 0.38, color="#1f4e8c", label=None if at else "here, simulated")
     axes.set_xticks(range(len(rows)), [r["system"] for r in rows], rotation=35, ha="right", fontsize=7)
-    axes.set(yscale="log", ylabel=f"{phase} tok/s", title=f"{model}, {g} tokens to decode")
+    scale = "linear" if phase == "prefill" else "log"
+    axes.set(yscale=scale, ylabel=f"{phase} tok/s", title=f"{model}, {g} tokens to decode")
