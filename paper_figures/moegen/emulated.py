@@ -18,7 +18,7 @@ from paper_figures.support import REFERENCE, composed, markdown_table
 FOLDER = REFERENCE / "moegen-emulated"
 NOTE = "hardware=laptop, two cores, one of which plays the GPU; random weights, synthetic MTBench prompts"
 MODELS = ("mixtral-mini", "qwen3-mini", "deepseek-mini")
-NUM_REQUESTS, G = 96, 16
+NUM_REQUESTS, G = 64, 8
 AS_BUILT = {"MoE-Lens": ("strategy.overlap_prefill_decode=true",)}  # whole runs need no phases apart
 _QUIET = ("wandb.mode=disabled", "progress=false")
 

@@ -49,7 +49,7 @@ def facts(plan: Plan, passes: Sequence[Pass], *, whole: bool = False) -> Row:
     prefill = [p for p in passes if p.record.num_prefill_tokens]
     decode = [p for p in passes if p.step is not None]
     num_steps = len(decode) if whole else plan.settings.dataset.max_new_tokens - 1
-    num_sequences = sum(p.record.num_sequences for p in prefill)
+    num_sequences = sum(p.record.num_sequences - p.record.num_decode_tokens for p in prefill)
     generated = num_sequences * plan.settings.dataset.max_new_tokens
 
     def decoded(value: Callable[[Pass], float]) -> float:

@@ -21,7 +21,8 @@ def cases(models: Sequence[str] = MODELS, systems: Sequence[str] = tuple(SYSTEMS
 
 
 def _case(system: str, model: str, size: int) -> Case:
-    return Case(system=system, setting="C1", model=model, g=G, num_requests=size)
+    more = (f"strategy.slots={size}",) if system == "llama.cpp" else ()  # it takes four at a time by itself
+    return Case(system=system, setting="C1", model=model, g=G, num_requests=size, more=more)
 
 
 def compute(chosen: Sequence[Case] | None = None) -> dict[str, Any]:
