@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from paper_figures.moegen.measuring import MOVED
 from paper_figures.moegen.published import FIG4_KV_GB, FIG4_SAVING
 from paper_figures.moegen.rows import Row, computed, find
 from paper_figures.moegen.settings import Case
@@ -39,19 +40,21 @@ def compute(chosen: Sequence[Case] | None = None) -> dict[str, Any]:
     return {"label": "simulated", "rows": computed(cases() if chosen is None else chosen)}
 
 
-def dataset_gb(rows: Sequence[Row], system: str, gpu: str, num_requests: int) -> float | None:
+def dataset_gb(
+    rows: Sequence[Row], system: str, gpu: str, num_requests: int, moved: Sequence[str] = MOVED
+) -> float | None:
     """Return the GB over the link for so many requests; null where the row is missing.
 
-    Batches are as large as the largest that was simulated.
+    Batches are as large as the largest that was simulated. `moved` names what counts.
     """
     simulated = max((n for n in REQUESTS if n <= num_requests), default=REQUESTS[0])
     found = find(rows, _case(system, gpu, simulated))
-    return found and sum(found["traffic_gb"].values()) * num_requests / found["sequences"]
+    return found and sum(found["traffic_gb"][what] for what in moved) * num_requests / found["sequences"]
 
 
-def saving(rows: Sequence[Row], gpu: str, num_requests: int) -> float | None:
+def saving(rows: Sequence[Row], gpu: str, num_requests: int, moved: Sequence[str] = MOVED) -> float | None:
     """Return how many times less comes over the link with the cache in host memory than with DeepSpeed's batches."""
-    theirs, ours = (dataset_gb(rows, system, gpu, num_requests) for system in ("DeepSpeed", "MoE-Gen(G)"))
+    theirs, ours = (dataset_gb(rows, system, gpu, num_requests, moved) for system in ("DeepSpeed", "MoE-Gen(G)"))
     return theirs / ours if theirs and ours else None
 
 
@@ -62,6 +65,7 @@ def tables(data: dict[str, Any]) -> str:
             (gb := dataset_gb(data["rows"], system, *of)) and gb / 1e3
         )
     columns["DeepSpeed / MoE-Gen(G)"] = lambda of: number(saving(data["rows"], *of))
+    columns["of weights alone"] = lambda of: number(saving(data["rows"], *of, moved=["weights"]))
     places = [(gpu, n) for gpu in GPUS for n in (*REQUESTS, *DATASETS)]
     return (
         f"# Traffic to the device for a data set (simulated)\n\n{markdown_table(columns, places)}\n"
