@@ -48,7 +48,7 @@ class Watched:
         blocks = num_requests * -(-(prompt + new_tokens) // 4)
         self.engine = engine_on(self.machine, self.model, work, kv_blocks=blocks, values=values)
         for sequence in self.engine.sequences:
-            sequence.records_routing = False
+            sequence.records = None
         self.strategy = strategy_of(self.engine, values)
         self.passes, self.tickets = [], [[]]
         submit = self.machine.submit
