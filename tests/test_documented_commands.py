@@ -53,6 +53,8 @@ NOT_RUN = {  # the command begins so -> why it is only parsed
     "python -m harness.validate": "it runs for half an hour",
     "python -m harness.study --out results/reference/routing/mixtral": "it needs recorded runs of a trained model",
     "python -m harness.study.excerpt --out results/reference/routing/mixtral.jsonl.gz": "it needs the same runs",
+    "python -m harness.study --out results/reference/routing/deepseek": "it needs recorded runs of a trained model",
+    "python -m harness.study.excerpt --out results/reference/routing/deepseek.jsonl.gz": "it needs the same runs",
     "python run.py model=checkpoint model.path=models/mixtral-learned": "it needs a model that was trained for minutes",
     "python -m paper_figures.moelens.simulate": "it simulates for minutes",
     "python -m paper_figures.moelens table1": "it simulates for minutes",

@@ -83,7 +83,7 @@ def belady_hits(steps: Steps, capacity: int, *, cold: bool = False) -> int:
             uses.setdefault(key, []).append(number)  # the next one last
     next_use = {key: times[-1] for key, times in uses.items()}
     there = set() if cold else set(nsmallest(capacity, next_use, key=lambda key: (next_use[key], key)))
-    latest = [(-next_use[key], key) for key in there]  # a heap: used again latest first; also outdated entries
+    latest = [(-next_use[key], key) for key in there]  # a heap: used again latest first; also past uses
     heapify(latest)
     found = 0
     for step in steps:
@@ -97,7 +97,5 @@ def belady_hits(steps: Steps, capacity: int, *, cold: bool = False) -> int:
             else:
                 there.discard(key)
         while len(there) > capacity:
-            use, key = heappop(latest)
-            if key in there and next_use[key] == -use:
-                there.remove(key)
+            there.remove(heappop(latest)[1])  # past uses lie behind the next one of all that is there
     return found

@@ -152,7 +152,7 @@ def _kept(axes: Axes, column: Column) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(lags, [str(lag) for lag in lags])
     axes.set(xlabel="tokens back", ylabel="experts in common", ylim=(0, 1))
-    axes.legend(title="dotted: independent tokens", title_fontsize=7)
+    axes.legend(title="dotted: independent tokens", title_fontsize=7, loc="lower right", ncols=2)
     percent(axes)
 
 
@@ -207,7 +207,8 @@ def _control_gate(axes: Axes, column: Column, points: Callable[[np.ndarray], Any
     if column.control is None or GATE not in next(iter(column.control["prediction"].values())):
         return
     named = over_domains(column.control, "prediction", GATE, "true_that_are_predicted")
-    axes.plot(*points(named), "o--", ms=3, color=GREY, label="next layer's router, untrained")
+    (line,) = axes.plot(*points(named), "o--", ms=3, color=GREY, label="next layer's router, untrained")
+    axes.legend(handles=[line], fontsize=7)
 
 
 def caches(given: Sequence[Column]) -> Figure:

@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 from tests.unit.routing.models import MODEL
 from tests.unit.study.texts import random_text
 
-FITTED = ["trained_mixtral"]
+FITTED = ["trained_deepseek", "trained_mixtral"]
 
 
 def test_every_kind_has_a_yaml():

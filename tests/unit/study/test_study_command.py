@@ -63,10 +63,10 @@ def test_mistakes_are_one_line(words, told, traces, tmp_path, capsys):
 def test_an_excerpt_has_whole_requests_of_each_domain_in_turn(traces, tmp_path, capsys):
     out = tmp_path / "small.jsonl.gz"
     words = [f"{name}={traces}/{name}.jsonl.gz" for name in ("plays", "code")]
-    assert excerpt.main(["--out", str(out), "--tokens", "60", *words]) == 0
+    assert excerpt.main(["--out", str(out), "--tokens", "50", *words]) == 0
     found = read_trace(out)
     assert gzip.decompress(out.read_bytes()).startswith(b"{")
-    assert np.diff(found.starts).tolist() == [30, 30, 20, 20], "25 more would be beyond 60"
+    assert np.diff(found.starts).tolist() == [30, 30, 20, 20], "25 more would be beyond 50"
     domains = [read_domain(name, traces / f"{name}.jsonl.gz").text.experts for name in ("plays", "code")]
     for request, (domain, rows) in enumerate([(0, slice(0, 30)), (1, slice(0, 30)), (0, slice(30, 50))]):
         start, end = found.starts[request : request + 2]
