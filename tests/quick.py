@@ -18,7 +18,7 @@ QUICK = {  # file below tests/ -> regular expression that the names of its quick
     "test_docs.py": ALL,
     "test_packaging.py": ALL,
     "unit/bench/test_op_bench.py": ALL,
-    "unit/calibration/test_fitting.py": ALL,
+    "unit/bench/test_fitting.py": ALL,
     "unit/calibration/test_table.py": ALL,
     "unit/engine/test_activation_pool.py": ALL,
     "unit/engine/test_batch.py": ALL,

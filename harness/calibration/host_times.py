@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from harness.bench.fitting import typical
 from harness.bench.shapes import Shape
-from harness.calibration.fitting import typical
 from harness.calibration.op_costs import Recording
 from harness.calibration.probes import LayerProbes
 from harness.calibration.table import HostTimes

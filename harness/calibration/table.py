@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from harness.calibration.estimates import LaneRates
-from harness.calibration.fitting import Interpolated, Plane, fit, relative_spread, typical_by_features
+from harness.bench.estimates import LaneRates
+from harness.bench.fitting import Interpolated, Plane, fit, relative_spread, typical_by_features
 from harness.machine.base import Lane, LaneKind, Op, Work
 from harness.record.files import atomic_file
 

@@ -17,7 +17,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from harness.calibration.fitting import typical_by_features
+from harness.bench.fitting import typical_by_features
 from harness.calibration.local import measure, table_path
 from harness.calibration.table import ALONE, BESIDE_GPU, BESIDE_GPU_AND_LINK, BESIDE_LINK, CalibrationTable, Company
 from harness.cli.arguments import CommandParser

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.calibration.fitting import Plane, fit, relative_spread
+from harness.bench.fitting import Plane, fit, relative_spread
 
 COUNTS = st.lists(st.integers(1, 4000), min_size=2, max_size=8, unique=True)
 

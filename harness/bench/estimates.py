@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.calibration.fitting import Plane, fit_plane, typical_by_features
+from harness.bench.fitting import Plane, fit_plane, typical_by_features
 from harness.machine.base import Work
 
 

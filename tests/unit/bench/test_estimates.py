@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from harness.calibration.estimates import LaneRates
+from harness.bench.estimates import LaneRates
 from harness.machine.base import Work
 
 FIXED_S, FLOP_S, BYTE_S = 2e-4, 1e-11, 4e-10
