@@ -14,11 +14,12 @@ from strategies.moegen.policy import GivenPolicy
 @config
 class Config:
     """`padding` is for comparisons with systems that pad, as the paper's are; without `prefetch` experts are brought
-    when the router has chosen them."""
+    when the router has chosen them, and without `search` what is not given follows from memory alone."""
 
     padding: bool = False
     prefetch: bool = True
     packet_mb: float = 1.0
+    search: bool = True
     policy: GivenPolicy = field(default_factory=GivenPolicy)  # Table 2; null: searched
 
     def __post_init__(self) -> None:

@@ -123,7 +123,7 @@ def _wanted(given: GivenPolicy, deployment: Deployment, *, prefetch: bool) -> Po
     most = max(1, min(shape.num_requests, deployment.kv_sequences))
     batch_size = min(given.batch_size or most, max(shape.num_requests, 1))
     attention_batch = max(1, int(_ATTENTION_TOKENS // shape.prompt_tokens))
-    prefill_batch_size = min(given.prefill_batch_size or ceil(2 * _hiding_batch(deployment)), batch_size)
+    prefill_batch_size = min(given.prefill_batch_size or ceil(2 * hiding_batch(deployment)), batch_size)
     cpu_attention = _CPU_ATTENTION if deployment.spec.latent is None else 0.0
     prefill = PhasePolicy(
         batch_size=prefill_batch_size,
@@ -156,7 +156,7 @@ def _with_places(given: GivenPolicy, deployment: Deployment, policy: Policy) -> 
     if given.on_device is not False:
         yield policy
         if given.prefill_batch_size is None:
-            size = min(ceil(_hiding_batch(deployment)), prefill.batch_size)
+            size = min(ceil(hiding_batch(deployment)), prefill.batch_size)
             smaller = replace(prefill, batch_size=size, attention_batch=min(prefill.attention_batch, size))
             yield replace(policy, prefill=smaller)
     if given.on_device is not True:
@@ -166,7 +166,7 @@ def _with_places(given: GivenPolicy, deployment: Deployment, policy: Policy) -> 
         yield replace(on_host, decode=replace(decode, on_device=False))
 
 
-def _hiding_batch(deployment: Deployment) -> float:
+def hiding_batch(deployment: Deployment) -> float:
     """Return the prompts whose tokens hide the transfer of experts that have equal shares of them."""
     spec = deployment.spec
     tokens = _HIDING_TOKENS * spec.num_experts / max(spec.experts_per_token, 1)

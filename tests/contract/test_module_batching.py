@@ -41,7 +41,7 @@ MACHINES = {
 
 
 def check(machine, checkpoint, policy, *, kv_blocks=60, num_requests=8, **settings):
-    values = YAMLS["moegen_h"] | settings | {"policy": policy}
+    values = YAMLS["moegen_h"] | {"search": False} | settings | {"policy": policy}
     work = requests(num_requests, vocab_size=checkpoint.spec.vocab_size, longest=40, max_new_tokens=4)
     engine = engine_on(machine, checkpoint, work, kv_blocks=kv_blocks, values=values)
     run_to_end(engine, lambda e: strategy_of(e, values))

@@ -1,0 +1,81 @@
+"""Tell what ops cost by what was measured: interpolation between the points of a profile (MoE-Gen, Appendix B).
+
+Between measured points an op's time is a straight line where it depends on one number, such as its rows; where it
+depends on several, it is a plane through all points. On a link it is a fixed time and one for each byte. Ops of a kind
+that was not measured take what their lane's measured ops take for such work.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import median
+
+from harness.bench.estimates import LaneRates
+from harness.bench.fitting import Sample, fit, fit_plane, typical_by_features
+from harness.engine.ops.experts import Expert
+from harness.machine.base import Lane, LaneKind, Op, Work
+
+_LINKS = (LaneKind.H2D, LaneKind.D2H)
+
+Key = tuple[str, ...]
+Function = Callable[[Sequence[float]], float]
+
+
+def _key(lane: Lane, op: Op) -> Key:
+    """Return what tells apart ops whose times are functions of their own."""
+    if lane.kind in _LINKS:
+        return (lane.kind, op.kind)
+    rows = "chosen rows" if isinstance(op, Expert) and op.tokens is not None else "first rows"
+    return (lane.kind, op.kind, op.cost_key, rows, *(str(int(feature > 0)) for feature in op.cost_features()))
+
+
+def _features(lane: Lane, op: Op) -> tuple[float, ...]:
+    """Return the numbers that an op's time depends on; those that are 0 are part of its key."""
+    if lane.kind in _LINKS:
+        return (float(op.work().link_bytes),)
+    return tuple(feature for feature in op.cost_features() if feature > 0)
+
+
+@dataclass(eq=False)
+class ModuleCosts:
+    """What was measured of single ops, by key: features and seconds, and by lane their work. `estimated` names the
+    kinds of op that were asked for and had not been measured."""
+
+    samples: dict[Key, list[Sample]] = field(default_factory=lambda: defaultdict(list))
+    works: dict[LaneKind, list[tuple[Work, float]]] = field(default_factory=lambda: defaultdict(list))
+    estimated: set[str] = field(default_factory=set)
+
+    def add(self, lane: Lane, op: Op, seconds: float) -> None:
+        """Take note of an op that took `seconds`; all of them come before the first question."""
+        self.samples[_key(lane, op)].append((_features(lane, op), seconds))
+        self.works[lane.kind].append((op.work(), seconds))
+
+    def seconds(self, lane: Lane, op: Op) -> float:
+        """Return what an op takes. Ops without any work are free."""
+        function = self._functions.get(_key(lane, op))
+        if function is not None:
+            return max(function(_features(lane, op)), 0.0)
+        work = op.work()
+        if work == Work():
+            return 0.0
+        self.estimated.add(f"{lane.kind} {op.kind}")
+        rates = self._rates.get(lane.kind)
+        return (rates.seconds(work) if rates is not None else None) or 0.0
+
+    @cached_property
+    def _functions(self) -> dict[Key, Function]:
+        return {key: _fitted(key, samples) for key, samples in self.samples.items()}
+
+    @cached_property
+    def _rates(self) -> dict[LaneKind, LaneRates]:
+        return {lane: LaneRates.of(measured) for lane, measured in self.works.items()}
+
+
+def _fitted(key: Key, samples: list[Sample]) -> Function:
+    if not samples[0][0]:
+        fixed_s = median(seconds for _, seconds in samples)
+        return lambda features: fixed_s
+    return fit_plane(typical_by_features(samples)) if key[0] in _LINKS else fit(samples)

@@ -1,0 +1,36 @@
+"""Predict a whole run from the times of its passes: batch after batch, prefill and decode apart."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from harness.engine.strategy import Prediction
+from strategies.moegen.policy import Policy
+from strategies.moegen.search import Search
+
+
+def predict(search: Search, policy: Policy) -> Prediction:
+    """Return the throughput of the workload under a policy. The last batch may be smaller than B, and so may the last
+    prefill of each; contexts count as halfway through the generation."""
+    shape = search.deployment.shape
+    sizes = _parts(shape.num_requests, policy.decode.batch_size)
+    prefill_s = decode_s = 0.0
+    for size in sizes:
+        for part in _parts(size, policy.prefill.batch_size):
+            prefill_s += search.times.of(policy, search.prefill_batch(part)).seconds
+        if shape.new_tokens > 1:
+            decode_s += (shape.new_tokens - 1) * search.times.of(policy, search.decode_batch(size)).seconds
+    first = search.times.of(policy, search.prefill_batch(min(policy.prefill.batch_size, sizes[0])))
+    terms = {"batches": len(sizes), "prefill_s": prefill_s, "decode_s": decode_s, "prefill_layer_s": first.moe_layer_s}
+    if shape.new_tokens > 1:
+        terms["decode_layer_s"] = search.times.of(policy, search.decode_batch(sizes[0])).moe_layer_s
+    return Prediction(
+        throughput_tok_s=shape.num_requests * shape.new_tokens / (prefill_s + decode_s),
+        model="MoE-Gen, critical path of the recorded ops (Eq. 4)",
+        terms=terms,
+    )
+
+
+def _parts(number: int, most: int) -> list[int]:
+    """Return how many are in each batch of `number` in all, of which at most `most` are together."""
+    return [min(most, number - at * most) for at in range(ceil(number / most))]

@@ -1,0 +1,242 @@
+"""Search the policy with the least time a request (MoE-Gen §4.3 and 4.4): B/T of Eq. 1, with T by Eq. 4.
+
+Candidates differ from the best policy so far in one variable. One that Eq. 2 or 3 rules out is dropped at once, by the
+same sizes by which the pipeline reserves its memory. For every other the pipeline's own ops are recorded, in the phase
+that the variable belongs to. Variables are gone through in rounds until none improves any more: the result is the best
+among its neighbours, and need not be the best of all. Where the device has memory to spare, it goes to experts that
+stay there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from math import ceil, log2
+from typing import Any
+
+from harness.memory.tiers import DEVICE
+from strategies.moegen.planner import Deployment, hiding_batch
+from strategies.moegen.policy import GivenPolicy, Policy
+from strategies.moegen.recorded import Batch, PassTime, PassTimes
+
+_ROUNDS = 2
+_GAIN = 0.002  # share of the time by which a candidate must be better
+_SHARES = tuple(tenth / 10 for tenth in range(11))  # values of omega; every second one is tried first
+_FEWEST_EXPERT_TOKENS = 32  # values of b_e begin here
+_RUNNERS_UP = 5
+
+Value = int | float | bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A policy with the times of its passes, and the seconds that a request takes of both phases: the mean of 1 / (B/T)
+    of Eq. 1."""
+
+    policy: Policy
+    prefill: PassTime
+    decode: PassTime | None  # None where nothing is decoded
+    request_s: float
+
+    def as_record(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"policy": self.policy.as_record(), "request_s": self.request_s}
+        for name, times in (("prefill", self.prefill), ("decode", self.decode)):
+            if times is not None:
+                found |= {f"{name}_pass_s": times.seconds, f"{name}_layer_s": times.moe_layer_s}
+                found[f"{name}_bound"] = dict(list(times.bound.items())[:3])
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search found: the best candidate, the next ones, and how many it has thought of."""
+
+    best: Candidate
+    runners_up: list[Candidate]
+    num_considered: int
+    num_without_memory: int
+    num_recorded: int
+
+    def as_record(self) -> dict[str, Any]:
+        return {
+            "predicted": self.best.as_record(),
+            "runners_up": [other.as_record() for other in self.runners_up],
+            "candidates": {
+                "considered": self.num_considered,
+                "without memory": self.num_without_memory,
+                "passes recorded": self.num_recorded,
+            },
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Variable:
+    """A variable of the policy: in which phase it is (None: in both), its name, and the setting that fixes it."""
+
+    phase: str | None
+    name: str
+    setting: str
+
+    def of(self, policy: Policy) -> Value:
+        value: Value = getattr(getattr(policy, self.phase) if self.phase else policy, self.name)
+        return value
+
+    def set(self, policy: Policy, value: Value) -> Policy:
+        if self.phase is None:
+            return replace(policy, **{self.name: value})  # type: ignore[arg-type]
+        return replace(policy, **{self.phase: replace(getattr(policy, self.phase), **{self.name: value})})
+
+
+_VARIABLES = (
+    _Variable(phase="decode", name="cpu_attention", setting="cpu_attention"),
+    _Variable(phase="decode", name="attention_batch", setting="attention_batch"),
+    _Variable(phase="decode", name="expert_batch", setting="expert_batch"),
+    _Variable(phase="decode", name="on_device", setting="on_device"),
+    _Variable(phase=None, name="expert_slots", setting="expert_slots"),
+    _Variable(phase=None, name="dense_slots", setting="dense_slots"),
+    _Variable(phase="prefill", name="batch_size", setting="prefill_batch_size"),
+    _Variable(phase="prefill", name="attention_batch", setting="prefill_attention_batch"),
+    _Variable(phase="prefill", name="expert_batch", setting="prefill_expert_batch"),
+    _Variable(phase="prefill", name="on_device", setting="on_device"),
+)
+
+
+@dataclass(eq=False)
+class Search:
+    """Searches around a policy that fits. What is `given` stays as it is."""
+
+    deployment: Deployment
+    times: PassTimes
+    given: GivenPolicy
+    _known: dict[Policy, Candidate | None] = field(default_factory=dict)  # None: it does not fit
+
+    def around(self, start: Policy) -> Found:
+        """Return the best policy that is found from `start`, which must fit."""
+        start = self._with_less_prefill(start)
+        assert self.deployment.fits(start), f"the search starts from a policy that does not fit: {start}"
+        best = self._known[start] = self.candidate(start)
+        for _ in range(_ROUNDS):
+            before = best
+            for variable in _VARIABLES:
+                best = self._best_along(variable, best)
+            if best is before:
+                break
+        found = sorted((each for each in self._known.values() if each is not None), key=lambda each: each.request_s)
+        exact = [self.candidate(each.policy) for each in found[: _RUNNERS_UP + 1]]  # both phases
+        best, *others = sorted(exact, key=lambda each: each.request_s)
+        return Found(
+            best=best,
+            runners_up=others,
+            num_considered=len(self._known),
+            num_without_memory=len(self._known) - len(found),
+            num_recorded=self.times.num_recorded,
+        )
+
+    def _with_less_prefill(self, policy: Policy) -> Policy:
+        """Return the policy with so many prompts at a time, if there are as many, that experts hide their transfer."""
+        prefill, size = policy.prefill, 1 << ceil(log2(hiding_batch(self.deployment)))
+        if self.given.prefill_batch_size is not None or size >= prefill.batch_size:
+            return policy
+        size = max(size, self.given.prefill_attention_batch or 1)
+        attention_batch = min(prefill.attention_batch, size)
+        return replace(policy, prefill=replace(prefill, batch_size=size, attention_batch=attention_batch))
+
+    def candidate(self, policy: Policy, like: Candidate | None = None, phase: str | None = None) -> Candidate:
+        """Return what a policy is predicted to take. With `phase` it differs from `like` in that phase only, whose time
+        alone is asked for; the other one's may change by the experts that stay on the device."""
+        shape, prefill, decode = self.deployment.shape, None, None
+        if like is not None and phase is not None:
+            prefill, decode = (None, like.decode) if phase == "prefill" else (like.prefill, None)
+        if prefill is None:
+            prefill = self.times.of(policy, self.prefill_batch(policy.prefill.batch_size))
+        request_s = prefill.seconds / policy.prefill.batch_size
+        if shape.new_tokens > 1:
+            decode = decode or self.times.of(policy, self.decode_batch(policy.decode.batch_size))
+            request_s += (shape.new_tokens - 1) * decode.seconds / policy.decode.batch_size
+        return Candidate(policy=policy, prefill=prefill, decode=decode, request_s=request_s)
+
+    def prefill_batch(self, num_sequences: int) -> Batch:
+        shape = self.deployment.shape
+        tokens = shape.longest_prompt if shape.padded else max(1, round(shape.prompt_tokens))
+        return Batch(num_sequences=num_sequences, tokens=tokens, decodes=False)
+
+    def decode_batch(self, num_sequences: int) -> Batch:
+        """Return the batch halfway through its generation."""
+        shape = self.deployment.shape
+        tokens = max(1, round(shape.prompt_tokens + (shape.new_tokens - 1) / 2))
+        return Batch(num_sequences=num_sequences, tokens=tokens, decodes=True)
+
+    def _best_along(self, variable: _Variable, best: Candidate) -> Candidate:
+        """Go through a variable's values from the present one on, both ways, as long as that helps. Omega is tried all
+        over, since where the link and the CPU are both busy neither way may help at first."""
+        if getattr(self.given, variable.setting) is not None:
+            return best
+        values = sorted({*self._values(variable, best.policy), variable.of(best.policy)})
+        if variable.name == "cpu_attention":
+            for value in values[::2]:
+                best = self._better(best, variable, value)
+        at = values.index(variable.of(best.policy))
+        for way in (values[at + 1 :], values[:at][::-1]):
+            for value in way:
+                better = self._better(best, variable, value)
+                if better is best:
+                    break
+                best = better
+        return best
+
+    def _better(self, best: Candidate, variable: _Variable, value: Value) -> Candidate:
+        """Return the best candidate with another value of the variable, if that is better and fits, else itself."""
+        policy = self._with(variable, best.policy, value)
+        if policy not in self._known:
+            fits = self.deployment.fits(policy)
+            self._known[policy] = self.candidate(policy, best, variable.phase) if fits else None
+        other = self._known[policy]
+        return other if other is not None and other.request_s < best.request_s * (1 - _GAIN) else best
+
+    def _with(self, variable: _Variable, policy: Policy, value: Value) -> Policy:
+        """Return the policy with another value, and with as many experts on the device as that leaves room for."""
+        policy = variable.set(policy, value)
+        for phase in ("prefill", "decode"):
+            its = getattr(policy, phase)
+            if its.attention_batch > its.batch_size:
+                policy = replace(policy, **{phase: replace(its, attention_batch=its.batch_size)})
+        weights = self.deployment.weights
+        if self.given.resident_experts is not None or policy.expert_slots == 0:
+            return policy
+        policy = replace(policy, resident_experts=0)
+        left = self.deployment.left_bytes(policy)[DEVICE] // max(weights.expert_bytes, 1)
+        most = max(weights.num_experts - policy.expert_slots, 0)
+        return replace(policy, resident_experts=min(max(left, 0), most))
+
+    def _values(self, variable: _Variable, policy: Policy) -> Iterator[Value]:
+        spec, decodes = self.deployment.spec, self.deployment.shape.new_tokens > 1
+        if variable.phase == "decode" and not decodes:
+            return iter(())
+        if variable.name == "cpu_attention":
+            return iter(_SHARES)
+        if variable.name == "on_device":
+            return iter((False, True))
+        if variable.name == "dense_slots":
+            return iter(sorted({1, min(2, spec.num_layers), spec.num_layers}))
+        if variable.name == "expert_slots":
+            return _doubled(1, spec.num_experts) if policy.expert_slots else iter(())
+        if variable.name == "batch_size":
+            return _doubled(self.given.prefill_attention_batch or 1, policy.decode.batch_size)
+        if variable.name == "attention_batch":
+            return _doubled(1, getattr(policy, variable.phase or "decode").batch_size)
+        return _doubled(_FEWEST_EXPERT_TOKENS, self._most_expert_tokens(policy, variable.phase == "prefill"))
+
+    def _most_expert_tokens(self, policy: Policy, prefills: bool) -> int:
+        """Return the tokens of a slice beyond which nothing is won: about twice those of an expert."""
+        spec, shape = self.deployment.spec, self.deployment.shape
+        tokens = policy.prefill.batch_size * shape.prompt_tokens if prefills else policy.decode.batch_size
+        return max(_FEWEST_EXPERT_TOKENS, ceil(2 * tokens * spec.experts_per_token / max(spec.num_experts, 1)))
+
+
+def _doubled(first: int, most: int) -> Iterator[int]:
+    """Yield powers of two times `first` below `most`, and `most`."""
+    value = first
+    while value < most:
+        yield value
+        value *= 2
+    yield most

@@ -1,0 +1,248 @@
+"""MoE-Gen's search: its costs are measured, its time is that of the ops that the pipeline submits, its policies fit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from harness.engine import loop
+from harness.engine.engine import Engine
+from harness.engine.sequences import Sequence
+from harness.engine.strategy import Strategy
+from harness.machine.base import Op, Work
+from harness.machine.virtual.world import World
+from harness.memory.tiers import DEVICE, PINNED
+from harness.run.session import Session
+from strategies.moegen import Config, build
+from strategies.moegen.expert_stream import ExpertStream
+from strategies.moegen.memory import phases
+from strategies.moegen.pipeline import ModuleBatching
+from strategies.moegen.planner import Deployment, complete_by_memory
+from strategies.moegen.policy import GivenPolicy, Policy
+from strategies.moegen.profile import Profile, measured
+from strategies.moegen.recorded import HashedRouting, PassTimes, first_layers, pass_time, record
+from strategies.moegen.scheduler import AccumulatedBatches
+from strategies.moegen.search import Found, Search
+from tests.composing import composed
+
+PACKET_BYTES = 1_000_000
+SMALL = {"cpu_attention": 0.5, "attention_batch": 8, "expert_batch": 8, "prefill_batch_size": 4}
+
+
+def engine_of(*overrides: str) -> Engine:
+    """An A5000 of 4 GB with a model of eight layers, each of which has eight experts of 35 MB."""
+    values = composed(
+        *("machine=simulated", "strategy=moegen_h", "model=mixtral-8x7b", "hardware=a5000", "dataset=mtbench"),
+        *("model.spec.num_layers=8", "model.spec.hidden_dim=2048", "model.spec.expert_dim=2816", "kv_cache_gb=2"),
+        *("hardware.device_memory_gb=2", "dataset.num_requests=40", "dataset.max_new_tokens=16", *overrides),
+    )
+    session = Session.of(values)
+    session.load_model()
+    session.load_workload()
+    session.build_machine()
+    session.queue_requests()
+    return session.build_engine()
+
+
+def prepared(given: GivenPolicy | None = None, *overrides: str) -> tuple[Engine, Search, Policy, Profile]:
+    engine, given = engine_of(*overrides), given or GivenPolicy()
+    deployment = Deployment.of(engine)
+    profile = measured(engine, deployment.shape, packet_bytes=PACKET_BYTES)
+    assert profile is not None
+    times = PassTimes(
+        engine=engine, shape=deployment.shape, cost=profile.costs.seconds, packet_bytes=PACKET_BYTES
+    )  # fmt: skip
+    return engine, Search(deployment, times, given), complete_by_memory(given, deployment), profile
+
+
+def found_on(given: GivenPolicy | None = None, *overrides: str) -> Found:
+    _, search, start, _ = prepared(given, *overrides)
+    return search.around(start)
+
+
+def touched(op: Op, lane, urgent: bool) -> tuple:
+    return (op.kind, str(lane), op.layer, op.micro_batch, urgent, op.work())
+
+
+def test_the_profiler_gives_its_memory_back():
+    engine = engine_of()
+    before = {name: tier.holders() for name, tier in engine.machine.tiers.items()}
+    assert measured(engine, Deployment.of(engine).shape, packet_bytes=PACKET_BYTES) is not None
+    assert {name: tier.holders() for name, tier in engine.machine.tiers.items()} == before
+    assert engine.kv.allocator.num_used == 0
+
+
+def test_interpolated_costs_are_those_of_the_machine():
+    """The ops of passes whose sizes nobody measured, against what the simulated machine takes for each of them."""
+    engine, search, start, profile = prepared(GivenPolicy(**SMALL))
+    for batch in (search.prefill_batch(4), search.decode_batch(40)):
+        recorded = record(engine, first_layers(engine.spec, 2), start, search.deployment.shape, batch, pipeline_of)
+        told, took = Counter(), Counter()
+        nodes = zip(recorded.graph.ops[recorded.first :], recorded.graph.lanes[recorded.first :], strict=True)
+        for op, lane in nodes:
+            if op is not None and lane is not None and op.work() != Work():
+                told[str(lane)] += profile.costs.seconds(lane, op)
+                took[str(lane)] += alone_s(engine, lane, op)
+        cpu_s = told.pop("cpu"), took.pop("cpu")
+        assert told == pytest.approx(took, rel=0.06)
+        assert cpu_s[1] <= cpu_s[0] <= 1.3 * cpu_s[1], "it was measured beside the link, which takes host memory too"
+    assert not profile.costs.estimated
+
+
+def alone_s(engine: Engine, lane, op: Op) -> float:
+    class Same(Op):
+        kind = op.kind
+
+        def work(self):
+            return op.work()
+
+    ticket = engine.machine.submit(lane, Same())
+    engine.machine.wait(ticket)
+    return ticket.finished_s - ticket.started_s
+
+
+def pipeline_of(engine: Engine, policy: Policy, shape) -> ModuleBatching:
+    return ModuleBatching(engine, policy, shape, packet_bytes=PACKET_BYTES)
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_recorded_ops_are_those_that_a_pass_submits(on_device):
+    given = GivenPolicy(**SMALL, on_device=on_device, resident_experts=6, expert_slots=3)
+    engine = engine_of("model.spec.num_layers=3")
+    request = engine.sequences[0].request
+    engine.sequences[:] = [Sequence(replace(request, request_id=number, max_new_tokens=3)) for number in range(10)]
+    engine.machine.world = World(HashedRouting(engine.spec), engine.spec.num_experts)
+    deployment = Deployment.of(engine)
+    policy = complete_by_memory(given, deployment)
+    policy = replace(policy, prefill=replace(policy.prefill, batch_size=10))
+    passes = [submitted_in(engine, record_of(engine, deployment, policy, decodes)) for decodes in (False, True)]
+    simulated: list[list[tuple]] = []
+    submit = engine.machine.submit
+
+    def noted(lane, op, *, after=(), urgent=False):
+        simulated[-1].append((op, lane, urgent))
+        return submit(lane, op, after=after, urgent=urgent)
+
+    prefill, _ = phases(policy, deployment.shape)
+    pipeline = pipeline_of(engine, policy, deployment.shape)
+    run = pipeline.run
+    pipeline.run = lambda plan: simulated.append([]) or run(plan)
+    engine.machine.submit = noted
+    scheduler = AccumulatedBatches(engine.sequences, engine.kv.allocator, policy, prefill)
+    loop.run(engine, Strategy(scheduler=scheduler, pipeline=pipeline), lambda record: None)
+    assert len(simulated) == 3
+    for recorded, ran in zip(passes, simulated, strict=False):
+        weights = [(op.layer, op.source.layout.name) for op, _, _ in ran if op.kind == "weights"]
+        assert Counter(touched(*each) for each in ran if each[0].kind != "weights") == Counter(
+            touched(*each) for each in recorded if each[0].kind != "weights"
+        )
+        assert {(op.layer, op.source.layout.name) for op, _, _ in recorded if op.kind == "weights"} >= set(weights)
+
+
+def record_of(engine, deployment, policy, decodes):
+    search = Search(deployment, None, GivenPolicy())
+    batch = search.decode_batch(10) if decodes else search.prefill_batch(10)
+    if decodes:
+        batch = replace(batch, tokens=engine.sequences[0].prompt_len)
+    return record(engine, engine.spec, policy, deployment.shape, batch, pipeline_of)
+
+
+def submitted_in(engine, recorded) -> list[tuple]:
+    graph = recorded.graph
+    rows = zip(graph.ops, graph.lanes, graph.urgent, strict=True)
+    return [(op, lane, urgent) for op, lane, urgent in list(rows)[recorded.first :] if op is not None]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_few_layers_tell_the_time_of_all(share):
+    engine, search, start, profile = prepared(GivenPolicy(**SMALL | {"cpu_attention": share}, resident_experts=16))
+    for batch in (search.prefill_batch(4), search.decode_batch(40)):
+        few = search.times.of(start, batch)
+        recorded = record(engine, engine.spec, start, search.deployment.shape, batch, pipeline_of)
+        whole = pass_time(recorded, profile.costs.seconds, engine.spec)
+        assert few.seconds == pytest.approx(whole.seconds, rel=0.03)
+
+
+def test_deleting_the_prefetch_changes_the_prediction(monkeypatch):
+    """The prefill whose experts just hide the transfer waits for it when nobody requests them ahead."""
+    given = GivenPolicy(prefill_batch_size=16, resident_experts=0)
+    _, search, start, _ = prepared(given, "hardware.h2d_gb_s=300")  # a layer's experts take as long as their transfer
+    batch = search.prefill_batch(16)
+    ahead = search.times.of(start, batch).seconds
+    look_ahead = ExpertStream.look_ahead
+    monkeypatch.setattr(ExpertStream, "look_ahead", lambda stream, ahead: look_ahead(stream, False))
+    search.times._known.clear()
+    assert search.times.of(start, batch).seconds > 1.15 * ahead
+
+
+def test_what_is_given_stays():
+    given = GivenPolicy(cpu_attention=0.3, attention_batch=5, expert_batch=50, expert_slots=3, on_device=False)
+    best = found_on(given).best.policy
+    assert (best.decode.cpu_attention, best.decode.attention_batch, best.decode.expert_batch) == (0.3, 5, 50)
+    assert best.expert_slots == 3 and not best.decode.on_device and not best.prefill.on_device
+
+
+def test_the_policy_depends_on_the_machine():
+    slow_link = found_on().best.policy
+    slow_cpu = found_on(None, "hardware.h2d_gb_s=400", "hardware.cpu_gb_s=1").best.policy
+    assert slow_link.decode.cpu_attention > slow_cpu.decode.cpu_attention
+
+
+def test_the_search_is_about_as_good_as_trying_all():
+    _, search, start, _ = prepared()
+    found = search.around(start)
+    best_s = found.best.request_s
+    for share, size, slots in product((0.0, 0.5, 0.9), (5, 40), (1, 3)):
+        policy = replace(found.best.policy, expert_slots=slots)
+        policy = replace(policy, decode=replace(policy.decode, cpu_attention=share, attention_batch=size))
+        left = search.deployment.left_bytes(replace(policy, resident_experts=0))[DEVICE]
+        most = search.deployment.weights.num_experts - slots
+        policy = replace(policy, resident_experts=min(left // search.deployment.weights.expert_bytes, most))
+        if search.deployment.fits(policy):
+            assert search.candidate(policy).request_s > best_s * 0.97, policy
+    assert all(other.request_s >= best_s for other in found.runners_up) and found.runners_up
+
+
+def test_every_policy_that_fits_can_be_built():
+    """Policies that the search has thought of, on memory of just the bytes that are counted."""
+    engine, search, start, _ = prepared()
+    search.around(start)
+    policies = [policy for policy, candidate in search._known.items() if candidate is not None]
+    before = {name: dict(engine.machine.tiers[name].holders()) for name in (DEVICE, PINNED)}
+    for policy in policies[:: max(1, len(policies) // 3)]:
+        fresh = engine_of()
+        free = {name: fresh.machine.tiers[name].free_bytes for name in (DEVICE, PINNED)}
+        pipeline_of(fresh, policy, search.deployment.shape)
+        held = search.deployment.held(policy)
+        for name, free_bytes in free.items():
+            taken = free_bytes - fresh.machine.tiers[name].free_bytes
+            assert taken <= sum(held[name].values())
+    assert before == {name: dict(engine.machine.tiers[name].holders()) for name in (DEVICE, PINNED)}
+
+
+def test_a_run_holds_no_more_than_was_predicted_and_takes_as_long():
+    engine = engine_of("dataset.max_new_tokens=32", "dataset.num_requests=40")
+    deployment = Deployment.of(engine)
+    before = dict(engine.machine.tiers[DEVICE].holders())
+    strategy = build(Config(), engine)
+    passes = []
+    engine.machine.drain()
+    loop.run(engine, strategy, passes.append)
+    held, tier = strategy.plan["held_bytes"][DEVICE], engine.machine.tiers[DEVICE]
+    taken = {name: nbytes for name, nbytes in tier.holders().items() if nbytes and name not in before}
+    assert taken == pytest.approx({matching(name, taken): nbytes for name, nbytes in held.items() if nbytes}, rel=1e-3)
+    assert strategy.plan["chosen_by"] == "search" and strategy.plan["runners_up"]
+    assert sum(before.values()) + sum(held.values()) >= tier.used_bytes
+    tokens = sum(len(sequence.generated) for sequence in engine.sequences)
+    seconds = passes[-1].end_s - passes[0].start_s
+    assert strategy.prediction is not None
+    assert strategy.prediction.throughput_tok_s == pytest.approx(tokens / seconds, rel=0.15)
+    assert deployment.shape.num_requests == 40
+
+
+def matching(name: str, taken: dict[str, int]) -> str:
+    """The holder of that name, or of the name's first words."""
+    return next((other for other in taken if other.startswith(name) or name.startswith(other)), name)
