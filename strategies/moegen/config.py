@@ -13,8 +13,11 @@ from strategies.moegen.policy import GivenPolicy
 
 @config
 class Config:
-    """`padding` is for comparisons with systems that pad, as the paper's are; without `prefetch` experts are brought
-    when the router has chosen them, and without `search` what is not given follows from memory alone."""
+    """`padding` is for comparisons with systems that pad, as the paper's are.
+
+    Without `prefetch` experts are brought when the router has chosen them. Without `search` what is not given follows
+    from memory alone.
+    """
 
     padding: bool = False
     prefetch: bool = True

@@ -70,7 +70,7 @@ class _Noting(Emitter):
 
 
 class ModuleProfiler:
-    """Runs the ops of one layer over micro-batches of prompts and of decoding sequences, in buffers of its own."""
+    """The profiler runs the ops of one layer over micro-batches of either phase, in buffers of its own."""
 
     def __init__(self, engine: Engine, shape: WorkloadShape, *, max_tokens: int, packet_bytes: int) -> None:
         self._engine, self._shape, self._packet_bytes = engine, shape, packet_bytes
@@ -259,8 +259,7 @@ def most_tokens(engine: Engine) -> int:
 
 
 def measured(engine: Engine, shape: WorkloadShape, *, packet_bytes: int) -> Profile | None:
-    """Profile the modules of the engine's model on its machine. Return None where there is nothing to profile for, or
-    no room."""
+    """Return a profile of the modules on the machine; None where there is nothing to profile for, or no room."""
     if not shape.num_requests or not engine.spec.moe_layers or not (max_tokens := most_tokens(engine)):
         return None
     profiler = ModuleProfiler(engine, shape, max_tokens=max_tokens, packet_bytes=packet_bytes)

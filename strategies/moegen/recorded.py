@@ -96,8 +96,11 @@ class HashedRouting:
 
 
 def few_layers(spec: ModelSpec, dense_slots: int) -> ModelSpec:
-    """Return the model with its first layers only: three with experts, four where a window holds for every second one,
-    and one without experts if there is any; and more than have a slot, unless all have."""
+    """Return the model with only the first layers, among which three have experts.
+
+    Four have where a window holds for every second layer. One has none, if any layer has none. There are more layers
+    than have a slot, unless all have one.
+    """
     num_moe = 3 + (spec.sliding_window is not None and spec.sliding_layers == "even")
     dense = set(spec.dense_layers)
     count = 0

@@ -30,8 +30,8 @@ Value = int | float | bool
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A policy with the times of its passes, and the seconds that a request takes of both phases: the mean of 1 / (B/T)
-    of Eq. 1."""
+    """A candidate is a policy with the times of its passes. `request_s` are the seconds of both phases for a request,
+    each the T/B of Eq. 1."""
 
     policy: Policy
     prefill: PassTime
@@ -49,7 +49,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a search found: the best candidate, the next ones, and how many it has thought of."""
+    """The search has found the best candidate, the next ones, and how many it has thought of."""
 
     best: Candidate
     runners_up: list[Candidate]
