@@ -41,7 +41,7 @@ def _features(lane: Lane, op: Op) -> tuple[float, ...]:
 
 @dataclass(eq=False)
 class ModuleCosts:
-    """These are the measured features and seconds of single ops, by key, and by lane their work. `estimated` names the
+    """The costs are measured features and seconds of single ops, by key, and by lane their work. `estimated` names the
     kinds of op that were asked for and had not been measured."""
 
     samples: dict[Key, list[Sample]] = field(default_factory=lambda: defaultdict(list))
