@@ -157,7 +157,7 @@ class Search:
 
     def prefill_batch(self, num_sequences: int) -> Batch:
         shape = self.deployment.shape
-        tokens = shape.longest_prompt if shape.padded else max(1, round(shape.prompt_tokens))
+        tokens = shape.longest_prompt if shape.padded else int(shape.prompt_tokens)  # so that the buffers hold them all
         return Batch(num_sequences=num_sequences, tokens=tokens, decodes=False)
 
     def decode_batch(self, num_sequences: int) -> Batch:

@@ -44,7 +44,8 @@ class Watched:
         self.machine.world = World(self.routing, spec.num_experts)
         like = Request(request_id=0, prompt_ids=(5,) * prompt, max_new_tokens=new_tokens, text=None)
         work = [replace(like, request_id=i) for i in range(num_requests)]
-        values = YAMLS["moegen_h"] | settings | {"policy": {"resident_experts": 0, "dense_slots": 1} | policy}
+        values = YAMLS["moegen_h"] | {"search": False} | settings
+        values |= {"policy": {"resident_experts": 0, "dense_slots": 1} | policy}
         blocks = num_requests * -(-(prompt + new_tokens) // 4)
         self.engine = engine_on(self.machine, self.model, work, kv_blocks=blocks, values=values)
         for sequence in self.engine.sequences:
