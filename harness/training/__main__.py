@@ -25,10 +25,13 @@ from harness.cli.arguments import FAILED, CommandParser
 from harness.cli.overrides import composed_values
 from harness.config import ConfigError
 from harness.interrupts import exit_code
+from harness.record.files import RecordError
 from harness.record.provenance import shown_command
 from harness.record.wandb_sink import WandbSink
 from harness.training.process import prepare_process
 from harness.training.settings import TrainingSettings, parse_training
+
+_MODEL_FILES = ("config.json", "tokenizer.json", "*.safetensors", "*.safetensors.index.json")  # would be overwritten
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,7 +62,7 @@ def _train(command: str, given: Namespace) -> int:
         status: dict[str, Any] = {"status": "failed"}
         try:
             status = {"status": "ok", **_trained(settings, folder, command, sink, progress)}
-        except ArithmeticError as error:
+        except (ArithmeticError, OSError, RecordError) as error:  # it diverged, or the disk failed
             progress.note(f"failed: {error}")
         except KeyboardInterrupt:
             progress.note(f"interrupted; resume=true goes on from the last checkpoint in {folder}")
@@ -91,8 +94,9 @@ def _trained(settings: TrainingSettings, folder: Path, command: str, sink: Wandb
     progress.note(f"tokens to train on: {sizes}")
     trainer = Trainer(settings, streams, folder)
     same = identity(settings, [asdict(source) for source in sources])
-    if settings.resume and trainer.resume(same):
-        progress.note(f"going on after step {trainer.position.step}")
+    if settings.resume:
+        found = trainer.resume(same)
+        progress.note(f"going on after {trainer.told}" if found else "no checkpoint yet: begins anew")
     write_held_out(folder, domains)
     sink.settle()
 
@@ -113,12 +117,15 @@ def _trained(settings: TrainingSettings, folder: Path, command: str, sink: Wandb
 
 
 def _folder(settings: TrainingSettings) -> Path:
-    """Make the folder of the result. Raises ConfigError where it holds another result."""
+    """Make the folder of the result. Raises ConfigError where it holds another result, or another model."""
     folder = Path(settings.out).expanduser()
     if (folder / "training.json").exists():
         raise ConfigError("out", f"'{folder}' holds a finished model; choose another folder or remove it")
-    if (folder / "metrics.jsonl").exists() and not settings.resume:
+    begun = any((folder / name).exists() for name in ("metrics.jsonl", "training_state.safetensors"))
+    if begun and not settings.resume:
         raise ConfigError("out", f"'{folder}' holds a training; resume=true goes on with it, or choose another folder")
+    if not begun and (others := [each for name in _MODEL_FILES for each in sorted(folder.glob(name))]):
+        raise ConfigError("out", f"'{folder}' holds another model's {others[0].name}; choose another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

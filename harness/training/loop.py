@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from harness.model.spec import ModelSpec
+from harness.record.files import atomic_file
 from harness.training.balancing import auxiliary_loss, load_figures, move_biases
 from harness.training.checkpoints import Position, load_state, save_state
 from harness.training.evaluation import held_out_losses, next_token_loss
@@ -55,19 +56,26 @@ class Trainer:
         return self.position.step * self.settings.batch_sequences * self.settings.sequence_tokens
 
     @property
+    def told(self) -> str:
+        """The steps done, and of how many where that is settled."""
+        of = "" if self._schedule.num_steps is None else f" of {self._schedule.num_steps}"
+        return f"step {self.position.step}{of}"
+
+    @property
     def progress(self) -> float:
         return self._schedule.progress(self.position.step, self.position.seconds)
 
     def resume(self, same: Mapping[str, Any]) -> bool:
-        """Go on from the folder's checkpoint. Returns False where there is none."""
-        if (found := load_state(self.folder, dict(same))) is None:
+        """Go on from the folder's checkpoint. Returns False where there is none, so that all steps are done again."""
+        found = load_state(self.folder, dict(same))
+        if found is None:
+            self._forget_later_rows()
             return False
         tensors, self.position = found
+        self._schedule.go_on(self.position.step, self.position.num_steps)
         self._optimiser.restore(tensors)
         for name, buffer in self._buffers().items():
             buffer.copy_(tensors[f"buffer.{name}"])
-        if self.position.num_steps is not None:
-            self._schedule.num_steps = self.position.num_steps
         self._forget_later_rows()
         return True
 
@@ -146,9 +154,11 @@ class Trainer:
     def _forget_later_rows(self) -> None:
         """Drop the rows of steps after the checkpoint, which are done again."""
         path = self.folder / METRICS_FILE
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= self.position.step]
-        path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        whole = (line for line in lines if line.endswith(b"\n"))  # a full disk leaves half a line
+        kept = [line for line in whole if json.loads(line)["step"] <= self.position.step]
+        with atomic_file(path) as file:
+            file.writelines(kept)
 
 
 def untrained(settings: TrainingSettings) -> tuple[Any, ModelSpec]:

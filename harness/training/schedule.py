@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from harness.config import require
+
 
 @dataclass
 class Schedule:
@@ -27,6 +29,15 @@ class Schedule:
         if seconds >= self.minutes * 60 * share / 100:
             by_time = max(1, step * 100 // share)
             self.num_steps = by_time if self.num_steps is None else min(self.num_steps, by_time)
+
+    def go_on(self, step: int, num_steps: int | None) -> None:
+        """Go on before step `step` with a training of `num_steps` steps, whose number stands once its fall has begun.
+        Raises ConfigError where another number was asked for."""
+        if num_steps is None or step < self._decay_from(num_steps):
+            return
+        told = f"must be {num_steps} or null: the rate falls to zero by then already; got {self.num_steps}"
+        require(self.num_steps is None or self.minutes is not None or self.num_steps == num_steps, "steps", told)
+        self.num_steps = num_steps
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""

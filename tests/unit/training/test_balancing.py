@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from harness.config import ConfigError
 from harness.training.balancing import auxiliary_loss, load_figures, move_biases
 from harness.training.experts import packed_experts
 from harness.training.schedule import Schedule
@@ -104,6 +105,19 @@ def test_minutes_settle_the_steps_that_repeat_the_training():
     assert rates == [by_steps.rate(each) for each in range(len(rates))]
     assert 0.37 * len(rates) == pytest.approx(60, rel=0.03)
     assert rates[:3] == [0.25, 0.5, 0.75] and max(rates) == 1.0 and 0 < rates[-1] < 0.05
+
+
+def test_the_number_of_steps_may_change_until_the_fall_begins():
+    """The fall to zero begins at step 70 of 100."""
+    for asked, minutes in ((200, None), (None, 1.0)):
+        schedule = Schedule(peak=1.0, warmup_steps=0, decay_percent=30, minutes=minutes, num_steps=asked)
+        schedule.go_on(69, 100)
+        assert schedule.num_steps == asked
+    settled = Schedule(peak=1.0, warmup_steps=0, decay_percent=30, minutes=1.0, num_steps=None)
+    settled.go_on(70, 100)
+    assert settled.num_steps == 100
+    with pytest.raises(ConfigError, match=r"^steps: must be 100 or null"):
+        Schedule(peak=1.0, warmup_steps=0, decay_percent=30, minutes=None, num_steps=200).go_on(70, 100)
 
 
 def test_steps_end_a_training_before_its_minutes():

@@ -163,12 +163,33 @@ def test_a_finished_model_is_not_overwritten(trained, tmp_path, capsys):
 def test_other_settings_do_not_continue_a_training(tmp_path, capsys, monkeypatch):
     texts, out = write_texts(tmp_path), tmp_path / "model"
     monkeypatch.setattr("harness.training.result.save_checkpoint", _no_space)
-    with pytest.raises(OSError, match="no space"):
-        main(values(texts, out, "mixtral", MIXTRAL, "steps=2"))
+    assert main(values(texts, out, "mixtral", MIXTRAL, "steps=2")) == 1
+    assert "failed: no space" in capsys.readouterr().err
     assert main(values(texts, out, "mixtral", MIXTRAL, "steps=4", "weight_decay=0.2", "resume=true")) == 2
     assert "weight_decay: must be as in the training that" in capsys.readouterr().err
+    assert main(values(texts, out, "mixtral", MIXTRAL, "steps=3", "resume=true")) == 2
+    assert "steps: must be 2 or null: the rate falls to zero by then already; got 3" in capsys.readouterr().err
     assert main(values(texts, out, "mixtral", MIXTRAL, "steps=2")) == 2
     assert "resume=true goes on with it" in capsys.readouterr().err
+
+
+def test_a_training_without_a_checkpoint_begins_anew(tmp_path, capsys, monkeypatch):
+    """Its rows are not kept twice, nor half a row that a full disk left."""
+    texts, out = write_texts(tmp_path), tmp_path / "model"
+    out.mkdir()
+    (out / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "layers": {}')
+    assert main(values(texts, out, "mixtral", MIXTRAL, "steps=2", "resume=true")) == 0
+    assert "no checkpoint yet: begins anew" in capsys.readouterr().err
+    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["config.json", "model-00001-of-00002.safetensors"])
+def test_another_model_is_not_overwritten(name, tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / name).write_text("precious")
+    assert main(values(write_texts(tmp_path), tmp_path / "model", "mixtral", MIXTRAL, "steps=1")) == 2
+    assert f"holds another model's {name}; choose another folder" in capsys.readouterr().err
+    assert (tmp_path / "model" / name).read_text() == "precious"
 
 
 def _no_space(*given: object) -> None:
