@@ -27,13 +27,20 @@ def model_to_train(recipe: RandomRecipe, seed: int) -> tuple[PreTrainedModel, Mo
     torch.manual_seed(seed)
     with quiet_transformers():
         model: Any = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(**entries), dtype=getattr(torch, recipe.dtype), attn_implementation="sdpa"
+            AutoConfig.for_model(**entries), dtype=getattr(torch, recipe.dtype)
         )
-    model.config._experts_implementation = PACKED
+    model.config._experts_implementation = PACKED if _can_be_packed(model) else "eager"
     for module in model.modules():
         if isinstance(bias := getattr(module, "e_score_correction_bias", None), Tensor):
             module.e_score_correction_bias = bias.float()  # moved by small steps, and stored so by DeepSeek
     return model, spec
+
+
+def _can_be_packed(model: nn.Module) -> bool:
+    """Return whether all experts are as `packed_experts` computes them: without biases, not transposed, the matrices of
+    gate and up one behind the other."""
+    experts: list[Any] = [module for module in model.modules() if hasattr(module, "is_concatenated")]
+    return all(each.is_concatenated and not each.is_transposed and not each.has_bias for each in experts)
 
 
 class WatchedRouters:
