@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from shutil import copytree
 
@@ -155,6 +156,15 @@ def test_a_plan_says_when_a_laptops_defaults_make_its_answer_meaningless(capsys)
     assert "WARNING" not in told("kv_cache_gb=70", "dataset.num_requests=2000")
     longer = told("kv_cache_gb=70", "dataset.num_requests=25000", "dataset.max_new_tokens=64")
     assert "25,000 requests" in longer and "(the paper's number)" not in longer
+
+
+@pytest.mark.parametrize("strategy", ["vllm_offload", "llamacpp_split", "deepspeed_zero"])
+def test_a_plan_asks_for_no_more_host_memory_where_the_kv_cache_is_on_the_device(strategy, capsys):
+    asked = ["model=mixtral-8x7b", "hardware=a40", "dataset.num_requests=2000", f"strategy={strategy}"]
+    assert plan.main([*asked, "--no-simulation"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"the KV cache in device memory holds [\d,]+ tokens, about [\d,]+ of these requests at once", told)
+    assert "kv_cache_gb=" not in told and "WARNING" not in told
 
 
 def test_a_plan_in_which_nothing_runs_says_why(capsys):

@@ -108,21 +108,22 @@ def _requests(dataset: DatasetConfig) -> str:
 
 
 def _kv_cache(plan: Plan) -> list[Text]:
-    """Say how far `kv_cache_gb` goes, and warn where it or the number of requests is that of a far smaller machine."""
+    """Say how far the KV cache goes, and warn where the number of requests is that of a far smaller machine, or
+    `kv_cache_gb` is, which sizes a cache in host memory."""
     kv, requests = plan.engine.kv.allocator, [s.request for s in plan.engine.sequences]
     lengths = [len(r.prompt_ids) + r.max_new_tokens for r in requests]
     at_once = kv.num_blocks * len(lengths) // max(1, sum(-(-length // kv.block_size) for length in lengths))
     free_bytes, size_gb = plan.machine.tiers["pinned"].free_bytes, plan.settings.kv_cache_gb
-    told = (
-        f"kv_cache_gb={size_gb:g} holds {kv.num_blocks * kv.block_size:,} tokens, "
-        f"about {at_once:,} of these requests at once; {human_bytes(free_bytes)} of pinned memory are free\n"
-    )
+    in_host_memory = plan.engine.kv.host is not None
+    cache = f"kv_cache_gb={size_gb:g}" if in_host_memory else "the KV cache in device memory"
+    told = f"{cache} holds {kv.num_blocks * kv.block_size:,} tokens, about {at_once:,} of these requests at once"
+    told += f"; {human_bytes(free_bytes)} of pinned memory are free\n" if in_host_memory else "\n"
     warnings = []
     if at_once >= _FEW_REQUESTS * len(requests):
         warnings.append(
             f"only {len(requests):,} requests, of which the KV cache holds {at_once:,}: dataset.num_requests=N"
         )
-    if at_once < len(requests) and free_bytes > _SMALL_CACHE * size_gb * 1e9:
+    if in_host_memory and at_once < len(requests) and free_bytes > _SMALL_CACHE * size_gb * 1e9:
         warnings.append(
             f"kv_cache_gb={size_gb:g} is little beside {human_bytes(free_bytes)} that are free: kv_cache_gb=N"
         )
