@@ -6,9 +6,10 @@ are copied to the device and computed there, for that micro-batch only. The KV c
 overlaps neither the copies nor the CPU's part with anything, so nothing overlaps here. Requests share slots as in
 llama-server: continuous batching, prompts beside generation.
 
-What is modelled was read in llama.cpp at commit 0054c01: the copies of chosen experts in `ggml/src/ggml-backend.cpp`,
-the threshold in `ggml/src/ggml-cuda/ggml-cuda.cu`, options and their defaults in `common/arg.cpp` and
-`tools/server/server.cpp`. Copies come from pinned memory, as with `--no-mmap`.
+Of llama.cpp's own code, `ggml/src/ggml-backend.cpp` was read, at commit 0054c01: that only chosen experts are copied,
+into which room, and who waits for whom. The threshold of 32 tokens, the order in which `--n-cpu-moe` counts layers, and
+the defaults of `--batch-size`, `--ubatch-size` and `--parallel` are as its documentation and its forks have them.
+Copies come from pinned memory, as with `--no-mmap`.
 """
 
 from __future__ import annotations
