@@ -108,8 +108,10 @@ def _requests(dataset: DatasetConfig) -> str:
 
 
 def _kv_cache(plan: Plan) -> list[Text]:
-    """Say how far the KV cache goes, and warn where the number of requests is that of a far smaller machine, or
-    `kv_cache_gb` is, which sizes a cache in host memory."""
+    """Say how far the KV cache goes, and warn where it or the number of requests is that of a far smaller machine.
+
+    `kv_cache_gb` sizes a cache in host memory only.
+    """
     kv, requests = plan.engine.kv.allocator, [s.request for s in plan.engine.sequences]
     lengths = [len(r.prompt_ids) + r.max_new_tokens for r in requests]
     at_once = kv.num_blocks * len(lengths) // max(1, sum(-(-length // kv.block_size) for length in lengths))

@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from harness.config import ConfigError
-from harness.engine.activations import TABLE_ENTRY_BYTES, device_bytes_per_token
+from harness.engine.activations import device_bytes_per_token
 from harness.engine.engine import Engine
 from harness.engine.limits import SLACK_BYTES
-from harness.memory.tiers import enough, told_bytes
+from strategies.common.kv_on_device import block_bytes, cache_bytes, device_too_small
 from strategies.deepspeed_zero.config import Config
 
 
@@ -31,13 +31,12 @@ def plan_batch(config: Config, engine: Engine) -> Policy:
     rejects those of them that do not fit. Raises ConfigError where not even the smallest fits, and where a given
     `batch_size` is too large.
     """
-    spec, blocks, device = engine.spec, engine.kv.allocator, engine.machine.tiers["device"]
+    blocks, device = engine.kv.allocator, engine.machine.tiers["device"]
     weights_bytes = config.least_weight_bytes(engine)
     room_bytes = device.free_bytes - sum(weights_bytes.values()) - SLACK_BYTES
-    token_bytes, block_bytes = device_bytes_per_token(spec), blocks.block_size * spec.kv_bytes_per_token
 
     def needed_bytes(prompt_len: int, num_blocks: int) -> int:
-        return prompt_len * token_bytes + num_blocks * (block_bytes + TABLE_ENTRY_BYTES)
+        return prompt_len * device_bytes_per_token(engine.spec) + num_blocks * block_bytes(engine)
 
     sizes = {(s.prompt_len, blocks.blocks_for(s.max_tokens)) for s in engine.sequences} or {(1, 1)}
     prompt_len = num_blocks = 0
@@ -46,13 +45,7 @@ def plan_batch(config: Config, engine: Engine) -> Policy:
             break
         prompt_len, num_blocks = max(prompt_len, size[0]), max(num_blocks, size[1])
     if not prompt_len:
-        held = device.holders() | weights_bytes
-        held |= {"alignment": SLACK_BYTES, "the smallest request": min(needed_bytes(*size) for size in sizes)}
-        raise ConfigError(
-            "hardware.device_memory_gb",
-            f"{device.capacity_bytes / 1e9:g} GB is too small: {enough(sum(held.values()))} GB are needed "
-            f"({told_bytes(held)})",
-        )
+        raise device_too_small(engine, weights_bytes, min(needed_bytes(*size) for size in sizes))
     limit = room_bytes // needed_bytes(prompt_len, num_blocks)
     batch_size = min(config.batch_size or limit, max(1, -(-len(engine.sequences) // len(engine.ranks))))
     if batch_size > limit:
@@ -61,5 +54,5 @@ def plan_batch(config: Config, engine: Engine) -> Policy:
         batch_size=batch_size,
         batch_size_limit=limit,
         max_pass_tokens=batch_size * prompt_len,
-        kv_bytes=batch_size * num_blocks * block_bytes,
+        kv_bytes=cache_bytes(engine, batch_size * num_blocks),
     )

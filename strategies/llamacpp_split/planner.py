@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from harness.config import ConfigError
-from harness.engine.activations import TABLE_ENTRY_BYTES, device_bytes_per_token
+from harness.engine.activations import device_bytes_per_token
 from harness.engine.engine import Engine
 from harness.engine.limits import SLACK_BYTES
-from harness.memory.tiers import enough, told_bytes
+from strategies.common.kv_on_device import block_bytes, cache_bytes, device_too_small
 from strategies.llamacpp_split.config import Config, DeviceWeights
 
 
@@ -57,12 +57,11 @@ def plan_split(config: Config, engine: Engine) -> Policy:
     ConfigError where the smallest does not fit, and where `context_tokens` is given and does not.
     """
     weights, blocks = DeviceWeights(engine), engine.kv.allocator
-    device, spec = engine.machine.tiers["device"], engine.spec
-    free_bytes = device.free_bytes - SLACK_BYTES
+    free_bytes = engine.machine.tiers["device"].free_bytes - SLACK_BYTES
     room = _Room(
         nbytes=free_bytes - sum(config.least_weight_bytes(engine).values()),
-        token_bytes=device_bytes_per_token(spec),
-        block_bytes=blocks.block_size * spec.kv_bytes_per_token + TABLE_ENTRY_BYTES,
+        token_bytes=device_bytes_per_token(engine.spec),
+        block_bytes=block_bytes(engine),
         block_size=blocks.block_size,
         micro_batch_tokens=config.micro_batch_tokens,
     )
@@ -78,7 +77,7 @@ def plan_split(config: Config, engine: Engine) -> Policy:
         cpu_moe_layers=cpu_layers,
         slots=slots,
         context_tokens=num_blocks * blocks.block_size,
-        kv_bytes=num_blocks * blocks.block_size * spec.kv_bytes_per_token,
+        kv_bytes=cache_bytes(engine, num_blocks),
         max_tokens=room.max_tokens(longest_prompt, num_blocks),
         copied_experts=0 if config.offload_min_tokens is None else weights.num_copies(cpu_layers),
     )
@@ -96,7 +95,8 @@ def _cache(config: Config, engine: Engine, room: _Room, slots: int) -> tuple[int
             break
         longest_prompt, longest_blocks = prompt, num_blocks
     if not longest_prompt and (given is None or sizes[0][0] <= given):
-        raise _too_small(config, engine, min(room.taken_bytes(prompt, num) for num, prompt in sizes))
+        smallest_bytes = min(room.taken_bytes(prompt, num) for num, prompt in sizes)
+        raise device_too_small(engine, config.least_weight_bytes(engine), smallest_bytes)
     wanted = slots * longest_blocks if given is None else given
     fitting = bisect_right(range(wanted + 1), room.nbytes, key=lambda num: room.taken_bytes(longest_prompt, num)) - 1
     if given is not None and fitting < given:
@@ -109,14 +109,3 @@ def _least_cpu_layers(config: Config, weights: DeviceWeights, left_bytes: int) -
     copies = config.offload_min_tokens is not None
     layers = range(weights.num_layers + 1)
     return next(n for n in layers if sum(weights.bytes_with(n, copies=copies).values()) <= left_bytes)
-
-
-def _too_small(config: Config, engine: Engine, smallest_bytes: int) -> ConfigError:
-    device = engine.machine.tiers["device"]
-    held = device.holders() | config.least_weight_bytes(engine)
-    held |= {"alignment": SLACK_BYTES, "the smallest request": smallest_bytes}
-    return ConfigError(
-        "hardware.device_memory_gb",
-        f"{device.capacity_bytes / 1e9:g} GB is too small: {enough(sum(held.values()))} GB are needed "
-        f"({told_bytes(held)})",
-    )

@@ -15,9 +15,9 @@ when its turn does, is used, and is dropped. With `prefetch=true`, a layer's wei
 computes, as in later versions under `--offload-backend prefetch`, where the offloaded layers are spread over the model.
 
 Three things differ. Prompts are computed whole, as with `--no-enable-chunked-prefill` (V1 cuts the last prompt of a
-pass); so a pass may be as long as the longest prompt. All offloaded experts come in every pass, as V0's copies do; V1's
-kernels read only those that have tokens, which is less in batches so small that some have none. And zero-copy reads are
-charged as copies at the link's full rate, which no kernel exceeds.
+pass); so a prompt that is longer than a pass may be is its pass's only one. All offloaded experts come in every pass,
+as V0's copies do; V1's kernels read only those that have tokens, which is less in batches so small that some have none.
+And zero-copy reads are charged as copies at the link's full rate, which no kernel exceeds.
 
 With `continuous_batching=false` a batch is prefilled and then decoded to its end before the next is admitted, which is
 how MoE-Gen compares its baselines where it can.
@@ -63,7 +63,7 @@ def _scheduler(config: Config, policy: Policy, engine: Engine) -> Scheduler:
     return ContinuousBatches(
         engine.sequences,
         engine.kv,
-        fill_to=policy.max_pass_tokens,
+        fill_to=policy.batched_tokens,
         max_pass_tokens=policy.max_pass_tokens,
         max_sequences=policy.max_num_seqs,
     )

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.config import ConfigError, require
-from harness.engine.activations import TABLE_ENTRY_BYTES, device_bytes_per_token
+from harness.engine.activations import device_bytes_per_token
 from harness.engine.engine import Engine
 from harness.engine.limits import SLACK_BYTES
-from harness.memory.tiers import enough, told_bytes
+from harness.memory.tiers import enough
+from strategies.common.kv_on_device import block_bytes, cache_bytes, device_too_small
 from strategies.vllm_offload.config import Config
 
 
@@ -32,7 +33,8 @@ class Split:
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     max_num_seqs: int
-    max_pass_tokens: int
+    batched_tokens: int  # of a pass, unless it has one prompt only and this is longer
+    max_pass_tokens: int  # for which activations have room
     kv_blocks: int  # of the cache in device memory
     kv_bytes: int
     split: Split
@@ -41,6 +43,7 @@ class Policy:
     def as_record(self) -> dict[str, Any]:
         return {
             "max_num_seqs": self.max_num_seqs,
+            "batched_tokens": self.batched_tokens,
             "max_pass_tokens": self.max_pass_tokens,
             "kv_blocks": self.kv_blocks,
             "kv_gb": self.kv_bytes / 1e9,
@@ -80,7 +83,7 @@ def plan_policy(config: Config, engine: Engine) -> Policy:
     requests = _Requests(
         lengths=sorted((s.max_tokens for s in engine.sequences), reverse=True) or [1],
         token_bytes=device_bytes_per_token(engine.spec),
-        block_bytes=blocks.block_size * engine.spec.kv_bytes_per_token + TABLE_ENTRY_BYTES,
+        block_bytes=block_bytes(engine),
         block_size=blocks.block_size,
     )
     splits = list(_splits(engine, prefetch=config.prefetch))
@@ -89,20 +92,23 @@ def plan_policy(config: Config, engine: Engine) -> Policy:
     room_bytes = int(config.gpu_memory_utilization * device.capacity_bytes) - device.used_bytes - SLACK_BYTES
     fitting = [n for n in requests.lengths if least.device_bytes + requests.alone_bytes(n) <= room_bytes]
     if not fitting:
-        raise _too_small(config, engine, least, requests)
+        raise _nothing_fits(config, engine, splits, room_bytes, requests)
     num_tokens = _pass_tokens(config, requests, fitting[0], spare_bytes=room_bytes - least.device_bytes)
     room_bytes -= num_tokens * requests.token_bytes
-    split = given or _choose(config, splits, requests, fitting, room_bytes)
+    batched_tokens = min(config.max_num_batched_tokens, num_tokens)
+    max_num_seqs = min(config.max_num_seqs, batched_tokens)
+    split = given or _choose(splits, requests, fitting[:max_num_seqs], room_bytes)
     kv_blocks = (room_bytes - split.device_bytes) // requests.block_bytes
     asked = config.num_gpu_blocks_override
     message = f"must be at most {kv_blocks}, which fill the device, or null, got {asked}"
     require(asked is None or asked <= kv_blocks, "strategy.num_gpu_blocks_override", message)
     kv_blocks = asked or kv_blocks
     return Policy(
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=max_num_seqs,
+        batched_tokens=batched_tokens,
         max_pass_tokens=num_tokens,
         kv_blocks=kv_blocks,
-        kv_bytes=kv_blocks * (requests.block_bytes - TABLE_ENTRY_BYTES),
+        kv_bytes=cache_bytes(engine, kv_blocks),
         split=split,
         resident=_parts(engine)[split.num_offloaded :],
     )
@@ -153,26 +159,27 @@ def _pass_tokens(config: Config, requests: _Requests, longest: int, *, spare_byt
     return min(wanted, longest + extra_bytes // requests.token_bytes)
 
 
-def _choose(config: Config, splits: Seq[Split], requests: _Requests, fitting: Seq[int], room_bytes: int) -> Split:
-    """Return the split with the least offloaded that leaves room for the wanted KV cache; see `plan_policy`."""
-    if splits[0].device_bytes + requests.kv_bytes(fitting[0]) <= room_bytes:
+def _choose(splits: Seq[Split], requests: _Requests, wanted: Seq[int], room_bytes: int) -> Split:
+    """Return the split with the least offloaded that leaves room for the KV cache of requests of the `wanted` lengths;
+    see `plan_policy`."""
+    if splits[0].device_bytes + requests.kv_bytes(wanted[0]) <= room_bytes:
         return splits[0]
-    wanted_bytes = sum(requests.kv_bytes(tokens) for tokens in fitting[: config.max_num_seqs])
+    wanted_bytes = sum(requests.kv_bytes(tokens) for tokens in wanted)
     enough_room = (split for split in splits if split.device_bytes + wanted_bytes <= room_bytes)
     return next(enough_room, min(splits, key=lambda split: split.device_bytes))
 
 
-def _too_small(config: Config, engine: Engine, least: Split, requests: _Requests) -> ConfigError:
-    """Return an error that names all that holds device memory or has to, and how much would be enough."""
-    device, share = engine.machine.tiers["device"], config.gpu_memory_utilization
-    held = device.holders() | {
-        "resident weights": least.resident_bytes,
-        "offloaded weights on their way": least.stream_bytes,
-        "alignment": SLACK_BYTES,
-        "the smallest request": requests.alone_bytes(requests.lengths[-1]),
-    }
-    return ConfigError(
-        "hardware.device_memory_gb",
-        f"{device.capacity_bytes / 1e9:g} GB is too small: {enough(sum(held.values()) / share)} GB are needed, since "
-        f"strategy.gpu_memory_utilization={share:g} of it is used ({told_bytes(held)})",
-    )
+def _nothing_fits(
+    config: Config, engine: Engine, splits: Seq[Split], room_bytes: int, requests: _Requests
+) -> ConfigError:
+    """Return an error for `cpu_offload_gb` where offloading more would make room for the smallest request, or else for
+    the device."""
+    smallest_bytes, given = requests.alone_bytes(requests.lengths[-1]), config.cpu_offload_gb
+    enough_room = next((split for split in splits if split.device_bytes + smallest_bytes <= room_bytes), None)
+    if given is not None and enough_room is not None:
+        told = f"must be at least {enough(enough_room.offloaded_bytes)} on this device, or null, got {given:g}"
+        return ConfigError("strategy.cpu_offload_gb", told)
+    least = min(splits, key=lambda split: split.device_bytes)
+    weights = {"resident weights": least.resident_bytes, "offloaded weights on their way": least.stream_bytes}
+    share = config.gpu_memory_utilization
+    return device_too_small(engine, weights, smallest_bytes, share=share, share_name="strategy.gpu_memory_utilization")

@@ -93,11 +93,14 @@ def test_no_more_sequences_run_than_are_allowed(tiny, continuous):
 
 
 def test_a_pass_has_no_more_tokens_than_are_allowed(tiny):
-    """A prompt is never cut: the longest may exceed the limit, and is then alone with what decodes."""
+    """A prompt is never cut: one that exceeds the limit is its pass's only prompt."""
     engine = engine_of(shuffled(3), tiny, new=6)
     longest = max(s.max_tokens for s in engine.sequences)
-    _, passes, _ = run(tiny, engine, max_num_batched_tokens=10)
-    assert max(p.num_prefill_tokens + p.num_decode_tokens for p in passes) <= longest
+    _, passes, plans = run(tiny, engine, max_num_batched_tokens=10)
+    sizes = [p.num_prefill_tokens + p.num_decode_tokens for p in passes]
+    assert max(sizes) <= longest
+    assert {len(lengths) for size, (_, lengths, _) in zip(sizes, plans, strict=True) if size > 10} == {1}
+    assert max(num_decode for _, _, num_decode in plans) <= 10
     engine = engine_of(shuffled(3), tiny, new=6)
     _, passes, _ = run(tiny, engine, max_num_batched_tokens=50)
     assert longest < 50

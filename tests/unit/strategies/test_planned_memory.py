@@ -91,6 +91,23 @@ def test_a_pass_is_as_long_as_asked_or_as_the_longest_prompt():
     assert filled("vllm_offload", on)["max_pass_tokens"] == 3 * 431, "there are no more tokens"
 
 
+def test_sequences_that_no_pass_has_room_for_get_no_room_in_the_cache():
+    plan, _ = offloaded(6, max_num_batched_tokens=100)
+    assert (plan["max_num_seqs"], plan["batched_tokens"], plan["max_pass_tokens"]) == (100, 100, 431)
+    assert plan["cpu_offload_gb"] == offloaded(6, max_num_batched_tokens=100, max_num_seqs=100)[0]["cpu_offload_gb"]
+
+
+def test_an_error_says_how_much_has_to_be_offloaded():
+    with pytest.raises(
+        ConfigError, match=r"^strategy.cpu_offload_gb: must be at least [\d.]+ on this device"
+    ) as refused:
+        offloaded(6, cpu_offload_gb=0.0)
+    least_gb = float(re.findall(r"at least ([\d.]+)", refused.value.message)[0])
+    assert offloaded(6, cpu_offload_gb=least_gb)[0]["kv_blocks"] >= 27
+    with pytest.raises(ConfigError, match=r"^strategy.cpu_offload_gb: "):
+        offloaded(6, cpu_offload_gb=least_gb - 0.36)
+
+
 HOST_EXPERTS = {"gpu_ffn": False, "resident_weights": 0.0, "resident_kv": 0.0}
 STREAMED = {"gpu_ffn": True, "resident_weights": 0.0, "resident_kv": 0.0}
 
