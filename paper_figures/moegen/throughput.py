@@ -155,8 +155,9 @@ def _table10(rows: list[Row]) -> str:
     def here(of: tuple[tuple[str, str], float]) -> str:
         (model, setting), _ = of
         found = find(rows, Case(system="MoE-Gen(H)", setting=setting, model=model))
-        share = found and found["policy"].get("cpu_attention")
-        return number(share)
+        if found is None or found["policy"].get("chosen_by") == "memory alone":
+            return ""  # nothing was searched
+        return number(found["policy"].get("cpu_attention"))
 
     columns = {
         "model": lambda of: of[0][0],
