@@ -93,7 +93,7 @@ def _distinct(documents: Iterable[Document], seen: set[str], seed: int) -> list[
     for document in documents:
         if document.key not in seen:
             found[document.key] = document
-    seen |= found.keys()
+    seen.update(found)  # in place: the caller's next domain must know
     keys = sorted(found)
     random.Random(seed).shuffle(keys)
     return [found[key] for key in keys]
@@ -141,14 +141,14 @@ def _of_path(path: str, option: str) -> Iterator[Document]:
         files = (
             each for each in sorted(library.rglob("*.py")) if not _NOT_LIBRARY & set(each.relative_to(library).parts)
         )
-        return _all_of(files, option)
+        return _all_of(files, option, is_library=True)
     if path == PYTHON_DOCS:
         from pydoc_data.topics import topics
 
         return (each for text in topics.values() for each in _passages(text))
     place = Path(path).expanduser()
     if place.is_dir():
-        return _all_of((each for each in sorted(place.rglob("*")) if each.suffix in _SUFFIXES), option)
+        return _all_of((e for e in sorted(place.rglob("*")) if e.suffix in _SUFFIXES and e.is_file()), option)
     if not place.is_file():
         raise ConfigError(option, f"no such file: '{path}'")
     if place.suffix not in _SUFFIXES:
@@ -156,7 +156,7 @@ def _of_path(path: str, option: str) -> Iterator[Document]:
     return _all_of([place], option)
 
 
-def _all_of(files: Iterable[Path], option: str) -> Iterator[Document]:
+def _all_of(files: Iterable[Path], option: str, *, is_library: bool = False) -> Iterator[Document]:
     for file in files:
         if file.suffix == ".jsonl":
             yield from _rows(file, option)
@@ -164,9 +164,11 @@ def _all_of(files: Iterable[Path], option: str) -> Iterator[Document]:
         try:
             text = file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            if option and file.suffix == ".py":  # some of the library's are in other encodings, on purpose
+            if is_library:  # some of its files are in other encodings, on purpose
                 continue
             raise ConfigError(option, f"{file.name} is not UTF-8 text: {error.reason}") from error
+        except OSError as error:
+            raise ConfigError(option, f"cannot read '{file}': {error.strerror or error}") from error
         if file.suffix == ".py":
             if text.strip():
                 yield _document(text)

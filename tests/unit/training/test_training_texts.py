@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.config import ConfigError
 from harness.training.texts import Document, Domain, read_domains
 
 WHOLE = 10**9
@@ -80,6 +82,17 @@ def test_rows_of_known_formats_become_prompt_and_continuation(tmp_path):
         assert len(found) == 4
     texts = {each.text for each in (*domain.training, *domain.held_out)}
     assert "One\ntwo\nthree" in texts
+
+
+def test_folders_are_read_and_unreadable_files_are_named(tmp_path):
+    (tmp_path / "folder.md").mkdir()  # no file, though its name looks like one
+    (tmp_path / "folder.md" / "a.txt").write_text("one\n\ntwo")
+    (tmp_path / "b.py").write_text("x = 1")
+    (domain,), _ = read_domains([f"all:{tmp_path}"], [], share=0.0, max_bytes=WHOLE, seed=0)
+    assert {each.text for each in (*domain.training, *domain.held_out)} == {"one\n\ntwo", "x = 1"}
+    (tmp_path / "b.py").write_bytes(b"# caf\xe9")
+    with pytest.raises(ConfigError, match=r"^text: b.py is not UTF-8 text"):
+        read_domains([f"all:{tmp_path}"], [], share=0.0, max_bytes=WHOLE, seed=0)
 
 
 def test_every_machine_has_text_to_train_on():
