@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import shlex
 import subprocess
 from collections.abc import Iterable
 from importlib import metadata
@@ -74,8 +75,9 @@ def environment(packages: Iterable[str] = _PACKAGES) -> dict[str, Any]:
 
 
 def shown_command(program: str, arguments: Iterable[str]) -> str:
-    """Write the command for reports as anyone may repeat it, without the folders of the machine that it ran on."""
-    shown = ("FOLDER" if Path(argument).is_absolute() else argument for argument in arguments)
+    """Write the command for reports as anyone may repeat it in a shell, without the folders of the machine that it ran
+    on."""
+    shown = ("FOLDER" if Path(argument).is_absolute() else shlex.quote(argument) for argument in arguments)
     return " ".join(("python", program, *shown))
 
 

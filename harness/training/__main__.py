@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -44,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _shown(arguments: Sequence[str]) -> str:
     """Write the command without the folders of this machine."""
-    return re.sub(r"(?<=[=:,\[ ])[~/][^,\]]*/", "", shown_command("-m harness.training", map(shlex.quote, arguments)))
+    return re.sub(r"(?<=[=:,\[ ])[~/][^,\]]*/", "", shown_command("-m harness.training", arguments))
 
 
 def _train(command: str, given: Namespace) -> int:

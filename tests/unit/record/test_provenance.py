@@ -75,5 +75,7 @@ def test_the_environment_names_versions_and_machine():
 
 
 def test_a_command_is_shown_without_the_machines_folders():
-    shown = shown_command("x.py", ["--out", "/home/somebody/results", "results/reference", "--repeats", "3"])
-    assert shown == "python x.py --out FOLDER results/reference --repeats 3"
+    shown = shown_command(
+        "x.py", ["--out", "/somewhere/results", "results/reference", "--title", "a, b", "--repeats", "3"]
+    )
+    assert shown == "python x.py --out FOLDER results/reference --title 'a, b' --repeats 3"
