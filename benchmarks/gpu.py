@@ -3,9 +3,11 @@
     python benchmarks/gpu.py --out results/gpu            # on a machine with an NVIDIA GPU
     python benchmarks/gpu.py --dry --out /tmp/dry         # the same logic on the emulated machine, tiny, in a minute
 
-Builds the C++ extension; checks tokens of every strategy on every tiny checkpoint; measures ceilings; runs every
-strategy on random weights of Mixtral-8x7B's shape in 16 GB of device memory; measures accelerate's CPU offload beside
-it; calibrates the machine and asks the simulator and the papers' models what they would have said. Results: ordinary
+Touches the host's memory; builds the C++ extension; runs the tests that need a GPU; checks and times each GPU kernel,
+and leaves one that is wrong to torch; measures ceilings; checks tokens on tiny checkpoints. Then, on random weights of
+Mixtral-8x7B's shape in 16 GB of device memory: a stream of weights alone, some steady decode passes of every strategy,
+whole runs, a calibration, and what simulator and papers' models would have said; accelerate's CPU offload beside it.
+What tells most comes first; a stage that was done is left out with --stages. Results: ordinary
 run folders, gpu.json and gpu.md in --out, written as they come; --pack DIR also packs them as they come.
 """
 
@@ -23,7 +25,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-STAGES = ("build", "tokens", "ceilings", "memory", "strategies", "calibrate", "simulate", "peer")
+from benchmarks.gpu_stages.processes import GROUPS  # noqa: E402  from this checkout
+
+STAGES = tuple(stage for group in GROUPS for stage in group)  # in the order of their worth
 _NEEDED = (
     *("torch", "transformers", "hydra", "omegaconf", "antlr4", "pydantic", "rich", "yaml", "safetensors", "tokenizers"),
     *("numpy", "scipy"),
@@ -98,6 +102,7 @@ def main(given: Sequence[str] | None = None) -> int:
     stages = args.stages.split(",")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     args.out.mkdir(parents=True, exist_ok=True)
+    from benchmarks.gpu_stages.host_memory import touched
     from benchmarks.gpu_stages.packing import pack
     from benchmarks.gpu_stages.plan import dry_scale, free_host_gb, gpu_scale
     from benchmarks.gpu_stages.processes import run_in_processes
@@ -108,6 +113,7 @@ def main(given: Sequence[str] | None = None) -> int:
     if not args.dry and not device_found():
         print("error: torch finds no GPU; --dry runs the same on the emulated machine", file=sys.stderr)
         return 2
+    grown = {} if args.host_gb or args.dry else touched()
     args.host_gb = args.host_gb or free_host_gb()
     scale = dry_scale(args.strategies) if args.dry else gpu_scale(
         host_gb=args.host_gb, device_gb=args.device_gb, kv_gb=args.kv_gb, requests=args.requests,
@@ -125,7 +131,7 @@ def main(given: Sequence[str] | None = None) -> int:
     sizes = f"{scale.layers} layers, {scale.num_requests} requests of {scale.max_new_tokens} new tokens, "
     sizes += f"{scale.device_gb:g} GB of device memory, {scale.kv_gb:.3g} GB of KV cache, random weights"
     title = "Mixtral-8x7B's shape on a real GPU" if not args.dry else "Dry run"
-    shown = {"title": title, "facts": {**facts(args.dry), "sizes": sizes}}
+    shown = {"title": title, "facts": {**facts(args.dry), "sizes": sizes, "host memory": grown or "not touched"}}
     record = Record(args.out, shown, budget_s=args.budget_s, after=after)
     if args.dry:
         run_stages(args, stages, scale, record)
@@ -163,7 +169,7 @@ def run_stages(args: argparse.Namespace, stages: list[str], scale: Any, record: 
     """Run the stages in the order of their worth; each stage knows what the earlier ones found."""
     if "build" in stages:
         record.run("build", lambda left_s: build(left_s, dry=args.dry), needs_s=0.0)
-    from benchmarks.gpu_stages import accuracy, ceilings, peer, runs
+    from benchmarks.gpu_stages import accuracy, ceilings, kernels, peer, runs, stream, tests_on_gpu
     from benchmarks.gpu_stages.processes import reserved_s
     from harness.machine.device.pinned import keeping
 
@@ -173,28 +179,39 @@ def run_stages(args: argparse.Namespace, stages: list[str], scale: Any, record: 
     def done(name: str) -> Any:
         return record.found(name).get("runs")
 
-    if "tokens" in stages:
-        share_s = min(90.0, record.left_s / 4)
-        tokens = lambda left_s: runs.check_tokens(scale, args.out, share_s, keep("tokens"), done("tokens"))  # noqa: E731
-        record.run("tokens", tokens, needs_s=10.0)
+    if "tests" in stages:
+        record.run("tests", lambda left_s: tests_on_gpu.run(args.out, min(120.0, left_s / 3)), needs_s=30.0)
+    if "kernels" in stages and not args.dry:
+        record.run("kernels", lambda left_s: kernels.measure(keep("kernels"), done("kernels")), needs_s=10.0)
+    without = [] if args.dry else kernels.overrides(done("kernels") or {})
     if "ceilings" in stages:
         record.run("ceilings", lambda left_s: ceilings.measure(scale), needs_s=5.0)
+    if "tokens" in stages:
+        share_s = min(90.0, record.left_s / 4)
+        tokens = lambda left_s: runs.check_tokens(  # noqa: E731
+            scale, args.out, share_s, keep("tokens"), done("tokens"), without
+        )
+        record.run("tokens", tokens, needs_s=10.0)
     found = record.found("ceilings")
     rates = [f"hardware.{name}={found[name]}" for name in ("h2d_gb_s", "d2h_gb_s", "host_gb_s") if name in found]
     with keeping():  # host memory is pinned once for all strategies and the calibration
         if "memory" in stages:
             record.run("memory", lambda left_s: runs.take_memory(scale), needs_s=30.0)
-        if "strategies" in stages:
-            reserve_s = 0.0 if args.dry else reserved_s(stages, record.left_s)
-            strategies = lambda left_s: runs.measure_strategies(  # noqa: E731
-                scale, args.out, rates, left_s - reserve_s, keep("strategies"), done("strategies")
-            )
-            record.run("strategies", strategies, needs_s=20.0)
+        if "stream" in stages:
+            record.run("stream", lambda left_s: stream.measure(scale, [*rates, *without]), needs_s=20.0)
+        for name, more in (("steady", [scale.stop]), ("strategies", [])):
+            if name in stages:
+                reserve_s = 0.0 if args.dry else reserved_s(stages, record.left_s)
+                measured = lambda left_s, name=name, more=more, reserve_s=reserve_s: runs.measure_strategies(  # noqa: E731
+                    scale, args.out, [*rates, *without, *more], left_s - reserve_s, keep(name), done(name)
+                )
+                record.run(name, measured, needs_s=20.0)
         if "calibrate" in stages:
-            record.run("calibrate", lambda left_s: accuracy.calibrate(scale, rates, args.out), needs_s=20.0)
+            calibrated = lambda left_s: accuracy.calibrate(scale, rates, args.out, without)  # noqa: E731
+            record.run("calibrate", calibrated, needs_s=20.0)
     if "simulate" in stages:
-        measured = done("strategies") or {}
-        record.run("simulate", lambda left_s: accuracy.simulate(scale, rates, measured), needs_s=5.0)
+        both = done("strategies") or {}, done("steady") or {}
+        record.run("simulate", lambda left_s: accuracy.simulate(scale, rates, *both), needs_s=5.0)
     if "peer" in stages:
         record.run("peer", lambda left_s: peer.measure(scale, args.out, left_s, batch=args.peer_batch), needs_s=10.0)
 

@@ -21,6 +21,7 @@ _HOMES = {
     "Gating": "gating",
     "paced_copy": "link",
     "sleep_until": "link",
+    "stream_copy": "link",
     "isa": "cpu",
     "num_cores": "cpu",
     "thread_cpu_s": "cpu",
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from kernels.linear import linear as linear
     from kernels.link import paced_copy as paced_copy
     from kernels.link import sleep_until as sleep_until
+    from kernels.link import stream_copy as stream_copy
 
 
 def __getattr__(name: str) -> Any:

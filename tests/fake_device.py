@@ -78,6 +78,7 @@ class FakeDevice:
     name = "fake device"
     has_bfloat16 = True
     pci_bus_id = None
+    ramp_s = 0.0
 
     def __init__(self, seed: int = 0, *, longest_pause_s: float = 3e-4, total_bytes: int = 1 << 30) -> None:
         self.total_bytes = self.free_bytes = total_bytes
@@ -125,6 +126,9 @@ class FakeDevice:
 
     def use(self) -> None:
         """Do nothing, since threads need nothing here."""
+
+    def facts(self) -> dict[str, str]:
+        return {"GPU": self.name}
 
     def limit_memory(self, nbytes: int) -> None:
         self._limit_bytes = nbytes

@@ -38,7 +38,7 @@ def random_model(entries: dict[str, Any]) -> Any:
             piece = flat[start : start + block.numel()]
             piece.copy_(block[: piece.numel()])
 
-    with ThreadPoolExecutor(16) as pool:
+    with ThreadPoolExecutor(16, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         list(pool.map(fill, model.parameters()))
     return model.eval()
 

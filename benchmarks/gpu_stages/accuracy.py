@@ -21,10 +21,13 @@ from harness.record.summary import accuracy
 from harness.run.session import Session
 from harness.settings import parse_settings
 
+_KV_GB = 4.0  # the longest contexts that are probed take 3.3
 
-def calibrate(scale: Scale, rates: Sequence[str], out: Path) -> dict[str, Any]:
+
+def calibrate(scale: Scale, rates: Sequence[str], out: Path, more: Sequence[str] = ()) -> dict[str, Any]:
     """Measure every op, lane by lane and together, on the machine of the runs, and copy the table to the results."""
-    overrides = [*scale.workload(), *rates, "model.path=random", f"machine={scale.machine}"]
+    cache = f"kv_cache_gb={min(scale.kv_gb, _KV_GB):g}"  # the table does not depend on it, and it has to be filled
+    overrides = [*scale.workload(), cache, *rates, "model.path=random", f"machine={scale.machine}", *more]
     settings = parse_settings(composed_values(overrides))
     with Session(settings, load_machine(settings.machine)) as session:
         model, machine = session.load_model(), session.build_machine()
@@ -41,7 +44,7 @@ def calibrate(scale: Scale, rates: Sequence[str], out: Path) -> dict[str, Any]:
                 "code": code_version(), "environment": facts, "label": machine.label,
                 "identity": identity(settings, model.spec),
             },
-            repeats=1 if scale.dry else 3,
+            repeats=1,
             log=lambda text: print(f"   {text}", flush=True),
         )  # fmt: skip
     for path in (table_path(settings, model.spec), out / "calibration.json"):
@@ -49,9 +52,12 @@ def calibrate(scale: Scale, rates: Sequence[str], out: Path) -> dict[str, Any]:
     return {"ops": len(table.samples), "together": table.together, "worst_fit": table.worst_fit()}
 
 
-def simulate(scale: Scale, rates: Sequence[str], runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def simulate(
+    scale: Scale, rates: Sequence[str], runs: dict[str, dict[str, Any]], steady: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
     """Simulate each measured strategy with the table; accuracy = 1 - |simulated - measured| / measured.
 
+    Passes that only decode are compared where `steady` has some, whole runs where `runs` has one that came to its end.
     A run that was cut off had another mix of passes than the whole workload: its accuracy says nothing, and is null.
     """
     rows = {}
@@ -61,10 +67,22 @@ def simulate(scale: Scale, rates: Sequence[str], runs: dict[str, dict[str, Any]]
     for name, values in scale.strategies.items():
         measured = runs.get(name) or {}
         overrides = [*strategy_overrides(name, values, scale), *scale.workload(), *rates, "machine=simulated"]
-        plan = make_plan(composed_values(overrides), log=lambda text: None)
-        assert plan.summary is not None
-        simulated, whole = plan.summary["throughput_tok_s"], measured.get("status") == "ok"
-        observed = measured.get("throughput_tok_s") if whole else None
-        rows[name] = {"simulated_tok_s": simulated, "accuracy": accuracy(simulated, observed)}
+        rows[name] = {}
+        if observed := (steady.get(name, {}).get("steady_decode") or {}).get("tok_s"):
+            found = _simulated([*overrides, scale.stop]).get("steady_decode") or {}
+            rows[name] |= {
+                "steady_tok_s": found.get("tok_s"),
+                "steady_accuracy": accuracy(found.get("tok_s"), observed),
+            }
+        if name in runs or not observed:
+            simulated, whole = _simulated(overrides)["throughput_tok_s"], measured.get("status") == "ok"
+            observed = measured.get("throughput_tok_s") if whole else None
+            rows[name] |= {"simulated_tok_s": simulated, "accuracy": accuracy(simulated, observed)}
         print(f"   {name}: {json.dumps(rows[name])}", flush=True)
     return {"runs": rows}
+
+
+def _simulated(overrides: Sequence[str]) -> dict[str, Any]:
+    plan = make_plan(composed_values(list(overrides)), log=lambda text: None)
+    assert plan.summary is not None
+    return plan.summary

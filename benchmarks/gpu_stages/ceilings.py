@@ -46,7 +46,9 @@ def host_copy_gb_s(nbytes: int) -> float:
     threads = len(os.sched_getaffinity(0))
     parts = [(torch.ones(nbytes // threads, dtype=torch.uint8), torch.zeros(nbytes // threads, dtype=torch.uint8))
              for _ in range(threads)]  # fmt: skip
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(
+        threads, initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:  # else each splits its part
         copy = lambda: list(pool.map(lambda part: part[1].copy_(part[0]), parts))  # noqa: E731
         return round(2 * nbytes / _seconds(copy, "cpu") * 1e-9, 2)
 

@@ -5,6 +5,7 @@ A process tells by its exit code that it came to its end, whatever its stages fo
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +13,11 @@ from contextlib import suppress
 
 from benchmarks.gpu_stages.record import Record
 
-GROUPS = (("build", "tokens", "ceilings"), ("memory", "strategies", "calibrate", "simulate"), ("peer",))
+GROUPS = (
+    ("build", "tests", "kernels", "ceilings", "tokens"),
+    ("memory", "stream", "steady", "strategies", "calibrate", "simulate"),
+    ("peer",),
+)
 DEVICE_LOST = 3  # exit code of a process whose device has failed: what is left is for another one
 _RESERVED_S = {"calibrate": 60.0, "simulate": 40.0, "peer": 110.0}  # kept from the strategies, which take what they get
 _ENDS_WITH_PROCESS = ("memory",)  # stages that another process has to do again for those behind them
@@ -27,7 +32,7 @@ def run_in_processes(stages: Sequence[str], record: Record, command: Command) ->
     Each gets further, since the item at which a process broke off counts as done."""
     for group in GROUPS:
         left = [stage for stage in group if stage in stages]
-        later = [stage for stage in stages if stage not in group] if "strategies" in left else []
+        later = [stage for stage in stages if stage not in group] if {"steady", "strategies"} & set(left) else []
         while left and (left_s := record.left_s - reserved_s(later, record.left_s)) >= _LEAST_S:
             ended = _run(command(left, left_s), left_s + _GRACE_S)
             record.reload()
@@ -42,14 +47,16 @@ def reserved_s(stages: Iterable[str], left_s: float) -> float:
 
 
 def _run(command: list[str], timeout_s: float) -> str | None:
-    """Run a process; return None if it came to its end, else how it ended."""
-    process = subprocess.Popen(command)
+    """Run a process; return None if it came to its end, else how it ended. What it started and left behind ends with
+    it: that may hold the GPU."""
+    process = subprocess.Popen(command, start_new_session=True)
     try:
         code = process.wait(timeout_s)
     except subprocess.TimeoutExpired:
         return "the process did not end within its time"
     finally:
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):  # a process that waits for its device may not even be killed
             process.wait(_GRACE_S)
     if code == DEVICE_LOST:

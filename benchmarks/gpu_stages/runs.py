@@ -27,6 +27,7 @@ _KEPT = (
     *("status", "error", "label", "throughput_tok_s", "processed_tok_s", "predicted_throughput_tok_s"),
     *("prediction_accuracy", "generated_tokens", "num_passes", "preemptions", "utilization", "h2d_gb_s"),
     *("h2d_busy_gb_s", "h2d_ceiling_gb_s", "bottleneck", "verify", "setup_s", "generation_s", "weights_source"),
+    *("steady_decode", "stopped"),
 )
 
 
@@ -87,9 +88,11 @@ def compile_kernels() -> dict[str, float]:
 Rows = dict[str, dict[str, Any]]  # what runs have found, by their names
 
 
-def check_tokens(scale: Scale, results: Path, left_s: float, keep: Any, done: Rows | None = None) -> dict[str, Any]:
+def check_tokens(
+    scale: Scale, results: Path, left_s: float, keep: Any, done: Rows | None = None, more: Sequence[str] = ()
+) -> dict[str, Any]:
     """Run every strategy on every tiny checkpoint and compare all tokens with Hugging Face, as far as the time goes.
-    Cases in `done` are not run again."""
+    Cases in `done` are not run again; `more` are further overrides."""
     rows = dict(done or {})
     cases = [(model, name) for model in tiny_models() for name in scale.strategies if f"{name} {model}" not in rows]
     end_s = time.monotonic() + left_s
@@ -103,7 +106,7 @@ def check_tokens(scale: Scale, results: Path, left_s: float, keep: Any, done: Ro
             [
                 f"strategy={name}", f"model={model}", f"machine={scale.machine}", "hardware=laptop", "verify=all",
                 f"dataset.num_requests={scale.token_requests}", "dataset.max_new_tokens=8", "kv_cache_gb=0.001",
-                "wandb.mode=disabled", "progress=false", f"results_dir={results}",
+                "wandb.mode=disabled", "progress=false", f"results_dir={results}", *more,
             ],
             box_s=box_s,
         )  # fmt: skip
@@ -153,7 +156,9 @@ def measure_strategies(
             box_s=min(scale.box_s, share_s),
         )  # fmt: skip
         rows[name] = found
-        rate = found.get("throughput_tok_s")
+        rate = (
+            (found.get("steady_decode") or {}).get("tok_s") if found.get("stopped") else found.get("throughput_tok_s")
+        )
         print(f"   {name}: {found['status']} {'-' if rate is None else f'{rate:.1f} tok/s'} "
               f"{found.get('error') or ''}", flush=True)  # fmt: skip
         keep({"runs": rows})

@@ -16,13 +16,54 @@ def markdown(content: dict[str, Any]) -> str:
         wrong = [name for name, row in tokens["runs"].items() if row["status"] != "ok"]
         said = f"not exact: {', '.join(wrong)}" if wrong else "all exact"
         lines += ["", f"Tokens against Hugging Face: {len(tokens['runs'])} runs, {said}."]
-    lines += _ceilings(stages.get("ceilings", {})) + _strategies(stages) + _peer(stages)
+    lines += _ceilings(stages.get("ceilings", {})) + _kernels(stages) + _stream(stages) + _steady(stages)
+    lines += _strategies(stages) + _peer(stages)
     return "\n".join(lines) + "\n"
 
 
 def _ceilings(found: dict[str, Any]) -> list[str]:
     rows = [(k, v) for k, v in found.items() if k not in ("status", "seconds", "reason")]
     return ["", "| ceiling | value |", "| --- | --- |", *(f"| {k} | {v} |" for k, v in rows)] if rows else []
+
+
+def _kernels(stages: dict[str, Any]) -> list[str]:
+    runs = stages.get("kernels", {}).get("runs", {})
+    names = ("kernel", "us", "TFLOP/s", "GB/s", "rival", "us", "largest error", "end")
+    rows = [
+        (
+            name, _number(row.get("us")), _number(row.get("tflop_s")), _number(row.get("gb_s")), row.get("rival", "-"),
+            _number(row.get("rival_us")), _number(row.get("largest_error")), row.get("error") or row["status"],
+        )
+        for name, row in runs.items()
+    ]  # fmt: skip
+    left_out = stages.get("kernels", {}).get("left_out")
+    return _table(names, rows) + (["", f"Left to torch in all runs: {', '.join(left_out)}."] if left_out else [])
+
+
+def _stream(stages: dict[str, Any]) -> list[str]:
+    found = stages.get("stream", {}).get("packets", {})
+    rows = [(name, _number(row["gb_s"]), _share(row["of_ceiling"])) for name, row in found.items()]
+    return _table(("weights alone", "GB/s", "of ceiling"), rows)
+
+
+def _steady(stages: dict[str, Any]) -> list[str]:
+    simulated = stages.get("simulate", {}).get("runs", {})
+    rows = []
+    for name, run in stages.get("steady", {}).get("runs", {}).items():
+        found, other = run.get("steady_decode") or {}, simulated.get(name, {})
+        rate = run.get("h2d_busy_gb_s")
+        rows.append((
+            name, run.get("label", "-"), _number(found.get("tok_s")), _number(found.get("pass_s")),
+            str(found.get("passes", "-")), _number(other.get("steady_tok_s")), _share(other.get("steady_accuracy")),
+            _number(rate), run.get("error") or "as asked",
+        ))  # fmt: skip
+    names = ("steady decode", "label", "tok/s", "s a pass", "passes", "simulator", "accuracy", "h2d GB/s", "end")
+    return _table(names, rows)
+
+
+def _table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    head = ["", f"| {' | '.join(names)} |", "|" + " --- |" * len(names)]
+    return [*head, *(f"| {' | '.join(row)} |" for row in rows)] if rows else []
 
 
 def _strategies(stages: dict[str, Any]) -> list[str]:

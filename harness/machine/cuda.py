@@ -1,8 +1,9 @@
 """The machine of a real GPU: lanes are CUDA streams, tickets are events, the cpu and pin lanes are host threads.
 
-A thread a device lane launches what is ready, and a thread a stream sleeps until its events come; the strategy's thread
-does neither. An op on one stream follows one on another by the stream's own wait; host lanes start when the event has
-come (`device/issuing.py` says which is which). Nothing waits for the whole device; memory is taken while planning.
+A thread a stream launches what is ready, and another one sleeps until its events come; the strategy's thread does
+neither. An urgent op may gather what lies scattered in host memory while it is launched: launches of weights go on. An
+op on one stream follows one on another by the stream's own wait; host lanes start when the event has come
+(`device/issuing.py` says which is which). Nothing waits for the whole device; memory is taken while planning.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from harness.machine.base import D2H, GPU, H2D, Lane, LaneKind, MachineError, Op
 from harness.machine.device.clock import DeviceClock
 from harness.machine.device.context import DeviceContext
 from harness.machine.device.issuing import DEVICE_LANES, IssueBoard
-from harness.machine.device.lanes import Depth, DeviceLane, DeviceStream, Launched
+from harness.machine.device.lanes import Depth, DeviceQueue, DeviceStream, Launched
 from harness.machine.device.links import link_rates_gb_s
 from harness.machine.device.memory import DeviceArenas
 from harness.machine.device.numa import Node, node_of
@@ -33,6 +34,7 @@ from harness.machine.device.staging import StagingRing
 from harness.machine.threads.context import HostContext
 from harness.machine.threads.machine import ThreadedMachine, packet_work
 from harness.model.spec import ModelSpec
+from kernels import triton as gpu_kernels
 
 _never_freed: list[object] = []  # memory of machines whose device did not come to rest: it may still be written
 _COPY_LANES = (H2D, D2H)
@@ -48,19 +50,23 @@ class Config:
     watchdog_s: float = 120.0
     poison: bool = False
     copies_in_flight: int = 2
-    launch_mb: float = 32.0
+    launch_mb: float = 64.0
     gpu_ops_in_flight: int = 16
     staging_mb: float = 8.0
     cpu_threads: int | None = None
+    pin_threads: int = 4
+    triton: tuple[str, ...] = gpu_kernels.KERNELS
 
     def __post_init__(self) -> None:
         require_watchdog_s(self.watchdog_s)
-        for name in ("copies_in_flight", "gpu_ops_in_flight"):
+        for name in ("copies_in_flight", "gpu_ops_in_flight", "pin_threads"):
             require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
         require(self.launch_mb >= 0, "launch_mb", f"must be >= 0, got {self.launch_mb:g}")
         require(self.staging_mb >= 1e-3, "staging_mb", f"must be at least 0.001, got {self.staging_mb:g}")
         threads = self.cpu_threads
         require(threads is None or threads >= 1, "cpu_threads", f"must be at least 1 or null, got {threads}")
+        told = f"must be some of {', '.join(gpu_kernels.KERNELS)}, got {', '.join(self.triton)}"
+        require(set(self.triton) <= set(gpu_kernels.KERNELS), "triton", told)
 
 
 class CudaMachine(ThreadedMachine):
@@ -97,14 +103,23 @@ class CudaMachine(ThreadedMachine):
         )
         self._issues: IssueBoard = self._board  # type: ignore[assignment]
         self._runtime, self._node = runtime, node
-        self._cpu_threads = config.cpu_threads or max(1, len(self._cores()) - len(DEVICE_LANES))
+        cpu_threads = config.cpu_threads or max(1, len(self._cores()) - len(DEVICE_LANES))
+        pin_threads = config.pin_threads + (config.pin_threads == cpu_threads)  # pools of one size are one pool
+        self._lane_threads = {LaneKind.CPU: cpu_threads, LaneKind.PIN: pin_threads}
         self._clock, self._clock_lock = DeviceClock(runtime), threading.Lock()
         self._launched: dict[Ticket, tuple[DeviceStream, Any]] = {}  # where the last packet stands, and its event
-        self._lanes: dict[Lane, DeviceLane] = {}
+        self._queues: list[DeviceQueue] = []
         self._take_staging(streams, int(config.staging_mb * 1e6))
         self.link_ceilings_gb_s = self._measured_links(streams)
+        self._device_facts = runtime.facts()  # while it is at its speed
         for lane, its_streams in streams.items():
             self._open_lane(lane, its_streams)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        found = self._device_facts | {"clock error": f"{self.clock_error_s * 1e6:.0f} us"}
+        ceilings = self.link_ceilings_gb_s or {}
+        return super().facts | found | {f"measured {lane} ceiling": f"{r:.2f} GB/s" for lane, r in ceilings.items()}
 
     @property
     def clock_error_s(self) -> float:
@@ -130,12 +145,16 @@ class CudaMachine(ThreadedMachine):
         return found
 
     def _open_lane(self, lane: Lane, streams: list[DeviceStream]) -> None:
-        """Start the threads that launch and that watch the streams."""
+        """Start the threads that launch and that watch the streams: the last one takes urgent ops, the first one the
+        others."""
         self._wake[lane] = threading.Condition(self._lock)
-        self._lanes[lane] = DeviceLane(lane, self._board.lane(lane), streams[0], streams[-1])
-        self._start_thread(partial(self._launch_all, lane), f"lane {lane}")
-        for number, stream in enumerate(streams):
-            self._start_thread(partial(self._watch, stream), f"stream {number} of lane {lane}")
+        for stream in streams:
+            classes = tuple(urgent for urgent in (True, False) if stream is streams[-1 if urgent else 0])
+            queue = DeviceQueue(self._board.lane(lane), stream, classes=classes)
+            self._queues.append(queue)
+            name = f"stream {streams.index(stream)} of lane {lane}"
+            self._start_thread(partial(self._launch_all, lane, queue), f"launches on {name}")
+            self._start_thread(partial(self._watch, stream), name)
 
     # -- host lanes -----------------------------------------------------------------------------------------------
 
@@ -151,28 +170,27 @@ class CudaMachine(ThreadedMachine):
             os.sched_setaffinity(threading.get_native_id(), self._node.cores)
 
     def _host_context(self, lane: Lane) -> HostContext:
-        return HostContext(lane, self._arenas, threads=self._cpu_threads if lane.kind is LaneKind.CPU else 1)
+        return HostContext(lane, self._arenas, threads=self._lane_threads[lane.kind])
 
     def _cores(self) -> list[int]:
         return list(self._node.cores) if self._node else sorted(os.sched_getaffinity(0))
 
     # -- launching ------------------------------------------------------------------------------------------------
 
-    def _launch_all(self, lane: Lane) -> None:
-        device_lane = self._lanes[lane]
+    def _launch_all(self, lane: Lane, queue: DeviceQueue) -> None:
         while not self._stopped:
-            found = device_lane.next()
+            found = queue.next()
             if found is None:
                 self._wake[lane].wait()
                 continue
-            if not self._launch(device_lane, *found):
+            if not self._launch(queue, *found):
                 return
 
-    def _launch(self, lane: DeviceLane, ticket: Ticket, packet: int) -> bool:
+    def _launch(self, queue: DeviceQueue, ticket: Ticket, packet: int) -> bool:
         """Put some packets into their stream; False where that failed. The lock is released meanwhile."""
-        op, stream, count = ticket.op, lane.stream_of(ticket), 0
+        op, stream, count = ticket.op, queue.stream, 0
         if packet == 0:
-            lane.begin(ticket)
+            queue.begin(ticket)
             self._issues.start(ticket, time.monotonic())
             self._order_behind(stream, ticket)
         first, last, mark = stream.event(), stream.event(), self._clock.mark
@@ -190,6 +208,7 @@ class CudaMachine(ThreadedMachine):
                 count = min(stream.depth.packets(share), op.packets - packet)
                 for number in range(packet, packet + count):
                     self._run(stream, partial(_run_packet, op, context, number, result), ticket.lane)
+                context.flush()
             finally:  # what went to the device before an error is waited for like all else
                 self._runtime.record(last, stream.handle)
         except BaseException as caught:
@@ -202,7 +221,7 @@ class CudaMachine(ThreadedMachine):
         if error is not None:
             self._fail(str(ticket), error)
             return False
-        lane.go_on(ticket, packet + count)
+        queue.go_on(ticket, packet + count)
         if packet + count == op.packets:
             self._launched[ticket] = (stream, last)
             now_s = time.monotonic()
@@ -241,7 +260,7 @@ class CudaMachine(ThreadedMachine):
             stream.remove(launched)
             if times_s is not None and len(launched.result) == launched.count > 0:
                 self._ended(stream, launched, *times_s)
-            self._wake[launched.ticket.lane].notify()  # there is room for another packet
+            self._wake[launched.ticket.lane].notify_all()  # there is room for another packet
 
     def _await(self, stream: DeviceStream, launched: Launched) -> tuple[float, float] | None:
         """Return when the packet began and ended, or None where it failed. The lock is released meanwhile."""
@@ -266,7 +285,7 @@ class CudaMachine(ThreadedMachine):
         finally:
             self._lock.acquire()
         if error is not None and self._failure is None:
-            others = [str(w.ticket) for lane in self._lanes.values() for s in lane.streams for w in s.under_way]
+            others = [str(w.ticket) for queue in self._queues for w in queue.stream.under_way]
             # The device tells that something failed, not what: anything that was under way may be it.
             self._fail(f"{launched.ticket}, or another of {', '.join(others)}," if others[1:] else others[0], error)
         return times_s
@@ -295,9 +314,8 @@ class CudaMachine(ThreadedMachine):
 
     def _wake_all(self) -> None:
         super()._wake_all()
-        for lane in self._lanes.values():
-            for stream in lane.streams:
-                stream.changed.notify_all()
+        for queue in self._queues:
+            queue.stream.changed.notify_all()
 
     def close(self) -> None:
         """Stop ops at their next packet. Memory that the device may still write is never freed."""
@@ -350,6 +368,8 @@ def resource() -> str:
 
 def build(config: Config, hardware: HardwareConfig, spec: ModelSpec) -> CudaMachine:
     """Build the machine of the first GPU, as large as the profile says; its rates are its own."""
+    several = f"must be 1 on machine=cuda, got {hardware.num_gpus}; machine=emulated and machine=simulated have several"
+    require(hardware.num_gpus == 1, "hardware.num_gpus", several)
     if not device_found():
         raise ConfigError("machine.name", "cuda needs an NVIDIA GPU that torch can use; machine=emulated needs none")
     runtime = TorchCudaRuntime()
@@ -367,6 +387,7 @@ def build(config: Config, hardware: HardwareConfig, spec: ModelSpec) -> CudaMach
         f"{runtime.free_bytes / 1e9:.4g} are free and {_ROUNDING_BYTES / 1e9:.2g} are for rounding; "
         f"got {hardware.device_memory_gb:g}",
     )
+    gpu_kernels.choose(config.triton)
     runtime.limit_memory(int(hardware.device_memory_gb * 1e9) + _ROUNDING_BYTES)
     machine = CudaMachine(
         runtime=runtime,

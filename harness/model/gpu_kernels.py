@@ -10,9 +10,11 @@ from kernels import triton as gpu
 
 
 def warm_up(spec: ModelSpec, device: torch.device, kv_block_size: int | None = None) -> None:
-    """Compile and load what `spec` needs on this device; do nothing where these kernels do not serve it.
+    """Compile and load what `spec` needs on this device of the kernels that serve it, if any does.
     `kv_block_size` is that of a paged KV cache in device memory."""
-    if not gpu.serves(torch.empty(0, device=device)):
+    there = torch.empty(0, device=device)
+    wanted = [kernel for kernel in gpu.KERNELS if gpu.serves(there, kernel)]
+    if not wanted:
         return
     family = families.family(spec.family)
     router, latent = spec.router, None
@@ -40,4 +42,5 @@ def warm_up(spec: ModelSpec, device: torch.device, kv_block_size: int | None = N
             kv_block_size=kv_block_size,
         ),
         device,
+        wanted,
     )

@@ -1,10 +1,10 @@
 """The GPU kernels in Triton serve the gpu lane: routing, grouped experts, and attention over flat tokens and KV caches.
 
 Triton is optional. Nothing here imports it before the first kernel is called; `serves` says whether a tensor's device
-has these kernels, and is what ops ask before they use one. None of the kernels waits for the device: grids come from
-upper bounds that the host knows, and whatever depends on routing or lengths is read from device memory. None uses
-atomics: every result is the same bit for bit in every run. Tile sizes are fixed tables (`tiling.py`); nothing is tuned,
-and after `warm_up` nothing is compiled, inside a pass.
+has a kernel, and is what ops ask before they use one. `choose` leaves some out, so that a fault can be looked for. None
+of the kernels waits for the device: grids come from upper bounds that the host knows, and whatever depends on routing
+or lengths is read from device memory. None uses atomics: every result is the same bit for bit in every run. Tile sizes
+are fixed tables (`tiling.py`); nothing is tuned, and after `warm_up` nothing is compiled, inside a pass.
 
 With TRITON_INTERPRET=1 in the environment when Triton is first imported, the kernels run on CPU tensors, slowly.
 """
@@ -12,10 +12,13 @@ With TRITON_INTERPRET=1 in the environment when Triton is first imported, the ke
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+KERNELS = ("routing", "experts", "prefill", "decode")  # by what they do; decode: attention over any kind of cache
+_chosen = frozenset(KERNELS)
 _HOMES = {
     "Activation": "matrices",
     "ExpertMatrices": "matrices",
@@ -33,7 +36,7 @@ _HOMES = {
     "warm_up": "warming",
 }
 
-__all__ = [*_HOMES, "available", "serves"]
+__all__ = [*_HOMES, "KERNELS", "available", "choose", "serves"]
 
 if TYPE_CHECKING:
     from kernels.triton.decode import paged_decode_attention as paged_decode_attention
@@ -58,9 +61,17 @@ def available() -> bool:
     return find_spec("triton") is not None
 
 
-def serves(tensor: Any) -> bool:
-    """Return whether these kernels work on this tensor: it lies on a GPU, and Triton is installed."""
-    return bool(tensor.is_cuda) and available()
+def choose(kernels: Iterable[str]) -> None:
+    """Let these of `KERNELS` work in this process from now on; what the others would do is done in torch."""
+    global _chosen
+    _chosen = frozenset(kernels)
+    assert _chosen <= set(KERNELS), f"unknown kernels among {sorted(_chosen)}"
+
+
+def serves(tensor: Any, kernel: str) -> bool:
+    """Return whether one of `KERNELS` works on this tensor: it is chosen, the tensor lies on a GPU, and Triton is
+    installed."""
+    return kernel in _chosen and bool(tensor.is_cuda) and available()
 
 
 def __getattr__(name: str) -> Any:

@@ -18,11 +18,17 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """major: of the compute capability; 9 has products of whole warp groups, whose operands stay in shared memory.
+    """Holds what tiles depend on. major: of the compute capability.
     shared_bytes: what one block may take: 227 KiB on 9.0, 163 on 8.0, 99 on 8.6 and 8.9, 64 on 7.5."""
 
     major: int = 8
     shared_bytes: int = 99 << 10
+
+    @property
+    def has_warp_groups(self) -> bool:
+        """True where whole warp groups multiply, with operands in shared memory: data-centre chips since Hopper. Those
+        of 12.x, as all before 9, would spill what such products hold."""
+        return self.major in (9, 10)
 
 
 _LEAST_ROWS = 16  # of a tensor core's product
@@ -41,7 +47,7 @@ def expert_tiles(element_bytes: int, rows_per_expert: float, num_weights: int, c
 
     The tile's rows are the power of two that holds the mean number of tokens an expert gets, within what the table has.
     """
-    table = _FLOAT if element_bytes != 2 else _HALF if chip.major >= 9 else _HALF_BEFORE_9
+    table = _FLOAT if element_bytes != 2 else _HALF if chip.has_warp_groups else _HALF_BEFORE_9
     rows = next((rows for rows in table if rows >= rows_per_expert), max(table))
     all_columns, depth, num_warps = table[rows]
     columns = min(all_columns // num_weights, _MOST_COLUMNS)
@@ -62,7 +68,7 @@ def prefill_tiles(element_bytes: int, head_dim: int, chip: Chip) -> Tiles:
     elif head_dim > 128:
         rows, columns, num_warps = 64, 32, 4
     else:
-        rows, columns, num_warps = 128, 64 if chip.major >= 9 else 32, 8
+        rows, columns, num_warps = 128, 64 if chip.has_warp_groups else 32, 8
     return Tiles(rows, columns, head_dim, num_warps, _attention_stages(element_bytes, rows, columns, head_dim, chip))
 
 
@@ -84,7 +90,7 @@ def latent_tiles(element_bytes: int, width: int, num_heads: int, chip: Chip) -> 
     step_bytes = columns * width * element_bytes
     if element_bytes == 2 and num_heads > _LEAST_ROWS:
         rows, num_warps = 32, 8
-        if chip.major >= 9 and num_heads > rows and _GROUP_ROWS * width * 2 + 2 * step_bytes <= chip.shared_bytes:
+        if chip.has_warp_groups and num_heads > rows and _GROUP_ROWS * width * 2 + 2 * step_bytes <= chip.shared_bytes:
             rows = _GROUP_ROWS
     steps = (chip.shared_bytes - rows * width * element_bytes) // step_bytes  # that fit beside the queries
     num_stages = steps if rows == _GROUP_ROWS else steps + 1  # a warp's product has its step in registers

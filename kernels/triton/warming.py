@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,42 +48,50 @@ class Shapes:
     kv_block_size: int | None = None  # of a paged cache on the device, where there is one
 
 
-def warm_up(shapes: Shapes, device: torch.device) -> None:
-    """Launch every kernel in every tile size that a pass may choose, so that all are compiled and loaded.
+def warm_up(shapes: Shapes, device: torch.device, kernels: Collection[str] | None = None) -> None:
+    """Launch these kernels, or all, in every tile size that a pass may choose, so that each is compiled and loaded.
 
     Each runs on one token and no expert's weights. This takes seconds, the first time on a machine a minute; Triton
     keeps the results on disk.
     """
-    experts, dtype = shapes.experts, shapes.experts.dtype
 
-    def zeros(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+    def zeros(*shape: int, of: torch.dtype = shapes.experts.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=of, device=device)
 
-    choose_experts(
-        zeros(1, shapes.num_experts),
-        shapes.top_k,
-        scoring=shapes.scoring,
-        renormalise=shapes.renormalise,
-        choice_bias=zeros(shapes.num_experts, of=torch.float32) if shapes.has_choice_bias else None,
-        num_groups=shapes.num_groups,
-        groups_per_token=shapes.groups_per_token,
-        group_score_experts=shapes.group_score_experts,
-    )
+    if kernels is None or "routing" in kernels:
+        choose_experts(
+            zeros(1, shapes.num_experts),
+            shapes.top_k,
+            scoring=shapes.scoring,
+            renormalise=shapes.renormalise,
+            choice_bias=zeros(shapes.num_experts, of=torch.float32) if shapes.has_choice_bias else None,
+            num_groups=shapes.num_groups,
+            groups_per_token=shapes.groups_per_token,
+            group_score_experts=shapes.group_score_experts,
+        )
+    if kernels is None or "experts" in kernels:
+        _run_experts_once(shapes, zeros)
+    attends = {"prefill", "decode"} if kernels is None else kernels
+    if shapes.latent is not None:
+        return _attend_latents_once(shapes, shapes.latent, zeros, attends)
+    for window in shapes.windows:
+        _attend_once(shapes, window, zeros, attends)
+
+
+def _run_experts_once(shapes: Shapes, zeros: Callable[..., torch.Tensor]) -> None:
+    experts = shapes.experts
     ids, weights = zeros(1, shapes.top_k, of=torch.int64), zeros(1, shapes.top_k, of=torch.float32)
     out, table = zeros(1, experts.hidden, of=torch.float32), zeros(shapes.num_experts, ADDRESSES, of=torch.int64)
     scratch_bytes = expert_scratch_bytes(1, shapes.top_k, shapes.num_experts, shapes.num_experts, experts)
     scratch = zeros(scratch_bytes, of=torch.uint8)
-    for rows in row_choices(dtype.itemsize):
+    for rows in row_choices(experts.dtype.itemsize):
         tokens = (zeros(1, experts.hidden), ids, weights, out)
         launch(*tokens, table, experts, shapes.num_experts, scratch, rows)
 
-    if shapes.latent is not None:
-        return _attend_latents_once(shapes, shapes.latent, zeros)
-    for window in shapes.windows:
-        _attend_once(shapes, window, zeros)
 
-
-def _attend_once(shapes: Shapes, window: int | None, zeros: Callable[..., torch.Tensor]) -> None:
+def _attend_once(
+    shapes: Shapes, window: int | None, zeros: Callable[..., torch.Tensor], attends: Collection[str]
+) -> None:
     heads, kv_heads, head_dim = shapes.num_heads, shapes.num_kv_heads, shapes.head_dim
     q, kv, positions = zeros(1, heads, head_dim), zeros(1, kv_heads, head_dim), zeros(1, of=torch.int64)
     options: dict[str, Any] = {
@@ -91,7 +99,10 @@ def _attend_once(shapes: Shapes, window: int | None, zeros: Callable[..., torch.
         "window": window,
         "sinks": zeros(heads, of=torch.float32) if shapes.has_sinks else None,
     }
-    causal_attention(q, kv, kv, positions, torch.empty_like(q), **options)
+    if "prefill" in attends:
+        causal_attention(q, kv, kv, positions, torch.empty_like(q), **options)
+    if "decode" not in attends:
+        return
     staging = zeros(2 * kv_heads * head_dim)
     staged_decode_attention(q, staging, positions, torch.empty_like(q), num_kv_heads=kv_heads, **options)
     if shapes.kv_block_size is not None:
@@ -99,11 +110,16 @@ def _attend_once(shapes: Shapes, window: int | None, zeros: Callable[..., torch.
         paged_decode_attention(q, cache, cache, zeros(1, of=torch.int32), positions, torch.empty_like(q), **options)
 
 
-def _attend_latents_once(shapes: Shapes, latent: Latent, zeros: Callable[..., torch.Tensor]) -> None:
+def _attend_latents_once(
+    shapes: Shapes, latent: Latent, zeros: Callable[..., torch.Tensor], attends: Collection[str]
+) -> None:
     """Attend in prefill, if explicit, to keys and values of every head, and in decode to latents."""
     heads, width, positions = shapes.num_heads, latent.kv_rank + latent.rope_dim, zeros(1, of=torch.int64)
     q, v = zeros(1, heads, shapes.head_dim), zeros(1, heads, latent.value_dim)
-    causal_attention(q, q, v, positions, torch.empty_like(v), scale=1.0)
+    if "prefill" in attends:
+        causal_attention(q, q, v, positions, torch.empty_like(v), scale=1.0)
+    if "decode" not in attends:
+        return
     q, out = zeros(1, heads, width), zeros(1, heads, latent.kv_rank)
     staged_latent_attention(q, zeros(width), positions, out, scale=1.0)
     if shapes.kv_block_size is not None:

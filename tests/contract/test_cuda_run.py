@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,8 @@ from harness.machine import auto, cuda
 from harness.machine.device import pinned
 from harness.record.files import read_json
 from harness.run.experiment import RunFailed, run_experiment
+from harness.run.session import Session
+from kernels import triton as gpu_kernels
 from tests.composing import composed
 from tests.fake_device import FakeDevice
 
@@ -47,6 +50,7 @@ def test_a_run_says_measured_and_knows_its_links(devices, tmp_path):
     assert 0 < summary["utilization"]["gpu"] <= 1
     assert summary["stolen_core_share"] is None
     assert read_json(folder / "plan.json")["label"] == "measured"
+    assert read_json(folder / "meta.json")["machine"]["GPU"] == "fake device"
     assert not devices[0].pinned
 
 
@@ -56,6 +60,27 @@ def test_the_gpu_is_as_large_as_the_profile_says(devices, tmp_path):
     too_much = r"hardware.device_memory_gb: must be at most 0.8053: fake device has 1.074 GB, .* got 2"
     with pytest.raises(ConfigError, match=too_much):
         run_experiment(composed("machine=cuda", *SMOKE, "hardware.device_memory_gb=2", f"results_dir={tmp_path}"))
+
+
+def test_several_gpus_are_refused_before_any_work(devices, tmp_path):
+    with pytest.raises(ConfigError, match="hardware.num_gpus: must be 1 on machine=cuda, got 2"):
+        overrides = ("machine=cuda", *SMOKE, "strategy=moelightning", "hardware.num_gpus=2", f"results_dir={tmp_path}")
+        run_experiment(composed(*overrides))
+    assert not devices
+
+
+def test_gpu_kernels_are_chosen_by_a_setting(devices, monkeypatch):
+    """Each by itself; a machine without the setting has all of them again."""
+    on_gpu = SimpleNamespace(is_cuda=True)
+    monkeypatch.setattr(gpu_kernels, "available", lambda: True)
+    all_of_them = gpu_kernels.KERNELS
+    for setting, served in (("[routing,prefill]", ("routing", "prefill")), ("[]", ()), (None, all_of_them)):
+        session = Session.of(composed("machine=cuda", *SMOKE, *([f"machine.triton={setting}"] if setting else [])))
+        session.load_model()
+        session.build_machine().close()
+        assert tuple(kernel for kernel in all_of_them if gpu_kernels.serves(on_gpu, kernel)) == served
+    with pytest.raises(ConfigError, match="machine.triton: must be some of routing, experts, prefill, decode, got moe"):
+        Session.of(composed("machine=cuda", *SMOKE, "machine.triton=[moe]"))
 
 
 def test_a_gpu_without_bfloat16_says_so(devices, monkeypatch, tmp_path):

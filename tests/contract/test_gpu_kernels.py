@@ -39,7 +39,7 @@ DECODES = {"moelens": "staged_decode_attention", "deepspeed_zero": "paged_decode
 
 
 def test_cpu_tensors_are_not_served():
-    assert not gpu.serves(torch.empty(1))
+    assert not any(gpu.serves(torch.empty(1), kernel) for kernel in gpu.KERNELS)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (extra `test`, on Linux only)")
@@ -77,7 +77,7 @@ def main() -> None:
 
     for name in (*ALWAYS, *DECODES.values()):
         setattr(gpu, name, counted(name))
-    gpu.serves = lambda tensor: True  # type: ignore[assignment]
+    gpu.serves = lambda tensor, kernel: True  # type: ignore[assignment]
     profiler._PROBE_TOKENS, profiler._MAX_STEPS = 16, 1  # how long the interpreter takes is of no interest
     for run, (family, strategy, change) in RUNS.items():
         checkpoint = small_checkpoint(family)

@@ -90,7 +90,7 @@ def kernels_left_out(monkeypatch):
         monkeypatch.setattr(gpu, name, left_out(name))
     monkeypatch.setattr(gpu, "choose_experts", choose)
     monkeypatch.setattr(gpu, "address_table", lambda *_: torch.empty(1, device=DEVICE))
-    monkeypatch.setattr(gpu, "serves", lambda tensor: True)
+    monkeypatch.setattr(gpu, "serves", lambda tensor, kernel: True)
     monkeypatch.setattr(on_gpu, "numbers", numbers)
     monkeypatch.setattr(views, "_weight_views", weight_views)
     return called

@@ -85,3 +85,14 @@ def test_thread_cpu_time_counts_work_not_sleep():
     between()
     sum(range(1_000_000))
     between()
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("nbytes", [0, 1, 4097, 3_000_001])
+def test_a_copy_by_several_threads_brings_every_byte_and_no_other(nbytes, num_threads):
+    room = torch.zeros(nbytes + 2, dtype=torch.uint8)
+    source = torch.randint(1, 255, (nbytes,), dtype=torch.uint8)
+    kernels.stream_copy(room[1:-1], source, num_threads=num_threads)
+    assert torch.equal(room[1:-1], source) and room[0] == room[-1] == 0
+    with pytest.raises(ValueError, match="dst"):
+        kernels.stream_copy(room, source)

@@ -15,7 +15,7 @@ from harness.machine.device.memory import DeviceArenas
 from harness.machine.device.runtime import DeviceRuntime
 from harness.machine.device.staging import Slot
 from harness.machine.threads.arenas import tensor_of
-from harness.memory.tiers import Buffer
+from harness.memory.tiers import HOST_TIERS, Buffer
 
 TakeSlot = Callable[[int], Slot | None]
 
@@ -37,9 +37,23 @@ class Staged:
             self.target.copy_(self.memory)
 
 
+@dataclass(slots=True)
+class _Run:
+    """Holds the bytes of packets that follow each other, which go as one copy."""
+
+    dst: Buffer
+    src: Buffer
+    start_bytes: int
+    stop_bytes: int
+
+
 class DeviceContext:
     """Context of some packets that are launched together. Nothing here waits for the device, but for room in a staging
     ring, or for a copy of data that are too large for it in one row.
+
+    Packets that `copy` byte ranges one behind another become one copy of the device's, which is given to the stream by
+    whatever else comes, or by `flush`. Ops of the gpu lane see device memory alone: what they do to host memory would
+    happen when they are launched, not in their turn.
 
     `take` finds room in the staging ring of the packets' stream, waiting for packets before them if it must; None where
     these hold all of it themselves, or there never will be enough. `give_back` returns the oldest piece. `staged` is
@@ -62,21 +76,36 @@ class DeviceContext:
         self._take = take
         self._give_back = give_back
         self.staged: deque[Staged] = deque()
+        self._copying: _Run | None = None
 
     def memo(self, buffer: Buffer) -> dict[Hashable, Any]:
         return self._arenas.memo(buffer)
 
     def tensor(self, buffer: Buffer, shape: Sequence[int], dtype: str) -> torch.Tensor:
+        is_host = self.lane.kind is LaneKind.GPU and buffer.tier in HOST_TIERS
+        assert not is_host, f"an op on lane {self.lane} touches '{buffer.name}' in {buffer.tier} memory"
         return self._arenas.tensor(buffer, shape, dtype)
 
     def num_threads(self) -> int:
         return 1
 
     def copy(self, dst: Buffer, src: Buffer, offset_bytes: int, nbytes: int) -> None:
-        part = slice(offset_bytes, offset_bytes + nbytes)
-        self.move(self._arenas.bytes_of(dst)[part], self._arenas.bytes_of(src)[part])
+        run = self._copying
+        if run is not None and (run.dst, run.src, run.stop_bytes) == (dst, src, offset_bytes):
+            run.stop_bytes += nbytes
+        else:
+            self.flush()
+            self._copying = _Run(dst, src, offset_bytes, offset_bytes + nbytes)
+
+    def flush(self) -> None:
+        """Give the stream what packets have asked to be copied until now."""
+        run, self._copying = self._copying, None
+        if run is not None:
+            part = slice(run.start_bytes, run.stop_bytes)
+            self.move(self._arenas.bytes_of(run.dst)[part], self._arenas.bytes_of(run.src)[part])
 
     def move(self, dst: torch.Tensor, src: torch.Tensor | np.ndarray) -> None:
+        self.flush()
         source = tensor_of(src) if isinstance(src, np.ndarray) else src
         if source.numel() == 0:
             return
@@ -87,6 +116,7 @@ class DeviceContext:
             self._to_host(dst, source)
 
     def host_value(self, source: torch.Tensor) -> np.ndarray:
+        self.flush()
         value = torch.empty(source.shape, dtype=source.dtype)
         if source.numel():
             self._to_host(value, source)

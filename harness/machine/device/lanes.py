@@ -1,4 +1,4 @@
-"""A lane of a device: one stream, or on copy lanes a second one for urgent ops, and what is under way on each."""
+"""The streams of a device's lanes: what is under way on each, and what is launched there next."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from harness.machine.base import Lane, Ticket, Work
+from harness.machine.base import Ticket, Work
 from harness.machine.device.clock import Mark
 from harness.machine.device.context import DeviceContext
 from harness.machine.device.runtime import DeviceRuntime
@@ -105,29 +105,25 @@ class DeviceStream:
         return None
 
 
-class DeviceLane:
-    """A device lane decides what to launch next: the two FIFO classes of `queues.py`, packet by packet."""
+class DeviceQueue:
+    """The part of a lane that goes to one stream: one or both of the FIFO classes of `queues.py`, packet by packet."""
 
-    def __init__(self, lane: Lane, queue: LaneQueue, normal: DeviceStream, urgent: DeviceStream) -> None:
-        """Take two streams for the two classes; `urgent` may be `normal`."""
-        self.lane = lane
-        self.streams = [normal] if normal is urgent else [normal, urgent]
-        self._queue = queue
-        self._normal, self._urgent = normal, urgent
-        self._open: dict[bool, tuple[Ticket, int] | None] = {False: None, True: None}  # by urgency: op and next packet
-
-    def stream_of(self, ticket: Ticket) -> DeviceStream:
-        return self._urgent if ticket.urgent else self._normal
+    def __init__(self, queue: LaneQueue, stream: DeviceStream, *, classes: tuple[bool, ...]) -> None:
+        """Take `classes` by their urgency, those that go first in front."""
+        self.stream = stream
+        self._queue, self._classes = queue, classes
+        self._open: dict[bool, tuple[Ticket, int] | None] = dict.fromkeys(classes)  # op and next packet
 
     def next(self) -> tuple[Ticket, int] | None:
         """Return the packet from which to launch now, if any: urgent ops first, and only where the stream has room."""
-        for urgent in (True, False):
-            found = self._open[urgent]
-            if found is None:
-                ticket = self._queue.ready_urgent() if urgent else self._queue.ready_normal()
-                found = None if ticket is None else (ticket, 0)
-            if found is not None:
-                return found if self.stream_of(found[0]).has_room else None
+        if not self.stream.has_room:
+            return None
+        for urgent in self._classes:
+            if (found := self._open[urgent]) is not None:
+                return found
+            ticket = self._queue.ready_urgent() if urgent else self._queue.ready_normal()
+            if ticket is not None:
+                return ticket, 0
         return None
 
     def begin(self, ticket: Ticket) -> None:

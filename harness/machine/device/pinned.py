@@ -22,10 +22,12 @@ Progress = Callable[[str], None]
 
 _CHUNK_BYTES = 1 << 28  # pages are taken in pieces of this size, so that progress and limits can be told
 _TELL_FROM_BYTES = 4 << 30
+_TELL_EVERY_BYTES = 16 << 30
 _KEEP_FROM_BYTES = 1 << 30
 _SPARE_BYTES = 1 << 29  # left to the system
 _PATIENCE_S = 10.0  # a virtual machine's memory may grow when it is used
 _POPULATE_WRITE, _PREFERRED = 23, 1  # MADV_POPULATE_WRITE, MPOL_PREFERRED of linux/mman.h and linux/mempolicy.h
+_NO_RESERVE = 0x4000  # MAP_NORESERVE of linux/mman.h
 _MBIND = {"x86_64": 237, "aarch64": 235}  # numbers of the system call
 
 
@@ -97,9 +99,10 @@ class HostMemory:
     def _new_area(self, nbytes: int, name: str, runtime: DeviceRuntime, tell: Progress) -> torch.Tensor:
         began_s = time.monotonic()
         tell = tell if nbytes >= _TELL_FROM_BYTES else _say_nothing
-        area = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no large pages
+        area = _mapped(nbytes, name)
         memory = torch.frombuffer(area, dtype=torch.uint8)
-        _advise_huge(area)
+        _advise(area, "MADV_HUGEPAGE")
+        _advise(area, "MADV_DONTFORK")  # whoever forks has no use for it, and would copy its tables or even pages
         if self._node is not None:
             _prefer_node(memory, self._node.number)
         self._take_pages(memory, name, tell)
@@ -113,17 +116,24 @@ class HostMemory:
         return memory
 
     def _take_pages(self, memory: torch.Tensor, name: str, tell: Progress) -> None:
-        starts = range(0, memory.nbytes, _CHUNK_BYTES)
+        """Take as many pieces at a time as the limits leave room for, at least one. Where a virtual machine's memory
+        grows when it is used, the next ones find more."""
+        starts, at = range(0, memory.nbytes, _CHUNK_BYTES), 0
+        told_bytes = 0
         with ThreadPoolExecutor(self._threads) as pool:
-            for at in range(0, len(starts), self._threads):
-                batch = starts[at : at + self._threads]
+            while at < len(starts):
+                count = 1
                 if memory.nbytes > _CHUNK_BYTES:
-                    wanted = min(len(batch) * _CHUNK_BYTES, memory.nbytes - batch[0])
-                    self._require(wanted, f"{_needs(name, memory.nbytes, 'pinned')}; after {batch[0] / 1e9:.4g} GB")
+                    asked = f"{_needs(name, memory.nbytes, 'pinned')}; after {starts[at] / 1e9:.4g} GB"
+                    free_bytes = self._require(min(_CHUNK_BYTES, memory.nbytes - starts[at]), asked)
+                    count = max(1, min(self._threads, (free_bytes - _SPARE_BYTES) // _CHUNK_BYTES))
+                batch = starts[at : at + count]
                 list(pool.map(lambda start: _touch(memory[start : start + _CHUNK_BYTES]), batch))
-                if at % (4 * self._threads) == 0:
-                    taken = min(memory.nbytes, batch[-1] + _CHUNK_BYTES)
-                    tell(f"{name}: {taken / 1e9:.0f} of {memory.nbytes / 1e9:.0f} GB taken")
+                at += count
+                taken_bytes = min(memory.nbytes, batch[-1] + _CHUNK_BYTES)
+                if taken_bytes - told_bytes >= _TELL_EVERY_BYTES:
+                    tell(f"{name}: {taken_bytes / 1e9:.0f} of {memory.nbytes / 1e9:.0f} GB taken")
+                    told_bytes = taken_bytes
 
     def require_pageable(self, nbytes: int, name: str) -> None:
         """Require room for pageable memory, which the system gives when it is written to. Raises PinnedMemoryError as
@@ -131,14 +141,15 @@ class HostMemory:
         if nbytes > _CHUNK_BYTES:
             self._require(nbytes, f"{_needs(name, nbytes, 'host')};")
 
-    def _require(self, wanted: int, asked: str) -> None:
-        """Require that much more free memory by every limit; beyond the system's the process would be killed."""
+    def _require(self, wanted: int, asked: str) -> int:
+        """Require that much more free memory by every limit; beyond the system's the process would be killed. Return
+        what is free."""
         deadline_s = time.monotonic() + self._patience_s
         while True:
             limits = self._read_limits()
             limit, free = min(limits.items(), key=lambda item: item[1], default=("", wanted + _SPARE_BYTES))
             if free >= wanted + _SPARE_BYTES:
-                return
+                return free
             if _give_up_kept():
                 continue
             if time.monotonic() >= deadline_s:
@@ -190,10 +201,21 @@ def _lock_limit() -> str:
     return "RLIMIT_MEMLOCK: none" if soft == resource.RLIM_INFINITY else f"RLIMIT_MEMLOCK {soft / 1e9:.4g} GB"
 
 
-def _advise_huge(area: mmap.mmap) -> None:
-    """Ask for large pages. They are a wish: kernels without them say so, and small ones do as well."""
+def _mapped(nbytes: int, name: str) -> mmap.mmap:
+    """Map memory of this process alone (shared memory has no large pages), which nothing stands behind yet.
+
+    The system is not asked to set it aside: it would refuse more than it has, though a virtual machine may grow.
+    """
     try:
-        area.madvise(mmap.MADV_HUGEPAGE)
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+    except OSError as error:
+        raise PinnedMemoryError(f"{_needs(name, nbytes, 'pinned')}: the system does not map it: {error}") from error
+
+
+def _advise(area: mmap.mmap, advice: str) -> None:
+    """Ask the system to treat memory so. This is a wish: kernels that do not know it say so, and all goes on."""
+    try:
+        area.madvise(getattr(mmap, advice))
     except (OSError, AttributeError):
         return
 

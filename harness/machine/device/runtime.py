@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from harness.machine.device.facts import gpu_facts
+
 
 class DeviceError(RuntimeError):
     """The device or its driver refused; the text says what."""
@@ -23,9 +25,13 @@ class DeviceRuntime(Protocol):
     free_bytes: int  # of that, beside the context and other programs, when the runtime was made
     has_bfloat16: bool  # in its instructions
     pci_bus_id: str | None  # where sysfs knows the device
+    ramp_s: float  # how long clocks and links take to come to their speed, when they stood idle
 
     def use(self) -> None:
         """Make this thread work on the device: the first thing a thread does."""
+
+    def facts(self) -> dict[str, str]:
+        """Ask what a reader of numbers from this device must know: its name, its driver, its link and its clocks."""
 
     def limit_memory(self, nbytes: int) -> None:
         """Limit the device's memory: allocations beyond that fail with torch.OutOfMemoryError."""
@@ -77,6 +83,8 @@ class DeviceRuntime(Protocol):
 class TorchCudaRuntime:
     """The `DeviceRuntime` that torch.cuda provides."""
 
+    ramp_s = 0.1
+
     def __init__(self, index: int = 0) -> None:
         self._device = torch.device("cuda", index)
         properties = torch.cuda.get_device_properties(self._device)
@@ -92,9 +100,13 @@ class TorchCudaRuntime:
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         self.free_bytes = torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
+        self._uuid = str(properties.uuid)
 
     def use(self) -> None:
         torch.cuda.set_device(self._device)
+
+    def facts(self) -> dict[str, str]:
+        return gpu_facts(self.name, self.total_bytes, self._uuid)
 
     def limit_memory(self, nbytes: int) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / self.total_bytes), self._device)

@@ -8,8 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.machine.base import D2H, GPU, H2D
+import kernels
+from harness.machine.base import D2H, GPU, H2D, PIN
 from harness.machine.device.staging import StagingRing
+from harness.memory.transfers import CopyPage, StagePage
 from tests.fake_device import FakeDevice, cuda_machine
 from tests.unit.machine.ops import FreeOp
 
@@ -123,6 +125,51 @@ def test_a_compute_lane_moves_nothing(cuda):
     ticket = machine.submit(GPU, Run(lambda ctx: ctx.move(ctx.tensor(buffer, (8,), "uint8"), np.zeros(8, np.uint8))))
     with pytest.raises(RuntimeError, match="copy lanes do"):
         machine.wait(ticket)
+
+
+def test_the_gpu_lane_sees_no_host_memory(cuda):
+    """What an op does there would happen when it is launched, before the copies that it follows."""
+    machine = cuda()
+    pinned = machine.tiers["pinned"].reserve("page", 64)
+    ticket = machine.submit(GPU, Run(lambda ctx: ctx.tensor(pinned, (64,), "uint8").fill_(0), writes=(pinned,)))
+    with pytest.raises(RuntimeError, match="an op on lane gpu touches 'page' in pinned memory"):
+        machine.wait(ticket)
+
+
+def test_packets_that_are_launched_together_are_one_copy(cuda, device, monkeypatch):
+    """As many as `launch_mb` says, and no more; those that do not follow each other stay apart."""
+    machine, copies = cuda(launch_mb=0.004), []
+    source, target = (machine.tiers[name].reserve("data", 10_000) for name in ("pinned", "device"))
+    plain = device.copy
+    monkeypatch.setattr(device, "copy", lambda dst, src, stream: copies.append(len(src)) or plain(dst, src, stream))
+    machine._memory.bytes_of(source)[:] = torch.arange(10_000).to(torch.uint8)
+    page = CopyPage(source, target, nbytes=9_500, layer=0, packet_bytes=1000)
+    machine.wait(machine.submit(H2D, page))
+    assert copies == [4000, 4000, 1500]
+    assert torch.equal(machine._memory.bytes_of(target)[:9500], machine._memory.bytes_of(source)[:9500])
+
+    def apart(ctx):
+        for start in (0, 200, 100, 300):
+            ctx.copy(target, source, start, 100)
+
+    copies.clear()
+    machine.wait(machine.submit(H2D, Run(apart, reads=(source,), writes=(target,))))
+    assert copies == [100] * 4
+
+
+def test_weights_are_staged_by_several_threads_that_are_not_those_of_the_cpu_lane(cuda, monkeypatch):
+    """Pools of threads are shared by their size, and those of one pool would take turns."""
+    threads, plain = [], kernels.stream_copy
+    note = lambda dst, src, num_threads: threads.append(num_threads) or plain(dst, src, num_threads=num_threads)  # noqa: E731
+    monkeypatch.setattr(kernels, "stream_copy", note)
+    for settings, expected in (({"cpu_threads": 1}, 4), ({"cpu_threads": 4}, 5), ({"pin_threads": 2}, 2)):
+        machine = cuda(**settings)
+        source, target = (machine.tiers["pinned"].reserve(name, 3000) for name in ("pages", "staged"))
+        machine._memory.bytes_of(source)[:] = torch.arange(3000).to(torch.uint8)
+        machine.wait(machine.submit(PIN, StagePage(source, target, nbytes=3000, layer=0, packet_bytes=1000)))
+        assert threads == [expected] * 3
+        assert torch.equal(machine._memory.bytes_of(target), machine._memory.bytes_of(source))
+        threads.clear()
 
 
 @given(st.lists(st.tuples(st.integers(0, 900), st.integers(0, 3)), max_size=60))

@@ -76,7 +76,8 @@ class Copying(FreeOp):
         self.target, self.source, self.then, self.writes = target, source, then, (target,)
 
     def run(self, ctx, packet):
-        ctx.copy(self.target, self.source, 0, self.target.nbytes)
+        shape = (self.target.nbytes,)
+        ctx.move(ctx.tensor(self.target, shape, "uint8"), ctx.tensor(self.source, shape, "uint8"))
         self.then()
 
 
@@ -155,6 +156,29 @@ def test_memory_that_the_system_does_not_have_is_not_touched(monkeypatch):
     memory = HostMemory(threads=2, patience_s=5.0, read_limits=lambda: {"limit": next(grown)})
     assert memory.pinned(1 << 22, "weights", device, told.append).sum() == 0
     assert told[-1].startswith("weights: 0.0 GB pinned in")
+
+
+def test_memory_that_grows_with_use_is_taken_piece_by_piece(monkeypatch):
+    """A virtual machine may have room for one piece, and for the next one once that is there."""
+    monkeypatch.setattr(pinned, "_CHUNK_BYTES", 1 << 20)
+    device, spare, asked = FakeDevice(), 1 << 29, []
+
+    def limits():
+        asked.append(len(touched))
+        return {"limit": spare + (1 << 20)}
+
+    touched: list[int] = []
+    plain = pinned._touch
+    monkeypatch.setattr(pinned, "_touch", lambda memory: touched.append(memory.nbytes) or plain(memory))
+    memory = HostMemory(threads=8, patience_s=0.0, read_limits=limits)
+    area = memory.pinned((3 << 20) + 5, "weights", device, print)
+    assert touched == [1 << 20] * 3 + [5] and asked == [0, 1, 2, 3]
+    memory.give_back(area, device)
+
+
+def test_memory_that_the_system_does_not_map_is_an_error_that_names_the_setting():
+    with pytest.raises(PinnedMemoryError, match=r"hardware.pinned_memory_gb\): the system does not map it"):
+        HostMemory().pinned(1 << 60, "weights", FakeDevice(), print)
 
 
 def test_what_waits_for_another_machine_is_given_up_where_memory_runs_short(monkeypatch):

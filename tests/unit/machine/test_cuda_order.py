@@ -87,7 +87,7 @@ def test_no_more_packets_are_launched_ahead_than_asked_and_an_urgent_one_passes_
     machine, log = cuda(copies_in_flight=2, launch_mb=0.0), []
     device.hold(True)
     large = machine.submit(H2D, Launches("large", 10, log))
-    stream = machine._lanes[H2D].streams[0]
+    stream = stream_of(machine, H2D)
     eventually(lambda: len(stream.under_way) == 2, meanwhile=machine.now)
     urgent = machine.submit(H2D, Launches("urgent", 1, log), urgent=True)
     # On a stream of its own, behind nothing that is under way.
@@ -99,28 +99,45 @@ def test_no_more_packets_are_launched_ahead_than_asked_and_an_urgent_one_passes_
     assert log[3:] == [("large", packet) for packet in range(2, 10)]
 
 
-def test_an_urgent_op_is_launched_at_the_next_packet_boundary(cuda):
-    machine, launched = cuda(), []
+def stream_of(machine, lane, *, urgent=False):
+    return next(q.stream for q in machine._queues if q._queue is machine._board.lane(lane) and urgent in q._classes)
 
-    class Logged(Gated):
-        def run(self, ctx, packet):
-            launched.append((self.name, packet))
-            return super().run(ctx, packet)
 
-    def logged(name: str, packets: int = 1) -> Logged:
-        op = Logged(packets)
-        op.name = name
-        return op
-
-    large, urgent, later = logged("large", 3), logged("urgent"), logged("later")
+def test_an_urgent_op_is_launched_while_another_ones_code_runs(cuda):
+    """One that gathers on the host keeps no other copy waiting, in either direction of urgency."""
+    machine = cuda()
+    large, urgent, later, second = Gated(3), Gated(), Gated(), Gated()
     machine.submit(H2D, large)
     large.await_packet(0)
     machine.submit(H2D, urgent, urgent=True)
+    urgent.await_packet(0)
+    large.open()
     machine.submit(H2D, later)
-    for op in (large, urgent, later):
+    later.await_packet(0)
+    machine.submit(H2D, second, urgent=True)
+    for op in (urgent, later, second):
         op.open()
     machine.drain()
-    assert launched == [("large", 0), ("urgent", 0), ("large", 1), ("large", 2), ("later", 0)]
+    by_class = [[s.ticket for s in machine.spans if s.urgent is urgent] for urgent in (False, True)]
+    assert by_class == [[0, 0, 0, 2], [1, 3]]
+
+
+def test_copies_are_launched_though_an_urgent_one_finds_no_room(cuda, device):
+    """Two urgent ones stand in their stream behind work of the gpu; weights need not wait for that."""
+    machine, log = cuda(copies_in_flight=2, launch_mb=0.0), []
+    gate = Gated(writes=("x",))
+    machine.submit(GPU, gate)
+    gate.await_packet(0)
+    for number in range(3):
+        machine.submit(H2D, Quick(number, reads=("x",) if number < 2 else ()), urgent=True)
+    stream = stream_of(machine, H2D, urgent=True)
+    eventually(lambda: len(stream.under_way) == 2, meanwhile=machine.now)
+    plain = [machine.submit(H2D, Launches(str(number), 1, log)) for number in range(5)]
+    eventually(lambda: all(ticket.settled for ticket in plain), meanwhile=machine.now)
+    assert len(stream.under_way) == 2 and not gate._gates[0].is_set()
+    gate.open()
+    machine.drain()
+    assert log == [(str(number), 0) for number in range(5)]
 
 
 class Copying(Quick):

@@ -12,6 +12,7 @@ from harness.machine.cuda import Config
 from harness.machine.device import clock as clock_module
 from harness.machine.device import pinned
 from harness.machine.device.clock import PERIOD_S, DeviceClock
+from harness.machine.device.facts import driver_facts
 from harness.machine.device.numa import Node, cores_of, node_of
 from tests.fake_device import CLOCK_RATE, cuda_machine
 from tests.unit.machine.ops import Quick, Sleeping
@@ -99,8 +100,28 @@ def test_settings_that_cannot_be_are_refused(field, value):
         Config(**{field: value})
 
 
-def test_links_are_measured_by_the_machine_and_reported(cuda):
+def test_a_driver_is_asked_about_the_gpu(tmp_path, monkeypatch):
+    """By the tool that comes with it, and what this one does not know is left out."""
+    tool, uuid = tmp_path / "nvidia-smi", "1234"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert driver_facts(uuid) == {}, "there is no tool"
+    answer = "550.54, 5, 5, 16, 16, 1980 MHz, [N/A], N/A, 700.00 W"
+    tool.write_text(f'#!/bin/sh\ncase "$1" in --id=GPU-{uuid}) echo "{answer}";; *) exit 6;; esac\n')
+    tool.chmod(0o755)
+    assert driver_facts("of another GPU") == {}
+    assert driver_facts(uuid) == {
+        "driver": "550.54", "PCIe generation": "5", "most PCIe generation": "5", "PCIe lanes": "16",
+        "most PCIe lanes": "16", "SM clock": "1980 MHz", "power limit": "700.00 W",
+    }  # fmt: skip
+
+
+def test_links_are_measured_by_the_machine_once_they_are_at_speed_and_reported(cuda, device, monkeypatch):
+    monkeypatch.setattr(device, "ramp_s", 0.02)
+    begun_s = time.monotonic()
     machine = cuda()
+    assert time.monotonic() - begun_s >= 2 * 0.02
+    assert machine.facts["GPU"] == "fake device"
+    assert machine.facts["measured h2d ceiling"] == f"{machine.link_ceilings_gb_s['h2d']:.2f} GB/s"
     assert set(machine.link_ceilings_gb_s) == {"h2d", "d2h"}
     assert all(rate > 0 for rate in machine.link_ceilings_gb_s.values())
 
