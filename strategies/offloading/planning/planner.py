@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any
 
-from harness.config import ConfigError
 from harness.engine.engine import Engine
 from harness.engine.sequences import Sequence
 from harness.engine.strategy import Prediction
@@ -31,7 +29,7 @@ from strategies.offloading.planning.micro_batch_memory import MicroBatchMemory
 from strategies.offloading.planning.policy import GivenPolicy, Policy
 from strategies.offloading.planning.prediction import predict
 from strategies.offloading.planning.rate_probe import RateProbe
-from strategies.offloading.planning.search import Search, search
+from strategies.offloading.planning.search import Search, better_policy, nothing_fits
 
 _MARGIN = 1e-9  # a resident expert must not be lost to the last bit of its share
 
@@ -112,22 +110,17 @@ def plan_policy(
 
     cost = CostModel(deployment=deployment, rates=rates, overlap=overlap)
     wanted = Search(cost=cost, given=given, min_micro_batches=min_micro_batches, max_micro_batches=max_micro_batches)
-    refused: ConfigError | None = None
     for task in _alternatives(wanted):
-        found: list[tuple[float, OffloadPlan, Search]] = []
-        for tier in ("device", PINNED):
+        best: tuple[OffloadPlan, Search] | None = None
+        rate = 0.0
+        for tier in ("device", PINNED):  # the first where it is a tie
             one = _with_storage(task, prefill_hidden_tier=tier)
-            try:
-                policy = search(one)
-            except ConfigError as error:
-                refused = error
-            else:
-                found.append((one.rate(policy), OffloadPlan(policy=policy, cost=one.cost), one))
-        if found:
-            _, best, one = max(found, key=lambda each: each[0])  # the first where it is a tie
-            return max([best, *_without_rest(one, best)], key=_predicted_tok_s)
-    assert refused is not None, "nothing was tried"
-    raise refused
+            policy = better_policy(one, rate)
+            if policy is not None and one.rate(policy) > rate:
+                best, rate = (OffloadPlan(policy=policy, cost=one.cost), one), one.rate(policy)
+        if best is not None:
+            return max([best[0], *_without_rest(best[1], best[0])], key=_predicted_tok_s)
+    raise nothing_fits(one)
 
 
 def _alternatives(wanted: Search) -> Iterator[Search]:
@@ -156,8 +149,9 @@ def _without_rest(task: Search, best: OffloadPlan) -> Iterator[OffloadPlan]:
     num_whole = num_requests // best.policy.batch_size
     if task.given.batch_size is None and num_whole and num_requests % best.policy.batch_size:
         given = replace(task.given, batch_size=ceil(num_requests / num_whole))
-        with suppress(ConfigError):
-            yield OffloadPlan(policy=search(replace(task, given=given)), cost=best.cost)
+        policy = better_policy(replace(task, given=given), 0.0)
+        if policy is not None:
+            yield OffloadPlan(policy=policy, cost=best.cost)
 
 
 def _predicted_tok_s(plan: OffloadPlan) -> float:

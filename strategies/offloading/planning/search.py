@@ -5,7 +5,9 @@ The paper minimises the per-layer latency T. This alone leads to a tiny batch, s
 mu, A_g and F_g fixed, T and all memory are linear in N, the number of micro-batches, r_w and r_c N (`linear_terms`). So
 each choice of mu, A_g and F_g is a mixed-integer program. Dinkelbach's method maximises its quotient: the largest N -
 rate T is 0 exactly where the rate is the best one. Micro-batch sizes are searched by branch and bound: a range of them
-is relaxed to its smallest size for memory and time and its largest for the number of micro-batches. Torch-free.
+is relaxed to its smallest size for memory and time, its largest for the number of micro-batches, and fractions where
+whole numbers are asked for. It is divided at such a fraction first, of an expert or a micro-batch, then by sizes. The
+powers of two are looked at beforehand: they give a rate that most ranges cannot beat. Torch-free.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ from strategies.offloading.planning.policy import GivenPolicy, Policy
 
 _NUM_UNKNOWNS = 4  # those of `Linear.coefficients`
 _MARGIN = 1e-6  # of a tier's capacity: larger than the solver's tolerance
-_WORTH_A_THOUGHT = 1e-4  # the search is exact to this share of the rate
+_WORTH_A_THOUGHT = 1e-6  # the search is exact to this share of the rate
 _SAME_RATE = 1e-3  # policies this close in rate count as equal; the one with the fewest sequences is taken
+_FRACTION = 1e-6  # from here on a number is not whole: larger than the solver's tolerance
 _SOLVER = {"mip_rel_gap": 0.0}
 _INFEASIBLE = 2  # a status of `milp`
 
@@ -93,14 +96,25 @@ def _open(given: bool | None) -> list[bool]:
 
 
 def search(task: Search) -> Policy:
-    """Return the best policy, or one within 0.1 % of it that has a smaller batch.
+    """Return the policy of `better_policy` where none is known yet.
+
+    Raises ConfigError naming what is too small where no policy fits.
+    """
+    found = better_policy(task, 0.0)
+    if found is None:
+        raise nothing_fits(task)
+    return found
+
+
+def better_policy(task: Search, known_rate: float) -> Policy | None:
+    """Return the best policy, or one within 0.1 % of it that has a smaller batch; None if all that fit are known.
 
     The latter differs in N, r_w and r_c only, takes no more batches for the workload, and has the smallest batch of all
-    such policies. Raises ConfigError naming what is too small where no policy fits.
+    such policies. Known are those that do not beat `known_rate` by more than is worth a thought.
     """
-    best, rate = _best_range(task)
+    best, rate = _best_program(task, known_rate)
     if best is None:
-        raise _nothing_fits(task)
+        return None
     fastest = best.policy_at(rate)
     assert fastest is not None, "the best rate has a policy"
     num_requests = max(task.deployment.shape.num_requests, 1)
@@ -110,7 +124,7 @@ def search(task: Search) -> Policy:
     return policy
 
 
-def _best_range(task: Search) -> tuple[_Program | None, float]:
+def _best_program(task: Search, known_rate: float) -> tuple[_Program | None, float]:
     """Search ranges of micro-batch sizes depth first, larger sizes first, and return the best program with its rate.
 
     A range is dropped where its relaxation does not beat the best rate so far by more than is worth a thought.
@@ -120,14 +134,18 @@ def _best_range(task: Search) -> tuple[_Program | None, float]:
     given = task.given.micro_batch_size
     sizes = (1, largest) if given is None else (given, given)
     todo = [_Program(task, on_gpu, ffn, *sizes) for on_gpu, ffn in task.switches()]
-    best, rate = None, 0.0
+    if given is None:
+        todo += [replace(each, smallest=1 << n, largest=1 << n) for each in todo for n in range(largest.bit_length())]
+    best, rate = None, known_rate
     while todo:
         program = todo.pop()
-        if not program.beats(rate * (1 + _WORTH_A_THOUGHT)):
+        relaxed = program.relaxed(rate * (1 + _WORTH_A_THOUGHT))
+        if relaxed is None:
             continue
-        if not program.is_leaf:
-            todo.extend(program.halves())
+        if parts := program.parts(relaxed):
+            todo.extend(parts)
             continue
+        program = replace(program, limits=())
         while (policy := program.policy_at(rate)) is not None:  # Dinkelbach
             reached = task.rate(policy)
             if reached <= rate * (1 + 1e-9):
@@ -148,19 +166,28 @@ class _Program:
     gpu_ffn: bool
     smallest: int
     largest: int
+    limits: tuple[tuple[int, float, float], ...] = ()  # column, least and most; a later one is the narrower
 
-    @property
-    def is_leaf(self) -> bool:
-        return self.smallest == self.largest
-
-    def halves(self) -> tuple[_Program, _Program]:
-        middle = (self.smallest + self.largest) // 2
-        return replace(self, largest=middle), replace(self, smallest=middle + 1)
-
-    def beats(self, rate: float) -> bool:
-        """Tell whether the relaxed program reaches a higher rate."""
+    def relaxed(self, rate: float) -> Any | None:
+        """Return the unknowns with which the relaxed program reaches a higher rate; None where it does not."""
         solution = self._solve(self._gain(rate), integer=False)
-        return solution is not None and float(solution @ self._gain(rate)) < 0
+        return solution if solution is not None and float(solution @ self._gain(rate)) < 0 else None
+
+    def parts(self, relaxed: Any) -> tuple[_Program, ...]:
+        """Return two programs in place of this one, divided at a fraction in its relaxed solution or by sizes.
+
+        Returns none where there is neither.
+        """
+        for column in (2, 1) if self._has_steps else (1,):
+            number, low, high = (float(row[column]) for row in (relaxed, self._bounds.lb, self._bounds.ub))
+            below = np.floor(number)
+            if abs(number - round(number)) > _FRACTION and low <= below < high:
+                few, many = (column, low, below), (column, below + 1, high)
+                return replace(self, limits=(*self.limits, few)), replace(self, limits=(*self.limits, many))
+        if self.smallest < self.largest:
+            middle = (self.smallest + self.largest) // 2
+            return replace(self, largest=middle), replace(self, smallest=middle + 1)
+        return ()
 
     def policy_at(self, rate: float) -> Policy | None:
         """Return the policy that maximises N - rate T; None where nothing fits."""
@@ -269,9 +296,11 @@ class _Program:
         low, high = np.zeros(self._num_columns), np.full(self._num_columns, np.inf)
         low[0], high[0] = given.batch_size or self.smallest, task.most_sequences
         low[1], high[1] = task.fewest_micro_batches, task.max_micro_batches or task.most_sequences
-        share, most = given.resident_weights, int(1 / self._step + 1e-9)
-        low[2], high[2] = (0.0, most) if share is None else (share, share)
+        share, all_steps = given.resident_weights, int(1 / self._step + 1e-9)
+        low[2], high[2] = (0.0, all_steps) if share is None else (share, share)
         high[3] = task.most_sequences
+        for column, least, most in self.limits:
+            low[column], high[column] = least, most
         return Bounds(low, high)
 
     @cached_property
@@ -320,7 +349,7 @@ class _Program:
             yield total, 0.0, np.inf  # Eq. 12 and 13
 
 
-def _nothing_fits(task: Search) -> ConfigError:
+def nothing_fits(task: Search) -> ConfigError:
     """Name in an error the tier that is too small even for the smallest policy."""
     given = task.given
     batch = given.batch_size or (given.micro_batch_size or 1) * (task.fewest_micro_batches - 1) + 1

@@ -138,14 +138,14 @@ def test_a_plan_fits_the_engine_and_its_prediction_says_why():
 
 def test_no_request_is_left_for_a_batch_of_its_own(monkeypatch):
     """Where the fastest layer has one sequence too few, a batch of all of them is predicted to be better."""
-    fastest, num_requests = offload_planner.search, 48
+    fastest, num_requests = offload_planner.better_policy, 48
 
-    def one_too_few(task):
+    def one_too_few(task, known_rate):
         given = task.given
         size = given.batch_size or num_requests - 1
-        return fastest(replace(task, given=replace(given, batch_size=size)))
+        return fastest(replace(task, given=replace(given, batch_size=size)), known_rate)
 
-    monkeypatch.setattr(offload_planner, "search", one_too_few)
+    monkeypatch.setattr(offload_planner, "better_policy", one_too_few)
     given = GivenPolicy(gpu_ffn=True, gpu_attention=False, resident_kv=0.0, micro_batch_size=8)
     plan = plan_policy(engine([50] * num_requests), given, packet_bytes=10**8)
     assert plan.policy.batch_size == num_requests
