@@ -28,7 +28,7 @@ from harness.record.files import RecordError
 from harness.record.provenance import shown_command
 from harness.record.wandb_sink import WandbSink
 from harness.training.process import prepare_process
-from harness.training.settings import TrainingSettings, parse_training
+from harness.training.settings import TrainingSettings, parse_training, require_domains
 
 _MODEL_FILES = ("config.json", "tokenizer.json", "*.safetensors", "*.safetensors.index.json")  # would be overwritten
 
@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _shown(arguments: Sequence[str]) -> str:
     """Write the command without the folders of this machine."""
-    return re.sub(r"(?<=[=:,\[ ])[~/][^,\]]*/", "", shown_command("-m harness.training", arguments))
+    named = [re.sub(r"(?<=[=:,\[ ])[~/][^,\]]*/", "", argument) for argument in arguments]
+    return shown_command("-m harness.training", named)
 
 
 def _train(command: str, given: Namespace) -> int:
@@ -87,6 +88,7 @@ def _trained(settings: TrainingSettings, folder: Path, command: str, sink: Wandb
         max_bytes=int(settings.max_domain_mb * 1e6),
         seed=settings.seed,
     )
+    require_domains(settings, [domain.name for domain in domains])
     tokenizer = tokenizer_for(domains, settings.training.recipe.vocab_size)
     streams = token_streams(domains, tokenizer, settings.sequence_tokens)
     sizes = ", ".join(f"{stream.name} {len(stream.training):,}" for stream in streams)

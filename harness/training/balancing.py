@@ -12,6 +12,12 @@ import torch
 from torch import Tensor, nn
 
 
+def router_shares(logits: Tensor, scoring: str) -> Tensor:
+    """Return a router's scores of all experts, float32 [tokens, experts], each token's made to sum to 1."""
+    scores = logits.float().sigmoid() if scoring == "sigmoid" else logits.float().softmax(dim=-1)
+    return scores / scores.sum(dim=-1, keepdim=True)
+
+
 def auxiliary_loss(logits: Sequence[Tensor], expert_ids: Sequence[Tensor], scoring: str) -> Tensor:
     """Return the mean over layers of E times the sum over experts of load share times mean probability.
 
@@ -19,9 +25,7 @@ def auxiliary_loss(logits: Sequence[Tensor], expert_ids: Sequence[Tensor], scori
     losses = []
     for layer_logits, ids in zip(logits, expert_ids, strict=True):
         num_tokens, num_experts = layer_logits.shape
-        scores = layer_logits.float()
-        scores = scores.sigmoid() if scoring == "sigmoid" else scores.softmax(dim=-1)
-        probabilities = scores / scores.sum(dim=-1, keepdim=True)
+        probabilities = router_shares(layer_logits, scoring)
         load = torch.bincount(ids.flatten(), minlength=num_experts) / num_tokens
         losses.append(num_experts * (load * probabilities.mean(dim=0)).sum())
     return torch.stack(losses).mean()

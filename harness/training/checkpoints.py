@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -30,7 +31,8 @@ class Position:
 def identity(settings: TrainingSettings, texts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what must be equal for one training to go on with another one's state."""
     kept = {key: value for key, value in asdict(settings).items() if key not in FREE | {"text", "held_out"}}
-    loaded: dict[str, Any] = json.loads(json.dumps({**kept, "texts": texts}))
+    threads = torch.get_num_threads()  # by which sums are divided, and so rounded
+    loaded: dict[str, Any] = json.loads(json.dumps({**kept, "threads": threads, "texts": texts}))
     return loaded
 
 

@@ -57,7 +57,7 @@ def report(
         }
         for stream in streams
     }
-    last = json.loads((trainer.folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()[-1])
+    rows = (trainer.folder / METRICS_FILE).read_text(encoding="utf-8").splitlines() if trainer.tokens_seen else []
     shown = {key: value for key, value in asdict(settings).items() if key not in ("text", "held_out", "out", "wandb")}
     shares = domain_shares(streams, settings.evenness)
     return {
@@ -69,7 +69,7 @@ def report(
         "steps": trainer.position.step,
         "tokens_seen": trainer.tokens_seen,
         "seconds": round(trainer.position.seconds, 1),
-        "last_training_loss": round(last["loss"], 5),
+        "last_training_loss": round(json.loads(rows[-1])["loss"], 5) if rows else None,
         "held_out_loss_nats_per_token": losses,
         "held_out_load": _by_layer(trainer, routing_figures(trainer.model, trainer.routers, windows)),
         "domains": {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from harness.config import ConfigError, config, parse, require, require_name
@@ -79,11 +79,13 @@ class TrainingSettings:
         require(bool(self.text), "text", "must name at least one text")
         for each in self.licences:
             require(":" in each, "licences", f"must be domain:licence, got '{each}'")
+        told = [each.split(":", 1)[0] for each in self.licences]
+        require(len(set(told)) == len(told), "licences", f"must name a domain once, got {', '.join(self.licences)}")
         require(self.minutes is not None or self.steps is not None, "minutes", "must be a number where steps is null")
         require(self.minutes is None or self.minutes > 0, "minutes", f"must be positive or null, got {self.minutes}")
-        for field in ("steps", "threads"):
+        for field, least in (("steps", 0), ("threads", 1)):
             value = getattr(self, field)
-            require(value is None or value >= 1, field, f"must be at least 1 or null, got {value}")
+            require(value is None or value >= least, field, f"must be at least {least} or null, got {value}")
         counts = "batch_sequences log_steps evaluate_steps evaluate_windows checkpoint_steps"
         for field in counts.split():
             require(getattr(self, field) >= 1, field, f"must be at least 1, got {getattr(self, field)}")
@@ -101,6 +103,13 @@ class TrainingSettings:
             require(getattr(self, field) >= 0, field, f"must be at least 0, got {getattr(self, field)}")
         for field in ("clip_norm", "max_domain_mb"):
             require(getattr(self, field) > 0, field, f"must be positive, got {getattr(self, field)}")
+
+
+def require_domains(settings: TrainingSettings, domains: Collection[str]) -> None:
+    """Raise ConfigError for a licence of a domain that there is not."""
+    for each in settings.licences:
+        name = each.split(":", 1)[0]
+        require(name in domains, "licences", f"'{name}' is no domain of text: {', '.join(domains)}")
 
 
 def licence_of(settings: TrainingSettings, domain: str) -> str | None:

@@ -37,6 +37,10 @@ class Document:
     prompt_chars: int
 
     @property
+    def num_bytes(self) -> int:
+        return len(self.text.encode())
+
+    @property
     def key(self) -> str:
         """The digest of its words: equal for texts that differ in white space alone."""
         return hashlib.sha256(" ".join(self.text.split()).encode()).hexdigest()
@@ -79,7 +83,7 @@ def read_domains(
     for name, documents in given.items():
         domain, distinct = domains[name], _first(_distinct(documents, seen, seed), max_bytes)
         if name not in kept_out:
-            domain.held_out = _first(distinct, int(share * sum(len(each.text) for each in distinct)))
+            domain.held_out = _first(distinct, int(share * sum(each.num_bytes for each in distinct)))
             distinct = distinct[len(domain.held_out) :]
         domain.training = distinct
         if not domain.training:
@@ -100,14 +104,14 @@ def _distinct(documents: Iterable[Document], seen: set[str], seed: int) -> list[
 
 
 def _first(documents: Sequence[Document], num_bytes: int) -> list[Document]:
-    """Return documents from the front until they have so many characters, at least one."""
+    """Return documents from the front while they have at most `num_bytes`, at least one."""
     taken: list[Document] = []
     so_far = 0
     for document in documents:
-        if taken and so_far + len(document.text) > num_bytes:
+        so_far += document.num_bytes
+        if taken and so_far > num_bytes:
             break
         taken.append(document)
-        so_far += len(document.text)
     return taken
 
 

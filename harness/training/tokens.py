@@ -96,7 +96,8 @@ def batch(
 
 
 def held_out_windows(stream: TokenStreams, most: int, sequence_tokens: int) -> Tensor:
-    """Return the first windows of held-out text, int64 [<= most, sequence_tokens + 1], none of which overlap."""
+    """Return windows spread evenly over held-out text, int64 [<= most, sequence_tokens + 1], none of which overlap."""
     length = sequence_tokens + 1
     count = min(most, len(stream.held_out) // length)
-    return torch.from_numpy(stream.held_out[: count * length].reshape(count, length))
+    starts = np.linspace(0, len(stream.held_out) - length, count).astype(np.int64)
+    return torch.from_numpy(stream.held_out[starts[:, None] + np.arange(length)])

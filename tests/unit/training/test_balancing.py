@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from harness.config import ConfigError
-from harness.training.balancing import auxiliary_loss, load_figures, move_biases
+from harness.training.balancing import auxiliary_loss, load_figures, move_biases, router_shares
 from harness.training.experts import packed_experts
 from harness.training.schedule import Schedule
 
@@ -31,6 +33,16 @@ def test_an_even_load_has_the_least_auxiliary_loss():
     logits = torch.eye(4).repeat(3, 1) * 0.01
     ids = logits.topk(1).indices
     assert float(auxiliary_loss([logits], [ids], "sigmoid")) == pytest.approx(1.0, abs=1e-3)
+    uneven = torch.tensor([[1.0, 0.0, 0.0, 0.0]]).repeat(12, 1)
+    assert float(auxiliary_loss([uneven], [uneven.topk(1).indices], "sigmoid")) > 1.2
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_a_routers_scores_are_shared_out_as_it_scores(scoring):
+    """Logits 3, 0, 0, 0: by hand, exp(3) or 1 / (1 + exp(-3)) beside three of 1 or 1/2."""
+    shares = router_shares(torch.tensor([[3.0, 0.0, 0.0, 0.0]]), scoring)
+    first = math.exp(3) / (math.exp(3) + 3) if scoring == "softmax" else 1 / (1 + 1.5 * (1 + math.exp(-3)))
+    assert shares[0].tolist() == pytest.approx([first, *[(1 - first) / 3] * 3], rel=1e-4)
 
 
 def biased_router(num_experts: int) -> nn.Module:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,7 +20,7 @@ from harness.model.checkpoint import Checkpoint
 from harness.model.trained import training_label
 from harness.run.experiment import run_experiment
 from harness.training import loop
-from harness.training.__main__ import main
+from harness.training.__main__ import _shown, main
 from harness.training.settings import StartingPoint, TrainingSettings, parse_training
 from tests.composing import composed, names_in
 from tests.unit.training.small_trainings import DEEPSEEK, MIXTRAL, values, write_texts
@@ -51,6 +53,19 @@ def test_it_learns_more_than_how_often_tokens_come(trained):
     assert report["tokens_seen"] == 60 * 4 * 32 == rows[-1]["tokens"]
 
 
+def test_no_step_gives_the_model_before_training(trained, tmp_path):
+    """The control has the tokenizer and the losses that the trained model's record calls untrained."""
+    out = tmp_path / "model"
+    assert main(values(write_texts(tmp_path), out, "mixtral", MIXTRAL, "steps=0")) == 0
+    losses, learned = (
+        json.loads((folder / "training.json").read_text())["held_out_loss_nats_per_token"] for folder in (out, trained)
+    )
+    for domain, of_control in losses.items():
+        assert of_control["trained"] == of_control["untrained"] == learned[domain]["untrained"]
+    assert (out / "tokenizer.json").read_text() == (trained / "tokenizer.json").read_text()
+    assert (training_label(out) or "").startswith("not trained: the first weights")
+
+
 def test_the_records_name_the_text_and_no_folder(trained):
     text = (trained / "training.json").read_text()
     report = json.loads(text)
@@ -61,6 +76,17 @@ def test_the_records_name_the_text_and_no_folder(trained):
     assert {sample["domain"] for sample in report["samples"]} == {"sums", "verses"}
 
 
+def test_a_shown_command_can_be_given_again():
+    """It keeps domains and brackets, whatever comes before them."""
+    given = [
+        "out=/tmp/x/model",
+        "text=[sums:/tmp/data/a.jsonl,verses:/tmp/b.txt,code:python]",
+        "held_out=[sums:~/c.jsonl]",
+    ]
+    shown = shlex.split(_shown(given))
+    assert shown[-3:] == ["out=model", "text=[sums:a.jsonl,verses:b.txt,code:python]", "held_out=[sums:c.jsonl]"]
+
+
 def test_the_folder_is_a_model_of_transformers(trained):
     """Its held-out loss there, by transformers' own experts and tokenizer, is the one that was reported."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(trained), AutoTokenizer.from_pretrained(trained)
@@ -68,7 +94,7 @@ def test_the_folder_is_a_model_of_transformers(trained):
     ids = [
         token for row in rows for token in [*tokenizer(f"{row['prompt']}\n{row['continuation']}").input_ids, 1]
     ]  # each between BOS and EOS
-    windows = torch.tensor(ids)[: 4 * 33].view(4, 33)
+    windows = torch.tensor(ids).unfold(0, 33, 1)[np.linspace(0, len(ids) - 33, 4).astype(int)]
     with torch.inference_mode():
         logits = model(windows[:, :-1]).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
@@ -124,10 +150,12 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(model, recipe, tmp_
     assert Checkpoint(parted).fingerprint() == Checkpoint(whole).fingerprint()
 
 
-def test_another_seed_gives_other_weights(trained, tmp_path):
-    assert main(values(write_texts(tmp_path), tmp_path / "model", "mixtral", MIXTRAL, "steps=1", "seed=1")) == 0
+def test_another_seed_gives_other_first_weights(tmp_path):
+    for seed in (1, 2):
+        given = ("steps=0", f"seed={seed}")
+        assert main(values(write_texts(tmp_path), tmp_path / str(seed), "mixtral", MIXTRAL, *given)) == 0
     name = "model.layers.0.self_attn.q_proj.weight"
-    assert not torch.equal(weights(trained)[name], weights(tmp_path / "model")[name])
+    assert not torch.equal(weights(tmp_path / "1")[name], weights(tmp_path / "2")[name])
 
 
 @pytest.mark.parametrize(
@@ -143,6 +171,12 @@ def test_another_seed_gives_other_weights(trained, tmp_path):
         (["batch_sequence=3"], "batch_sequence: unknown key; did you mean 'batch_sequences'"),
         (["training=mistral"], "training: there is no 'mistral'; valid are deepseek, mixtral, qwen3"),
         (["licences=[free]"], "licences: must be domain:licence, got 'free'"),
+        (["licences=[verse:free]"], "licences: 'verse' is no domain of text: sums, verses"),
+        (["licences=[sums:MIT,sums:free]"], "licences: must name a domain once, got sums:MIT, sums:free"),
+        (
+            ["training.recipe.family=gpt_oss"],
+            "training.recipe: transformers cannot run such a model of family gpt_oss (Could not find a `sliding_win",
+        ),
     ],
     ids=str,
 )
@@ -167,6 +201,8 @@ def test_other_settings_do_not_continue_a_training(tmp_path, capsys, monkeypatch
     assert "failed: no space" in capsys.readouterr().err
     assert main(values(texts, out, "mixtral", MIXTRAL, "steps=4", "weight_decay=0.2", "resume=true")) == 2
     assert "weight_decay: must be as in the training that" in capsys.readouterr().err
+    assert main(values(texts, out, "mixtral", MIXTRAL, "steps=2", "threads=2", "resume=true")) == 2
+    assert "threads: must be as in the training that" in capsys.readouterr().err
     assert main(values(texts, out, "mixtral", MIXTRAL, "steps=3", "resume=true")) == 2
     assert "steps: must be 2 or null: the rate falls to zero by then already; got 3" in capsys.readouterr().err
     assert main(values(texts, out, "mixtral", MIXTRAL, "steps=2")) == 2

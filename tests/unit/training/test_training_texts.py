@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.config import ConfigError
 from harness.training.texts import Document, Domain, read_domains
+from harness.training.tokens import TokenStreams, held_out_windows
 
 WHOLE = 10**9
 
@@ -73,15 +75,13 @@ def test_rows_of_known_formats_become_prompt_and_continuation(tmp_path):
         {"title": "One", "parts": ["two", {"deep": "three"}], "number": 4},
     ]
     path = written(tmp_path, "all.jsonl", [*rows, {"text": "held out"}])
-    for seed in range(20):
-        (domain,), _ = read_domains([path], [], share=0.0, max_bytes=WHOLE, seed=seed)
-        found = {each.text[: each.prompt_chars]: each.text[each.prompt_chars :] for each in domain.training}
-        assert found.get("How many?\n", "Three.") == "Three."
-        assert found.get("def f():\n", "    return 1\n") == "    return 1\n"
-        assert found.get("Say so.\n", "So.\na\nb") == "So.\na\nb"
-        assert len(found) == 4
-    texts = {each.text for each in (*domain.training, *domain.held_out)}
-    assert "One\ntwo\nthree" in texts
+    (domain,), _ = read_domains([path], [], share=0.0, max_bytes=WHOLE, seed=0)
+    documents = [*domain.training, *domain.held_out]
+    found = {each.text[: each.prompt_chars]: each.text[each.prompt_chars :] for each in documents}
+    assert found["How many?\n"] == "Three."
+    assert found["def f():\n"] == "    return 1\n"
+    assert found["Say so.\n"] == "So.\na\nb"
+    assert len(found) == 5 and "One\ntwo\nthree" in {each.text for each in documents}
 
 
 def test_folders_are_read_and_unreadable_files_are_named(tmp_path):
@@ -102,3 +102,25 @@ def test_every_machine_has_text_to_train_on():
     require_apart(domains)
     assert all(sum(len(each.text) for each in domain.training) > 200_000 for domain in domains)
     assert [source.name for source in sources] == ["python", "python-docs"]
+
+
+def test_limits_count_bytes_whatever_the_script(tmp_path):
+    """A Greek letter has two bytes: as many characters of it are twice the megabytes."""
+    for name, letter in (("greek", "\u03b1"), ("latin", "a")):
+        rows = (json.dumps({"text": f"{letter * 90}{number:010d}"}) for number in range(100))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    paths = [str(tmp_path / "greek.jsonl"), str(tmp_path / "latin.jsonl")]
+    domains, _ = read_domains(paths, [], share=0.0, max_bytes=1_900, seed=0)
+    sizes = {domain.name: len(domain.training) + len(domain.held_out) for domain in domains}
+    assert sizes == {"greek": 10, "latin": 19}
+
+
+def test_held_out_windows_are_of_all_held_out_text():
+    """No two overlap, and the first and the last token are among them."""
+    stream = TokenStreams("numbers", np.arange(0), np.arange(1000))
+    windows = held_out_windows(stream, 5, 31)
+    assert windows.shape == (5, 32) and (windows.diff(dim=1) == 1).all()
+    starts = windows[:, 0].tolist()
+    assert starts[0] == 0 and windows[-1, -1] == 999
+    assert min(np.diff(starts)) > 200
+    assert held_out_windows(stream, 100, 99).flatten().tolist() == list(range(1000)), "all of it, where it is short"
