@@ -48,7 +48,7 @@ def load_model(config: ModelConfig, *, has_tensors: bool, seed: int) -> LoadedMo
     checkpoint = _checkpoint(config)
     if checkpoint.spec.dtype == "bfloat16":
         bf16_method()  # raises where the environment asks for an unknown method
-    kind = "random weights" if config.path is None else f"checkpoint {config.path}"
+    kind = "random weights" if config.path is None else f"checkpoint {checkpoint.folder.resolve().name}"
     if (trained := training_label(checkpoint.folder)) is not None:
         kind = f"{kind}, {trained}"
     return LoadedModel(

@@ -11,7 +11,7 @@ TRAINED_HERE = "a small model trained by this harness"  # the record's entry `wh
 
 
 def training_label(folder: Path) -> str | None:
-    """Return a label for weights that this harness has trained: on which text, and how much of it; None for others.
+    """Return a label for weights that this harness has trained, on which text and how much; None for others.
     Raises ConfigError where the record is damaged."""
     path = folder / REPORT_FILE
     if not path.exists():
@@ -23,4 +23,6 @@ def training_label(folder: Path) -> str | None:
         domains, tokens = ", ".join(content["domains"]), int(content["tokens_seen"])
     except (KeyError, TypeError, ValueError) as error:
         raise checkpoint_error(str(path), f"is no record of a training ({error})") from None
+    if not tokens:
+        return "not trained: the first weights of a training by this harness"
     return f"{TRAINED_HERE} on {tokens:,} tokens of {domains}"

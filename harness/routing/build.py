@@ -14,7 +14,7 @@ from typing import Any
 
 from harness.config import ConfigError, parse
 from harness.routing.base import Predictor, RoutedModel, Routing
-from harness.routing.predictors import StatedPredictor
+from harness.routing.predictors import StatedPredictor, StatedRates
 
 
 def parse_routing(values: Mapping[str, Any]) -> tuple[ModuleType, Any]:
@@ -43,10 +43,14 @@ def build_routing(values: Mapping[str, Any], model: RoutedModel, seed: int) -> R
 def build_predictor(values: Mapping[str, Any], routing: Routing, model: RoutedModel, seed: int) -> Predictor | None:
     """Return the predictor that the `routing` group states, else the predictions that were recorded with the routing,
     if there are any. Raises ConfigError below "routing"."""
-    stated = parse_routing(values)[1].hit_rates
-    if stated is None:
-        return routing.predictions
+    settings = parse_routing(values)[1]
     try:
+        if settings.hit_rates_path is not None:
+            stated = StatedRates.read(Path(settings.hit_rates_path), model)
+        elif settings.hit_rates is not None:
+            stated = StatedRates.alike(settings.hit_rates, model)
+        else:
+            return routing.predictions
         return StatedPredictor(routing, stated, model, seed)
     except ConfigError as error:
         raise error.below("routing") from None

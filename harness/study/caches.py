@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush, nsmallest
+from math import inf
 from typing import TypeAlias
 
 import numpy as np
 
 from harness.memory.expert_slots import Key, Replacement
+from harness.memory.replacement import NextUses
 from harness.study.loads import loads_of
 from harness.study.recorded import Text
 
@@ -58,7 +60,7 @@ def hits(steps: Steps, capacity: int, policy: Replacement, warm_up: Steps = ()) 
                 policy.used(key)
         for key in missing:
             if len(there) == capacity:
-                del there[policy.victim(there.keys())]
+                del there[policy.victim(there.keys(), key)]
             there[key] = None
             policy.used(key)
     return found
@@ -77,23 +79,18 @@ def belady_hits(steps: Steps, capacity: int, *, cold: bool = False) -> int:
 
     It begins with the experts that are used first, as if it had been warmed up with foresight, or empty where `cold`.
     """
-    uses: dict[Key, list[int]] = {}
-    for number in range(len(steps) - 1, -1, -1):
-        for key in steps[number]:
-            uses.setdefault(key, []).append(number)  # the next one last
-    next_use = {key: times[-1] for key, times in uses.items()}
-    there = set() if cold else set(nsmallest(capacity, next_use, key=lambda key: (next_use[key], key)))
-    latest = [(-next_use[key], key) for key in there]  # a heap: used again latest first; also past uses
+    future = NextUses(steps)
+    there = set() if cold else set(nsmallest(capacity, future.keys(), key=lambda key: (future.next_use(key), key)))
+    latest = [(-future.next_use(key), key) for key in there]  # a heap: used again latest first; also past uses
     heapify(latest)
     found = 0
     for step in steps:
         for key in step:
             found += key in there
-            uses[key].pop()
-            if uses[key]:
-                next_use[key] = uses[key][-1]
+            future.pass_by(key)
+            if future.next_use(key) < inf:
                 there.add(key)
-                heappush(latest, (-next_use[key], key))
+                heappush(latest, (-future.next_use(key), key))
             else:
                 there.discard(key)
         while len(there) > capacity:

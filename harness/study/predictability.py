@@ -28,16 +28,16 @@ def usable(domains: Mapping[str, Domain]) -> dict[str, Predictor]:
 def within(domain: Domain, predictors: Mapping[str, Predictor], gates: Gates | None) -> dict[str, Any]:
     """Judge each predictor on the domain's test requests, having learned from its other ones."""
     learned, test = Learned(domain.train), domain.test
-    found = {name: _judged(test, _scores(predictor, learned, test)) for name, predictor in predictors.items()}
+    found = {name: judged(test, _scores(predictor, learned, test)) for name, predictor in predictors.items()}
     if gates is not None:
         part, places = gates.of(test.numbers)
         if len(places):
-            text = _tokens(test, places)
-            found[GATE] = _judged(text, list(part.chances.swapaxes(0, 1)), list(part.ahead.swapaxes(0, 1)))
-            found[GATE] |= _of_routers(text, part)
+            text = test.singles(places)
+            found[GATE] = judged(text, list(part.chances.swapaxes(0, 1)), list(part.ahead.swapaxes(0, 1)))
+            found[GATE] |= of_routers(text, part)
             for name, predictor in predictors.items():
                 scores = [of_layer[places] for of_layer in _scores(predictor, learned, test)]
-                found[name]["within_true_top"] = _within_true_top(part, [ranked(s, test.k) for s in scores])
+                found[name]["within_true_top"] = within_true_top(part, [ranked(s, test.k) for s in scores])
     return found
 
 
@@ -65,7 +65,7 @@ def _scores(predictor: Predictor, learned: Learned, test: Text) -> list[Floats]:
     return [predictor(learned, test, layer) for layer in range(1, test.num_layers)]
 
 
-def _judged(test: Text, scores: list[Any], rankings: list[Any] | None = None) -> dict[str, Any]:
+def judged(test: Text, scores: list[Any], rankings: list[Any] | None = None) -> dict[str, Any]:
     """Describe predictions for the layers from the second on. `right` [layers - 1, m] is how many of the first m
     predicted experts are chosen: over m it is the share of the predicted that is true, over k the share of the true
     that is named."""
@@ -86,7 +86,7 @@ def _judged(test: Text, scores: list[Any], rankings: list[Any] | None = None) ->
     return found
 
 
-def _of_routers(text: Text, gates: Gates) -> dict[str, Any]:
+def of_routers(text: Text, gates: Gates) -> dict[str, Any]:
     """Say how like the gating inputs of successive layers are, and check the routers against what was recorded."""
     own = gates.own[:, :, : text.k]
     again = (own[:, :, :, None] == text.experts[:, :, None, :]).any(axis=3).mean()
@@ -94,17 +94,11 @@ def _of_routers(text: Text, gates: Gates) -> dict[str, Any]:
         "num_tokens": text.num_tokens,
         "cosine": gates.cosine.mean(axis=0, dtype=np.float64),
         "recorded_again": float(again),  # share of recorded experts that the router gives for its recorded input
-        "within_true_top": _within_true_top(gates, list(gates.ahead[:, :, : text.k].swapaxes(0, 1))),
+        "within_true_top": within_true_top(gates, list(gates.ahead[:, :, : text.k].swapaxes(0, 1))),
     }
 
 
-def _within_true_top(gates: Gates, rankings: list[NDArray[np.integer]]) -> list[float]:
+def within_true_top(gates: Gates, rankings: list[NDArray[np.integer]]) -> list[float]:
     """Return the share of k predicted experts that the true router ranks among its first k + 2 [layers - 1]."""
     true = gates.own.swapaxes(0, 1)[1:]  # [layers - 1, tokens, k + 2]
     return [float((r[:, :, None] == t[:, None, :]).any(axis=2).mean()) for r, t in zip(rankings, true, strict=True)]
-
-
-def _tokens(text: Text, places: NDArray[np.int64]) -> Text:
-    """Return single tokens of a text, each as a request of its own."""
-    words = None if text.words is None else text.words[places]
-    return Text(text.num_experts, np.arange(len(places) + 1), text.experts[places], text.numbers[places], words)

@@ -77,6 +77,11 @@ class Text:
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         return Text(self.num_experts, starts, self.experts[kept], self.numbers[kept], words)
 
+    def singles(self, places: Ints) -> Text:
+        """Return single tokens, by their places in this text, each as a request of its own."""
+        words = None if self.words is None else self.words[places]
+        return Text(self.num_experts, np.arange(len(places) + 1), self.experts[places], self.numbers[places], words)
+
     def first(self, num_tokens: int) -> Text:
         """Return the requests from the first on that have at most this many tokens together, and one at the least."""
         count = max(1, int(np.searchsorted(self.starts, num_tokens, side="right")) - 1)
@@ -99,9 +104,16 @@ class Domain:
     is_prompt: Bools | None  # [tokens of `whole`], None where nobody knows
     request_ids: Ints  # [requests]
     first_positions: Ints  # [requests]
-    favourite_weight: (
-        list[float] | None
-    )  # [layers]: share of the first expert in a token's weights, None if not recorded
+    weights: NDArray[np.float32] | None  # [tokens of `whole`, layers, k]: the router's, None if not recorded
+
+    @property
+    def favourite_weight(self) -> list[float] | None:
+        """The share of the first expert in a token's weights, mean over tokens [layers]."""
+        if self.weights is None:
+            return None
+        shares = self.weights[:, :, 0] / np.maximum(self.weights.sum(axis=2), 1e-12)
+        found: list[float] = shares.mean(axis=0, dtype=np.float64).tolist()
+        return found
 
     @cached_property
     def text(self) -> Text:
@@ -128,13 +140,9 @@ def read_domain(name: str, path: Path) -> Domain:
         raise ConfigError(name, f"{trace}: needs 2 requests or more, some to learn from and others to test")
     words, is_prompt = _words(recorded, lines)
     text = Text(recorded.header.experts, recorded.starts, recorded.experts, np.arange(len(recorded.experts)), words)
-    weight = None
-    if recorded.weights is not None:
-        shares = recorded.weights[:, :, 0] / np.maximum(recorded.weights.sum(axis=2), 1e-12)
-        weight = shares.mean(axis=0, dtype=np.float64).tolist()
     ids, firsts = recorded.request_ids, recorded.first_positions
     header = replace(recorded.header, source=_FOLDERS.sub("", recorded.header.source))
-    return Domain(name, path, header, text, folder, is_prompt, ids, firsts, weight)
+    return Domain(name, path, header, text, folder, is_prompt, ids, firsts, recorded.weights)
 
 
 def require_one_model(domains: Mapping[str, Domain]) -> None:

@@ -14,6 +14,12 @@ TABLE3: dict[str, dict[int | str, float]] = {
     "Qwen3-30B-A3B": {2: 1.00, 3: 0.99, 4: 0.97, "tokens": 0.97},
     "Moonlight-16B-A3B": {2: 1.00, 3: 1.00, 4: 0.99, "tokens": 0.98},
 }
+TABLE3_COST = {  # of one layer's predictor: its memory in MB from the smallest to the largest, and its time in ms
+    "DeepSeek-V2-Lite": ("0.6-2.7 MB", "0.48 ms"),
+    "Mixtral-8x7B": ("0.5-2.5 MB", "0.15 ms"),
+    "Qwen3-30B-A3B": ("0.5-2.8 MB", "0.12 ms"),
+    "Moonlight-16B-A3B": ("0.6-2.7 MB", "0.48 ms"),
+}
 FORMS = {  # experts and experts a token; Table 2
     "DeepSeek-V2-Lite": (64, 6),
     "Mixtral-8x7B": (8, 2),

@@ -94,7 +94,7 @@ class Decoder:
 
     def route(self, spec: ModelSpec, w: Weights, logits: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         router, bias = spec.router, w.get("correction_bias")
-        if gpu.serves(logits):
+        if gpu.serves(logits, "routing"):
             return gpu.choose_experts(
                 logits,
                 spec.experts_per_token,

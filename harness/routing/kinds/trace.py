@@ -132,6 +132,12 @@ class TraceRouting:
         rows, _ = self._recorded.find(request_ids, positions, block, self._places.num_blocks)
         return self._recorded.experts[rows, place].astype(np.int64)
 
+    def tokens(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the requests and positions of all recorded tokens, each [tokens]."""
+        recorded, lengths = self._recorded, np.diff(self._recorded.starts)
+        offsets = np.arange(lengths.sum()) - np.repeat(recorded.starts[:-1], lengths)
+        return np.repeat(recorded.request_ids, lengths), np.repeat(recorded.first_positions, lengths) + offsets
+
     def repeats(self, request_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Tell for each token [tokens] whether the trace repeats itself for it, so that results can say how many
         did. Blocks of layers behind the first are left out: all of their rows are also those of other tokens."""

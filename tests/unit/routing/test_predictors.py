@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,7 @@ import harness.machine.virtual.world as simulation
 from harness.config import ConfigError
 from harness.machine.virtual.world import World
 from harness.routing.build import build_predictor, build_routing
+from harness.routing.predictors import write_rates
 from harness.routing.trace_file import PredictionHeader, TraceRow
 from tests.unit.routing.models import MODEL, SYNTHETIC, Model, header, random_experts, write
 
@@ -146,3 +148,56 @@ def test_the_world_remembers_a_bounded_number_of_draws(monkeypatch):
             assert world.routing(batch, layer).shape == (60, 4)
         assert sum(drawn.size for drawn in world._drawn.values()) == world._num_choices <= 1000
     assert world.routing(BATCH, 2).shape == (len(REQUESTS), 4), "more than is remembered"
+
+
+def rates_file(tmp_path, rates, **changes):
+    path = tmp_path / "rates.json"
+    write_rates(path, rates, "measured: a test")
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return {**SYNTHETIC["skewed"], "hit_rates_path": str(path)}
+
+
+def test_a_file_states_rates_by_layer_and_rank(tmp_path):
+    """The model has layers 1 to 5 with a router."""
+    rates = [None, [0.9, 0.8, 0.7, 0.6], [0.1] * 4, [1.0, 0.0, 1.0, 0.0], [0.5] * 4]
+    world = world_of(rates_file(tmp_path, [rates, [None, None, [0.3] * 4, None, None]]))
+    for layer, row in zip(MODEL.moe_layers, rates, strict=True):
+        if row is None:
+            assert world.predicted(BATCH, layer)[0].shape[1] == 0
+        else:
+            assert foreseen(world, layer).mean(axis=0) == pytest.approx(np.array(row), abs=0.02)
+            assert world.predicted(BATCH, layer)[1][7] == pytest.approx(row)
+    assert foreseen(world, 3, 2).mean() == pytest.approx(0.3, abs=0.02)
+    assert world.predicted(BATCH, 4, 2)[0].shape[1] == 0
+    assert world.prediction_source == "measured: a test (hit rates by layer and rank of rates.json)"
+
+
+def test_a_deeper_model_takes_the_rates_of_the_same_depth(tmp_path):
+    world = world_of(rates_file(tmp_path, [[[0.2] * 4, [0.9] * 4]]), model=Model(num_layers=9))
+    found = [world.predicted(BATCH, layer)[1][0, 0] for layer in range(1, 9)]
+    assert found == [0.2] * 4 + [0.9] * 4
+    assert "its 2 layers stand for 9 at the same depth" in world.prediction_source
+
+
+@pytest.mark.parametrize(
+    ("rates", "changes", "told"),
+    [
+        ([[[0.5, 0.5]]], {}, "must have rates of 4 ranks for this model, got 2"),
+        ([[[1.5] * 4]], {}, "'rates' must be probabilities"),
+        ([[[True] * 4]], {}, "'rates' must be probabilities"),
+        ([], {}, "'rates' must be probabilities"),
+        ([[[0.5] * 4]], {"version": 2}, '"version": 1'),
+        ([[[0.5] * 4]], {"source": None}, '"source"'),
+    ],
+)
+def test_impossible_files_of_rates_are_refused(tmp_path, rates, changes, told):
+    with pytest.raises(ConfigError, match=told) as caught:
+        world_of(rates_file(tmp_path, rates, **changes))
+    assert caught.value.field == "routing.hit_rates_path"
+
+
+def test_rates_are_stated_in_one_place(tmp_path):
+    with pytest.raises(ConfigError, match="give one of the two"):
+        world_of({**rates_file(tmp_path, [[[0.5] * 4]]), "hit_rates": [[0.5]]})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        world_of({"name": "uniform", "hit_rates_path": str(tmp_path / "none.json")})

@@ -30,6 +30,7 @@ def test_fitted_settings_are_those_of_the_committed_study(name):
     values = yaml.safe_load((CONF / "routing" / f"{name}.yaml").read_text(encoding="utf-8"))
     study = json.loads((ROOT / f"results/reference/routing/{name.removeprefix('trained_')}.json").read_text())
     assert study["fit"]["settings"].items() <= values.items() and values["name"] == "correlated"
+    assert values.keys() == yaml.safe_load((CONF / "routing/correlated.yaml").read_text(encoding="utf-8")).keys()
     form, reported = study["model"], study["fit"]["routings"]
     like = random_text(0, lengths=(500,) * 8, layers=form["layers"], num_experts=form["experts"], k=form["k"])
     drawn = synthetic(like, values, seed=1)
