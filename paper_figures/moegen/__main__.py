@@ -16,6 +16,7 @@ from paper_figures.moegen import (
     emulated,
     long_contexts,
     omega,
+    regret,
     small_batches,
     throughput,
     traffic,
@@ -43,6 +44,7 @@ REPORTS = {
         note=throughput.NOTE, folder=FOLDER,
     ),
     "datasets": Report(compute=datasets.compute, tables=datasets.tables, note=datasets.NOTE, folder=FOLDER),
+    "regret": Report(compute=regret.compute, tables=regret.tables, note=regret.NOTE, folder=FOLDER),
     "emulated": Report(
         compute=emulated.compute, tables=emulated.tables, note=emulated.NOTE, folder=emulated.FOLDER
     ),

@@ -1,20 +1,24 @@
 """Simulate one batch of a case: its prefill, and decode steps at the beginning, the middle and the end of generation.
 
-Between these the contexts are made longer without simulating the steps; the steps between are interpolated. All facts
-of a phase (seconds, bytes, tokens an expert) are sums over what was simulated.
+Between these the contexts are made longer without simulating the steps; the steps between are interpolated: each
+simulated step stands for some of them. Of equal passes of prefill, one behind another, the first ones are simulated,
+and the last of these stands for the others. All facts of a phase (seconds, bytes, tokens an expert) are sums over these
+passes, each as often as it stands for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from harness.engine import loop
+from harness.engine.batch import PassPlan
 from harness.engine.sequences import State
+from harness.engine.strategy import PassResult
 from harness.machine.virtual.span_log import Totals, TotalsByKind
 from harness.plan.planning import Plan
 from harness.record.passes import PassRecord
@@ -23,6 +27,7 @@ LANES = ("gpu", "cpu", "h2d", "d2h", "pin")
 MOVED = ("weights", "kv", "other")  # over the link to the device
 STOPS = (0.0, 0.5, 1.0)  # shares of generation at which steps are simulated
 STEPS_AT_A_STOP = 2
+EQUAL_PREFILLS = 3  # of these the first one begins with nothing prefetched
 
 
 class _Enough(Exception):
@@ -35,11 +40,13 @@ class _Totals(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """A simulated pass: its record, what its lanes did, and, of decode, the number of its step from 0."""
+    """A simulated pass has its record and what its lanes did. `step` numbers those of decode, from 0. It stands for
+    `count` passes, itself included."""
 
     record: PassRecord
     did: Mapping[tuple[str, str], Totals]  # by lane and kind of op
     step: int | None
+    count: float = 1
 
     @property
     def length_s(self) -> float:
@@ -58,25 +65,48 @@ def batch_passes(plan: Plan, *, whole: bool = False) -> list[Pass]:
     machine.drain()
     machine.spans.clear()
     with suppress(_Enough):
-        loop.run(plan.engine, plan.strategy, watcher.on_pass)
-    return watcher.passes
+        loop.run(plan.engine, replace(plan.strategy, pipeline=watcher), watcher.on_pass)
+    if whole:
+        return watcher.passes
+    return list(_for_all_steps(watcher.passes, plan.settings.dataset.max_new_tokens - 1))
 
 
 class _Watcher:
-    """A recorder of passes that skips steps between the stops, and ends the simulation behind the last one."""
+    """A pipeline and recorder of passes that simulates some of them, and ends the simulation behind the last one."""
 
     def __init__(self, plan: Plan, machine: _Totals, *, whole: bool) -> None:
         self.passes: list[Pass] = []
         num_steps = plan.settings.dataset.max_new_tokens - 1
         self._plan, self._machine, self._whole = plan, machine, whole or not num_steps
+        self._pipeline = plan.strategy.pipeline
         self._steps = _chosen_steps(num_steps)
         self._before: TotalsByKind = {}
         self._step = 0
+        self._prompts: list[list[tuple[int, int]]] = []  # of the passes of prefill: lengths and padding
+        self._stood_for = False  # whether the last pass was not simulated
+
+    def run(self, plan: PassPlan) -> PassResult:
+        self._prompts.append([(s.prompt_len, s.padding) for s in plan.prefill])
+        last = self._prompts[-1 - EQUAL_PREFILLS :]
+        equal = bool(plan.prefill) and len(last) > EQUAL_PREFILLS and all(each == last[0] for each in last)
+        in_order = not plan.decode and self._plan.strategy.passes_in_flight == 1
+        self._stood_for = equal and in_order and not self._whole
+        if not self._stood_for:
+            return self._pipeline.run(plan)
+        for sequence in plan.prefill:
+            sequence.accept(0, None)
+        return PassResult([])
+
+    def finish(self) -> None:
+        self._pipeline.finish()
 
     def on_pass(self, record: PassRecord) -> None:
         now = self._machine.totals()
         did = {(str(lane), kind): _less(total, self._before.get((lane, kind))) for (lane, kind), total in now.items()}
         self._before = now
+        if self._stood_for:
+            self.passes[-1] = replace(self.passes[-1], count=self.passes[-1].count + 1)
+            return
         is_decode = bool(record.num_decode_tokens) and not record.num_prefill_tokens
         if not (self._whole or is_decode) and any(p.step is not None for p in self.passes):
             raise _Enough  # the next batch begins
@@ -115,45 +145,53 @@ def _less(total: Totals, before: Totals | None) -> Totals:
     return total if before is None else Totals(*(a - b for a, b in zip(total, before, strict=True)))
 
 
-def over_all_steps(passes: Sequence[Pass], num_steps: int, value: Callable[[Pass], float]) -> float:
-    """Return the sum of a value over all decode steps. Steps that were not simulated lie on lines between those that
-    were; the first one stands for itself alone."""
-    decode = [p for p in passes if p.step is not None]
-    if not decode:
-        return 0.0
-    first, later = decode[0], decode[1:] or decode
+def _for_all_steps(passes: Sequence[Pass], num_steps: int) -> Iterator[Pass]:
+    """Yield the passes, those of decode with the number of steps that each stands for. A step that was not simulated
+    lies on the line between two that were, so that each of these stands for a part of it; the first step of all stands
+    for itself alone."""
+    simulated = [p.step for p in passes if p.step is not None]
     steps = np.arange(1, num_steps)
-    found = np.interp(steps, [p.step for p in later if p.step is not None], [value(p) for p in later])
-    return float(value(first) + found.sum())
+    for p in passes:
+        if p.step and len(simulated) > 1:
+            own = [float(step == p.step) for step in simulated[1:]]
+            yield replace(p, count=float(np.interp(steps, simulated[1:], own).sum()))
+        else:
+            yield p
+
+
+def over_passes(passes: Iterable[Pass], value: Callable[[Pass], float]) -> float:
+    """Return the sum of a value over passes, each as often as it stands for."""
+    return sum(p.count * value(p) for p in passes)
 
 
 def phase_facts(plan: Plan, passes: Sequence[Pass]) -> dict[str, Any] | None:
     """Sum up the passes of one phase; None of none. Bytes over the link are those of a pass."""
     if not passes:
         return None
-    spec, length_s = plan.engine.spec, sum(p.length_s for p in passes)
-    experts = {lane: _sum(p.did.get((lane, "experts")) for p in passes) for lane in ("gpu", "cpu")}
+    spec, num_passes = plan.engine.spec, round(sum(p.count for p in passes))
+    length_s = over_passes(passes, lambda p: p.length_s)
+    experts = {lane: _sum((p.count, p.did.get((lane, "experts"))) for p in passes) for lane in ("gpu", "cpu")}
     flop_s = plan.settings.hardware.gemm_flop_s(spec.dtype, peak=False)
     runs = sum(_runs(spec, total, lane) for lane, total in experts.items())
     tokens = {lane: total.flops / (2 * spec.expert_params) for lane, total in experts.items()}
     gpu_s = experts["gpu"].busy_s
     return {
-        "passes": len(passes),
-        "pass_s": length_s / len(passes),
+        "passes": num_passes,
+        "pass_s": length_s / num_passes,
         "sequences": max(p.record.num_sequences for p in passes),
-        "busy": {lane: sum(_busy_s(p, lane) for p in passes) / length_s for lane in LANES},
-        "link_gb": {what: sum(link_gb(p, what) for p in passes) / len(passes) for what in MOVED},
+        "busy": {lane: over_passes(passes, lambda p, lane=lane: _busy_s(p, lane)) / length_s for lane in LANES},
+        "link_gb": {what: over_passes(passes, lambda p, what=what: link_gb(p, what)) / num_passes for what in MOVED},
         "tokens_an_expert_run": sum(tokens.values()) / runs if runs else None,
         "expert_flops_used": experts["gpu"].flops / (gpu_s * flop_s) if gpu_s else None,
         "experts_on_cpu": tokens["cpu"] / sum(tokens.values()) if runs else None,
     }
 
 
-def _sum(totals: Any) -> Totals:
+def _sum(totals: Iterable[tuple[float, Totals | None]]) -> Totals:
     found = Totals()
-    for total in totals:
+    for count, total in totals:
         if total is not None:
-            found = Totals(*(a + b for a, b in zip(found, total, strict=True)))
+            found = Totals(*(a + count * b for a, b in zip(found, total, strict=True)))
     return found
 
 

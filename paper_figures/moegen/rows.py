@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from harness.plan.planning import DoesNotFit, Plan
 from harness.record.provenance import code_version
 from harness.record.summary import accuracy
-from paper_figures.moegen.measuring import MOVED, Pass, batch_passes, link_gb, over_all_steps, phase_facts
+from paper_figures.moegen.measuring import MOVED, Pass, batch_passes, link_gb, over_passes, phase_facts
 from paper_figures.moegen.settings import Case
 from paper_figures.passes import planned
 from paper_figures.support import REFERENCE, read_json
@@ -39,6 +39,7 @@ def row(case: Case) -> Row:
     return {
         **named,
         "policy": _plain(plan.strategy.plan),
+        "search": predicted_passes(plan.strategy.plan),
         **facts(plan, passes, whole=case.whole),
         "host_seconds": took,
     }
@@ -48,28 +49,21 @@ def facts(plan: Plan, passes: Sequence[Pass], *, whole: bool = False) -> Row:
     """Sum up a batch: its throughput by phase, and what the strategy's own model says of the whole."""
     prefill = [p for p in passes if p.record.num_prefill_tokens]
     decode = [p for p in passes if p.step is not None]
-    num_steps = len(decode) if whole else plan.settings.dataset.max_new_tokens - 1
-    num_sequences = sum(p.record.num_sequences - p.record.num_decode_tokens for p in prefill)
+    num_sequences = round(over_passes(prefill, lambda p: p.record.num_sequences - p.record.num_decode_tokens))
     generated = num_sequences * plan.settings.dataset.max_new_tokens
 
-    def decoded(value: Callable[[Pass], float]) -> float:
-        return over_all_steps(decode, num_steps, value)
-
-    prefill_s, decode_s = sum(p.length_s for p in prefill), decoded(lambda p: p.length_s)
+    prefill_s, decode_s = (over_passes(phase, lambda p: p.length_s) for phase in (prefill, decode))
     tok_s = generated / (prefill_s + decode_s)
     prediction = plan.strategy.prediction
     return {
         "sequences": num_sequences,
         "tok_s": tok_s,
-        "prefill_tok_s": sum(p.record.num_prefill_tokens for p in prefill) / prefill_s,
+        "prefill_tok_s": over_passes(prefill, lambda p: p.record.num_prefill_tokens) / prefill_s,
         "decode_tok_s": (generated - num_sequences) / decode_s if decode else None,
         "prefill_s": prefill_s,
         "decode_s": decode_s,
         "steps": [] if whole else [[p.step, p.length_s] for p in decode],
-        "traffic_gb": {
-            what: sum(link_gb(p, what) for p in prefill) + decoded(lambda p, what=what: link_gb(p, what))
-            for what in MOVED
-        },
+        "traffic_gb": {what: over_passes([*prefill, *decode], lambda p, what=what: link_gb(p, what)) for what in MOVED},
         "prefill": phase_facts(plan, prefill),
         "decode": phase_facts(plan, decode),
         "predicted_tok_s": prediction and prediction.throughput_tok_s,
@@ -106,3 +100,9 @@ def key_of(row: Mapping[str, Any]) -> tuple[object, ...]:
 def _plain(plan: Mapping[str, Any]) -> Row:
     """Leave tables and candidates out of a planner's record."""
     return {name: value for name, value in plan.items() if isinstance(value, (int, float, str, bool, type(None)))}
+
+
+def predicted_passes(plan: Mapping[str, Any]) -> Row | None:
+    """Return what a search predicts of its policy's passes; None where nothing was searched."""
+    found = plan.get("predicted")
+    return found and {name: value for name, value in found.items() if name != "policy"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from math import ceil
 
 from harness.model.spec import ModelSpec
 from paper_figures.support import model_spec
@@ -72,7 +73,7 @@ class Case:
             *(*SYSTEMS[self.system], f"model={self.model}", *SETTINGS[self.setting]),
             *("dataset=gsm8k", "dataset.synthetic=lengths", f"dataset.max_prompt_tokens={self.prompt}"),
             *(f"dataset.max_new_tokens={self.g}", f"dataset.num_requests={self.num_requests or max(most, 1)}"),
-            *(f"kv_cache_gb={kv_gb:.4f}", f"strategy.packet_mb={_PACKET_MB}", *papers, *self.more),
+            *(f"kv_cache_gb={ceil(kv_gb * 1e4) / 1e4:.4f}", f"strategy.packet_mb={_PACKET_MB}", *papers, *self.more),
         ]
 
 

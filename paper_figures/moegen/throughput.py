@@ -1,12 +1,14 @@
 """Simulate MoE-Gen's Tables 1, 6, 7 and 10: prefill and decode of every system, with the tokens an expert runs over.
 
 Each system has the policy that its own search finds here. DeepSeek-V2 runs a second time with the batch sizes that
-follow from Table 1's tokens an expert, for the systems of which the paper has them.
+follow from Table 1's tokens an expert, for the systems of which the paper has them. llama.cpp searches nothing: Mixtral
+on C2 runs with its own number of slots, and with more of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from paper_figures.moegen.published import INCONSISTENT, SECTION53_C1_TOK_S, TABLE1, TABLE6, TABLE7, TABLE10
@@ -34,6 +36,7 @@ _SIZES = {
     "FlexGen": ("strategy.policy.batch_size=8", "strategy.policy.micro_batch_size=8"),
     "MoE-Lightning": ("strategy.policy.batch_size=20", "strategy.policy.micro_batch_size=10"),
 }
+_SLOTS = (16, 64, 256)  # of llama.cpp; 4 are its default
 
 
 def cases(workloads: Iterable[tuple[str, str, int]] = WORKLOADS) -> list[Case]:
@@ -42,6 +45,10 @@ def cases(workloads: Iterable[tuple[str, str, int]] = WORKLOADS) -> list[Case]:
         for system in ("MoE-Gen(H)",) if (setting, model) == ("C3", "deepseek-v2") else SYSTEMS:
             case = Case(system=system, setting=setting, model=model, g=g, num_requests=MOST_REQUESTS.get(model))
             found.append(case)
+            if system == "llama.cpp" and (setting, g) == ("C2", 256) and model in ("mixtral-8x7b", "mixtral-8x22b"):
+                found += [
+                    replace(case, variant=f"{slots} slots", more=(f"strategy.slots={slots}",)) for slots in _SLOTS
+                ]
             if (setting, model, g) == ("C2", "deepseek-v2", 256) and system in _SIZES:
                 found.append(
                     Case(

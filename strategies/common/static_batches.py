@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from harness.engine.batch import PassPlan
 from harness.engine.sequences import Sequence, State
 from harness.memory.kv_cache import Blocks
+from strategies.common.waiting import WaitingRequests
 
 
 class StaticBatches:
@@ -25,15 +26,14 @@ class StaticBatches:
         self, sequences: Iterable[Sequence], allocator: Blocks, *, max_pass_tokens: int, max_batch: int | None = None
     ) -> None:
         self._max_batch = max_batch
-        self._queue = deque(sequences)
-        self._allocator = allocator
+        self._waiting = WaitingRequests(sequences, allocator, longest=max_pass_tokens, place="one pass")
         self._max_pass_tokens = max_pass_tokens
         self._admitted: deque[Sequence] = deque()  # blocks set aside, not prefilled yet
         self._running: list[Sequence] = []
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queue) + len(self._admitted)
+        return len(self._waiting) + len(self._admitted)
 
     def next_pass(self) -> PassPlan | None:
         if not self._admitted and not self._running:
@@ -52,24 +52,10 @@ class StaticBatches:
         self._running = waiting + [s for s in self._running if s in decoded and s not in gone]
 
     def _admit_batch(self) -> None:
-        while self._queue and (self._max_batch is None or len(self._admitted) < self._max_batch):
-            head = self._queue[0]
-            if reason := self._never_fits(head):
-                head.state, head.reject_reason = State.REJECTED, reason
-                self._queue.popleft()
-                continue
-            if self._allocator.missing_blocks(head, head.max_tokens) > self._allocator.free_for(head):
+        while (self._max_batch is None or len(self._admitted) < self._max_batch) and (head := self._waiting.head):
+            if not self._waiting.admit(head, head.max_tokens):
                 return
-            self._allocator.grow(head, head.max_tokens)
-            self._admitted.append(self._queue.popleft())
-
-    def _never_fits(self, sequence: Sequence) -> str | None:
-        needed = self._allocator.blocks_for(sequence.max_tokens)
-        if needed > self._allocator.max_sequence_blocks:
-            return f"needs {needed} KV blocks, the cache has {self._allocator.max_sequence_blocks}"
-        if sequence.prompt_len > self._max_pass_tokens:
-            return f"prompt of {sequence.prompt_len} tokens exceeds {self._max_pass_tokens} tokens a pass"
-        return None
+            self._admitted.append(head)
 
     def _next_prefill(self) -> list[Sequence]:
         chosen: list[Sequence] = []

@@ -31,10 +31,9 @@ class Config:
             require(value is None or value >= least, name, f"must be >= {least} or null, got {value}")
 
     def least_weight_bytes(self, model: ModelParts) -> dict[str, int]:
-        """Return, by name, the device memory that weights take with `cpu_moe_layers`, or with the experts of all layers
-        in host memory."""
-        layers = model.spec.num_layers if self.cpu_moe_layers is None else self.cpu_moe_layers
-        return DeviceWeights(model).bytes_with(layers, copies=self.offload_min_tokens is not None)
+        """Return, by name, the device memory that weights take with the experts of all layers in host memory. Whether
+        there is room for those that `cpu_moe_layers` leaves on the device is the planner's to say."""
+        return DeviceWeights(model).bytes_with(model.spec.num_layers, copies=self.offload_min_tokens is not None)
 
 
 class DeviceWeights:

@@ -59,7 +59,7 @@ def plan_split(config: Config, engine: Engine) -> Policy:
     weights, blocks = DeviceWeights(engine), engine.kv.allocator
     free_bytes = engine.machine.tiers["device"].free_bytes - SLACK_BYTES
     room = _Room(
-        nbytes=free_bytes - sum(config.least_weight_bytes(engine).values()),
+        nbytes=free_bytes - _weight_bytes(config, weights, _most_cpu_layers(config, weights)),
         token_bytes=device_bytes_per_token(engine.spec),
         block_bytes=block_bytes(engine),
         block_size=blocks.block_size,
@@ -67,12 +67,10 @@ def plan_split(config: Config, engine: Engine) -> Policy:
     )
     slots = max(1, min(config.slots, len(engine.sequences)))
     longest_prompt, num_blocks = _cache(config, engine, room, slots)
-    left_bytes = free_bytes - room.taken_bytes(longest_prompt, num_blocks)
-    cpu_layers = (
-        _least_cpu_layers(config, weights, left_bytes)
-        if config.cpu_moe_layers is None
-        else (min(config.cpu_moe_layers, weights.num_layers))
-    )
+    cpu_layers = _most_cpu_layers(config, weights)
+    if config.cpu_moe_layers is None:
+        left_bytes = free_bytes - room.taken_bytes(longest_prompt, num_blocks)
+        cpu_layers = _least_cpu_layers(config, weights, left_bytes) or 0
     return Policy(
         cpu_moe_layers=cpu_layers,
         slots=slots,
@@ -84,19 +82,18 @@ def plan_split(config: Config, engine: Engine) -> Policy:
 
 
 def _cache(config: Config, engine: Engine, room: _Room, slots: int) -> tuple[int, int]:
-    """Return the longest prompt that can run, and the blocks of the KV cache."""
+    """Return the longest prompt that can run, and the blocks of the KV cache. A request that does not fit beside those
+    that need fewer blocks is left out."""
     blocks = engine.kv.allocator
     given = None if config.context_tokens is None else blocks.blocks_for(config.context_tokens)
     sizes = sorted({(blocks.blocks_for(s.max_tokens), s.prompt_len) for s in engine.sequences} or {(1, 1)})
     longest_prompt = longest_blocks = 0
     for num_blocks, prompt_len in sizes:
         prompt = max(longest_prompt, prompt_len)
-        if room.taken_bytes(prompt, num_blocks) > room.nbytes or (given is not None and num_blocks > given):
-            break
-        longest_prompt, longest_blocks = prompt, num_blocks
+        if room.taken_bytes(prompt, num_blocks) <= room.nbytes and (given is None or num_blocks <= given):
+            longest_prompt, longest_blocks = prompt, num_blocks
     if not longest_prompt and (given is None or sizes[0][0] <= given):
-        smallest_bytes = min(room.taken_bytes(prompt, num) for num, prompt in sizes)
-        raise device_too_small(engine, config.least_weight_bytes(engine), smallest_bytes)
+        raise _nothing_fits(config, engine, min(room.taken_bytes(prompt, num) for num, prompt in sizes))
     wanted = slots * longest_blocks if given is None else given
     fitting = bisect_right(range(wanted + 1), room.nbytes, key=lambda num: room.taken_bytes(longest_prompt, num)) - 1
     if given is not None and fitting < given:
@@ -105,7 +102,27 @@ def _cache(config: Config, engine: Engine, room: _Room, slots: int) -> tuple[int
     return longest_prompt, fitting
 
 
-def _least_cpu_layers(config: Config, weights: DeviceWeights, left_bytes: int) -> int:
-    copies = config.offload_min_tokens is not None
+def _most_cpu_layers(config: Config, weights: DeviceWeights) -> int:
+    """Return how many layers leave their experts in host memory at the most."""
+    given = config.cpu_moe_layers
+    return weights.num_layers if given is None else min(given, weights.num_layers)
+
+
+def _weight_bytes(config: Config, weights: DeviceWeights, cpu_layers: int) -> int:
+    return sum(weights.bytes_with(cpu_layers, copies=config.offload_min_tokens is not None).values())
+
+
+def _least_cpu_layers(config: Config, weights: DeviceWeights, left_bytes: int) -> int | None:
     layers = range(weights.num_layers + 1)
-    return next(n for n in layers if sum(weights.bytes_with(n, copies=copies).values()) <= left_bytes)
+    return next((n for n in layers if _weight_bytes(config, weights, n) <= left_bytes), None)
+
+
+def _nothing_fits(config: Config, engine: Engine, smallest_bytes: int) -> ConfigError:
+    """Return an error for `cpu_moe_layers` where more of them make room for the smallest request, or else for the
+    device."""
+    weights, given = DeviceWeights(engine), config.cpu_moe_layers
+    free_bytes = engine.machine.tiers["device"].free_bytes - SLACK_BYTES
+    least = _least_cpu_layers(config, weights, free_bytes - smallest_bytes)
+    if given is not None and least is not None:
+        return ConfigError("strategy.cpu_moe_layers", f"must be at least {least} on this device, or null, got {given}")
+    return device_too_small(engine, config.least_weight_bytes(engine), smallest_bytes)

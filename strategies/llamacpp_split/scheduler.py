@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from harness.engine.batch import PassPlan
 from harness.engine.sequences import Sequence, State
 from harness.memory.kv_cache import Blocks
+from strategies.common.waiting import WaitingRequests
 
 
 class Slots:
@@ -31,17 +32,15 @@ class Slots:
         micro_batch_tokens: int,
         max_tokens: int,
     ) -> None:
-        self._queue = deque(sequences)
-        self._allocator = allocator
+        self._waiting = WaitingRequests(sequences, allocator, longest=max_tokens, place="a micro-batch")
         self._num_slots = num_slots
         self._batch_tokens, self._micro_batch_tokens = batch_tokens, micro_batch_tokens
-        self._max_tokens = max_tokens
         self._prompts: deque[Sequence] = deque()  # in a slot, not computed yet
         self._generating: list[Sequence] = []
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queue) + len(self._prompts)
+        return len(self._waiting) + len(self._prompts)
 
     def next_pass(self) -> PassPlan | None:
         self._fill_slots()
@@ -57,24 +56,10 @@ class Slots:
         self._generating = [s for s in (*self._generating, *plan.prefill) if s not in gone]
 
     def _fill_slots(self) -> None:
-        while self._queue and len(self._generating) + len(self._prompts) < self._num_slots:
-            head = self._queue[0]
-            if reason := self._never_fits(head):
-                head.state, head.reject_reason = State.REJECTED, reason
-                self._queue.popleft()
-                continue
-            if self._allocator.missing_blocks(head, head.max_tokens) > self._allocator.free_for(head):
+        while len(self._generating) + len(self._prompts) < self._num_slots and (head := self._waiting.head):
+            if not self._waiting.admit(head, head.max_tokens):
                 return
-            self._allocator.grow(head, head.max_tokens)
-            self._prompts.append(self._queue.popleft())
-
-    def _never_fits(self, sequence: Sequence) -> str | None:
-        needed = self._allocator.blocks_for(sequence.max_tokens)
-        if needed > self._allocator.max_sequence_blocks:
-            return f"needs {needed} KV blocks, the cache has {self._allocator.max_sequence_blocks}"
-        if sequence.prompt_len > self._max_tokens:
-            return f"prompt of {sequence.prompt_len} tokens exceeds the {self._max_tokens} of a micro-batch"
-        return None
+            self._prompts.append(head)
 
     def _next_prompts(self, num_tokens: int) -> list[Sequence]:
         """Take the prompts of the next pass, which already has `num_tokens` tokens."""

@@ -11,12 +11,12 @@ from strategies.moegen.memory import phases
 from strategies.moegen.pipeline import ModuleBatching
 from strategies.moegen.planner import Deployment, complete_by_memory
 from strategies.moegen.prediction import predict
-from strategies.moegen.profile import measured
+from strategies.moegen.profile import Profile, measured
 from strategies.moegen.recorded import PassTimes
 from strategies.moegen.scheduler import AccumulatedBatches
 from strategies.moegen.search import Search
 
-__all__ = ["Config", "build"]
+__all__ = ["Config", "build", "profiled_search"]
 
 
 def build(config: Config, engine: Engine) -> Strategy:
@@ -26,12 +26,8 @@ def build(config: Config, engine: Engine) -> Strategy:
     policy = complete_by_memory(config.policy, deployment, prefetch=config.prefetch)
     plan: dict[str, Any] = {"chosen_by": "memory alone"}
     prediction = None
-    profile = measured(engine, deployment.shape, packet_bytes=packet_bytes) if config.search else None
-    if profile is not None:
-        times = PassTimes(
-            engine=engine, shape=deployment.shape, cost=profile.costs.seconds, packet_bytes=packet_bytes
-        )  # fmt: skip
-        search = Search(deployment, times, config.policy)
+    if config.search and (ready := profiled_search(config, engine, deployment)) is not None:
+        search, profile = ready
         found = search.around(policy)
         policy, prediction = found.best.policy, predict(search, found.best.policy)
         plan = {"chosen_by": "search", **found.as_record(), "profile": profile.as_record()}
@@ -44,3 +40,14 @@ def build(config: Config, engine: Engine) -> Strategy:
         prediction=prediction,
         plan={**policy.as_record(), "held_bytes": deployment.held(policy), **plan},
     )
+
+
+def profiled_search(config: Config, engine: Engine, deployment: Deployment) -> tuple[Search, Profile] | None:
+    """Return a search by what the modules cost on the engine's machine, with that profile; None where there is
+    none."""
+    packet_bytes = int(config.packet_mb * 1e6)
+    profile = measured(engine, deployment.shape, packet_bytes=packet_bytes)
+    if profile is None:
+        return None
+    times = PassTimes(engine=engine, shape=deployment.shape, cost=profile.costs.seconds, packet_bytes=packet_bytes)
+    return Search(deployment, times, config.policy), profile

@@ -15,7 +15,7 @@ class NoReplacement:
     def used(self, key: Key) -> None:
         """Do nothing, since no choice follows."""
 
-    def victim(self, candidates: Collection[Key]) -> Key:
+    def victim(self, candidates: Collection[Key], wanted: Key) -> Key:
         raise AssertionError(f"nothing is evicted for another expert, asked among {candidates}")
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from harness.machine.base import Lane, LaneKind, Op
 from harness.machine.critical_path import critical_path, in_lane_order
 from harness.machine.recording import OpGraph, RecordingMachine
 from harness.machine.virtual.world import World
+from harness.memory.kv_cache import BlockAllocator
 from harness.memory.transfers import CopyWeights
 from harness.memory.weights import Resident, WeightStore
 from harness.model.planned import PlannedModel
@@ -48,6 +50,10 @@ class Batch:
     num_sequences: int
     tokens: int
     decodes: bool
+
+    def num_blocks(self, block_size: int) -> int:
+        """Return the blocks of keys and values that all of them take."""
+        return self.num_sequences * -(-(self.tokens + 1) // block_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +130,7 @@ def record(
     machine = RecordingMachine(capacities_bytes=dict.fromkeys(engine.machine.tiers, _ROOM_BYTES))
     machine.world = World(HashedRouting(spec), spec.num_experts)
     block_size = engine.kv.allocator.block_size
-    num_blocks = batch.num_sequences * -(-(batch.tokens + 1) // block_size)
+    num_blocks = batch.num_blocks(block_size)
     store = WeightStore(machine, PlannedModel(spec, engine.family))
     kv = make_kv(machine, [spec], block_size=block_size, host_bytes=num_blocks * block_size * spec.kv_bytes_per_token)
     model = Engine(
@@ -138,17 +144,26 @@ def record(
     return Recorded(graph=machine.graph(), first=first, spec=spec)
 
 
-def _plan(engine: Engine, policy: Policy, batch: Batch) -> PassPlan:
-    """Return the pass as the scheduler would make it, with a KV partition for each micro-batch."""
+@lru_cache(maxsize=8)
+def _sequences(batch: Batch, block_size: int) -> list[Sequence]:
+    """Return the sequences of a batch, each with blocks of its own; recording a pass changes no more than their
+    partitions."""
+    blocks = BlockAllocator(batch.num_blocks(block_size), block_size)
     prompt = (0,) * batch.tokens
     sequences = []
     for number in range(batch.num_sequences):
         request = Request(request_id=number, prompt_ids=prompt, max_new_tokens=2, text=None)
         sequence = Sequence(request, state=State.DECODING if batch.decodes else State.PREFILL)
-        engine.kv.allocator.grow(sequence, batch.tokens + batch.decodes)
+        blocks.grow(sequence, batch.tokens + batch.decodes)
         if batch.decodes:
             sequence.generated, sequence.num_cached = [0], batch.tokens
         sequences.append(sequence)
+    return sequences
+
+
+def _plan(engine: Engine, policy: Policy, batch: Batch) -> PassPlan:
+    """Return the pass as the scheduler would make it, with a KV partition for each micro-batch."""
+    sequences = _sequences(batch, engine.kv.allocator.block_size)
     phase = policy.decode if batch.decodes else policy.prefill
     num_cpu, size = phase.num_on_cpu(len(sequences)) if batch.decodes else 0, phase.attention_batch
     groups = [
@@ -285,4 +300,5 @@ def _between(low: PassTime, high: PassTime, share: float) -> PassTime:
         moe_layer_s=at(low.moe_layer_s, high.moe_layer_s),
         dense_layer_s=at(low.dense_layer_s, high.dense_layer_s),
         ends_s=at(low.ends_s, high.ends_s),
+        busy={lane: at(busy_s, high.busy.get(lane, 0.0)) for lane, busy_s in low.busy.items()},
     )

@@ -10,6 +10,7 @@ from itertools import groupby
 from harness.engine.batch import PassPlan
 from harness.engine.sequences import Sequence, State
 from harness.memory.kv_cache import Blocks
+from strategies.common.waiting import WaitingRequests
 from strategies.moegen.memory import PhaseSizes
 from strategies.moegen.policy import Policy
 
@@ -35,14 +36,14 @@ class AccumulatedBatches:
         waiting = list(sequences)
         if padded:
             waiting.sort(key=lambda s: s.prompt_len, reverse=True)  # each batch begins with its longest
-        self._queue = deque(waiting)
-        self._allocator, self._policy, self._sizes, self._padded = allocator, policy, prefill, padded
+        self._waiting = WaitingRequests(waiting, allocator, longest=prefill.micro_batch_rows, place="a prefill")
+        self._policy, self._sizes, self._padded = policy, prefill, padded
         self._admitted: deque[Sequence] = deque()  # blocks set aside, not prefilled yet
         self._running: list[Sequence] = []
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queue) + len(self._admitted)
+        return len(self._waiting) + len(self._admitted)
 
     def next_pass(self) -> PassPlan | None:
         if not self._admitted and not self._running:
@@ -62,19 +63,11 @@ class AccumulatedBatches:
 
     def _admit_batch(self) -> None:
         batch: list[Sequence] = []
-        while self._queue and len(batch) < self._policy.decode.batch_size:
-            head = self._queue[0]
-            padding = batch[0].prompt_len - head.prompt_len if self._padded and batch else 0
-            if reason := self._never_fits(head):
-                head.state, head.reject_reason = State.REJECTED, reason
-                self._queue.popleft()
-                continue
-            num_tokens = head.max_tokens + padding
-            if self._allocator.missing_blocks(head, num_tokens) > self._allocator.free_for(head):
+        while len(batch) < self._policy.decode.batch_size and (head := self._waiting.head):
+            head.padding = batch[0].prompt_len - head.prompt_len if self._padded and batch else 0
+            if not self._waiting.admit(head, head.max_tokens + head.padding):
                 break
-            head.padding = padding
-            self._allocator.grow(head, num_tokens)
-            batch.append(self._queue.popleft())
+            batch.append(head)
         num_cpu, size = self._policy.decode.num_on_cpu(len(batch)), self._policy.decode.attention_batch
         number = 0
         for part in (batch[:num_cpu], batch[num_cpu:]):
@@ -83,14 +76,6 @@ class AccumulatedBatches:
                     sequence.partition = number
                 number += 1
         self._admitted.extend(batch)
-
-    def _never_fits(self, sequence: Sequence) -> str | None:
-        needed, longest = self._allocator.blocks_for(sequence.max_tokens), self._sizes.micro_batch_rows
-        if needed > self._allocator.max_sequence_blocks:
-            return f"needs {needed} KV blocks, the cache has {self._allocator.max_sequence_blocks}"
-        if sequence.prompt_len > longest:
-            return f"prompt of {sequence.prompt_len} tokens exceeds the {longest} that a prefill can hold"
-        return None
 
     def _next_prefill(self) -> list[Sequence]:
         chosen: list[Sequence] = []

@@ -1,10 +1,9 @@
 """Search the policy with the least time a request (MoE-Gen §4.3 and 4.4): B/T of Eq. 1, with T by Eq. 4.
 
 Candidates differ from the best policy so far in one variable. One that Eq. 2 or 3 rules out is dropped at once, by the
-same sizes by which the pipeline reserves its memory. For every other the pipeline's own ops are recorded, in the phase
-that the variable belongs to. Variables are gone through in rounds until none improves any more: the result is the best
-among its neighbours, and need not be the best of all. Where the device has memory to spare, it goes to experts that
-stay there.
+same sizes by which the pipeline reserves its memory. For every other the pipeline's own ops are recorded. Variables are
+gone through in rounds until none improves any more: the result is the best among its neighbours, and need not be the
+best of all. Where the device has memory to spare, it goes to experts that stay there.
 """
 
 from __future__ import annotations
@@ -44,6 +43,7 @@ class Candidate:
             if times is not None:
                 found |= {f"{name}_pass_s": times.seconds, f"{name}_layer_s": times.moe_layer_s}
                 found[f"{name}_bound"] = dict(list(times.bound.items())[:3])
+                found[f"{name}_busy_s"] = dict(times.busy)
         return found
 
 
@@ -122,11 +122,9 @@ class Search:
             if best is before:
                 break
         found = sorted((each for each in self._known.values() if each is not None), key=lambda each: each.request_s)
-        exact = [self.candidate(each.policy) for each in found[: _RUNNERS_UP + 1]]  # both phases
-        best, *others = sorted(exact, key=lambda each: each.request_s)
         return Found(
-            best=best,
-            runners_up=others,
+            best=found[0],
+            runners_up=found[1 : _RUNNERS_UP + 1],
             num_considered=len(self._known),
             num_without_memory=len(self._known) - len(found),
             num_recorded=self.times.num_recorded,
@@ -141,17 +139,14 @@ class Search:
         attention_batch = min(prefill.attention_batch, size)
         return replace(policy, prefill=replace(prefill, batch_size=size, attention_batch=attention_batch))
 
-    def candidate(self, policy: Policy, like: Candidate | None = None, phase: str | None = None) -> Candidate:
-        """Return what a policy is predicted to take. With `phase` it differs from `like` in that phase only, whose time
-        alone is asked for; the other one's may change by the experts that stay on the device."""
-        shape, prefill, decode = self.deployment.shape, None, None
-        if like is not None and phase is not None:
-            prefill, decode = (None, like.decode) if phase == "prefill" else (like.prefill, None)
-        if prefill is None:
-            prefill = self.times.of(policy, self.prefill_batch(policy.prefill.batch_size))
+    def candidate(self, policy: Policy) -> Candidate:
+        """Return what a policy is predicted to take. A variable of one phase changes the other one's time too: by the
+        experts for which it leaves room on the device."""
+        shape, decode = self.deployment.shape, None
+        prefill = self.times.of(policy, self.prefill_batch(policy.prefill.batch_size))
         request_s = prefill.seconds / policy.prefill.batch_size
         if shape.new_tokens > 1:
-            decode = decode or self.times.of(policy, self.decode_batch(policy.decode.batch_size))
+            decode = self.times.of(policy, self.decode_batch(policy.decode.batch_size))
             request_s += (shape.new_tokens - 1) * decode.seconds / policy.decode.batch_size
         return Candidate(policy=policy, prefill=prefill, decode=decode, request_s=request_s)
 
@@ -189,7 +184,7 @@ class Search:
         policy = self._with(variable, best.policy, value)
         if policy not in self._known:
             fits = self.deployment.fits(policy)
-            self._known[policy] = self.candidate(policy, best, variable.phase) if fits else None
+            self._known[policy] = self.candidate(policy) if fits else None
         other = self._known[policy]
         return other if other is not None and other.request_s < best.request_s * (1 - _GAIN) else best
 
@@ -200,6 +195,10 @@ class Search:
             its = getattr(policy, phase)
             if its.attention_batch > its.batch_size:
                 policy = replace(policy, **{phase: replace(its, attention_batch=its.batch_size)})
+        return self.filled(policy)
+
+    def filled(self, policy: Policy) -> Policy:
+        """Return the policy with as many experts on the device as it leaves room for, unless their number is given."""
         weights = self.deployment.weights
         if self.given.resident_experts is not None or policy.expert_slots == 0:
             return policy

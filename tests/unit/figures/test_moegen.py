@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -20,8 +21,11 @@ from paper_figures.moegen import (
     throughput,
     traffic,
 )
-from paper_figures.moegen.rows import find, key_of, row
+from paper_figures.moegen.differences import differences, main
+from paper_figures.moegen.measuring import batch_passes
+from paper_figures.moegen.rows import facts, find, key_of, row
 from paper_figures.moegen.settings import SYSTEMS, Case, most_sequences, ram_gb, spec_of
+from paper_figures.passes import planned
 from paper_figures.support import write_json
 
 TINY = Case(
@@ -73,6 +77,22 @@ def test_skipped_steps_are_what_a_simulation_of_all_finds(tiny):
         assert tiny[fact] == pytest.approx(whole[fact], rel=2e-3)
     assert tiny["traffic_gb"] == pytest.approx(whole["traffic_gb"], rel=1e-2)
     assert tiny["traffic_gb"]["kv"] > 0
+
+
+def test_skipped_prefills_are_what_a_simulation_of_all_finds():
+    """Two prompts a pass: of the first six passes three are simulated, and the last one, of one prompt, is."""
+    sizes = ("strategy.policy.prefill_batch_size=2", "strategy.policy.prefill_attention_batch=1")
+    case = replace(TINY, system="MoE-Gen(G)", num_requests=13, g=2, kv_gb=0.003, more=("strategy.search=false", *sizes))
+    plan = planned(case.overrides)
+    passes = batch_passes(plan)
+    assert [p.count for p in passes if p.step is None] == [1, 1, 4, 1]
+    some, whole = facts(plan, passes), row(replace(case, whole=True))
+    assert some["sequences"] == whole["sequences"] == 13
+    for fact in ("prefill_s", "prefill_tok_s", "decode_s"):
+        assert some[fact] == pytest.approx(whole[fact], rel=0.02)
+    assert some["traffic_gb"] == pytest.approx(whole["traffic_gb"], rel=0.02)
+    assert some["prefill"]["tokens_an_expert_run"] == pytest.approx(whole["prefill"]["tokens_an_expert_run"], rel=0.02)
+    assert some["prefill"]["busy"] == pytest.approx(whole["prefill"]["busy"], rel=0.05, abs=0.01)
 
 
 def test_facts_of_a_batch_by_hand(tiny):
@@ -167,8 +187,36 @@ def test_the_searchs_accuracy_is_collected(folder, tiny):
     found = accuracy.compute(folder, folder)
     simulated = [r for name in accuracy.REPORTS for r in rows_in(folder, name) if r["accuracy"] is not None]
     assert len(found["rows"]) == len(simulated) > 0
-    assert found["rows"][0]["accuracy"] == tiny["accuracy"]
+    assert found["rows"][0]["accuracy"] == pytest.approx(tiny["accuracy"])
+    searched = rows_in(folder, "throughput")[:1]
+    searched[0] |= {"search": {"request_s": searched[0]["g"] / (1.1 * searched[0]["tok_s"])}, "predicted_tok_s": 1e-9}
+    write_json(folder / "throughput.json", {"rows": searched})
+    (of_batch,) = (r for r in accuracy.compute(folder, folder)["rows"] if r["report"] == "throughput")
+    assert of_batch["accuracy"] == pytest.approx(0.9), "of the batch, not of the whole workload"
     assert "MoE-Gen(H)" in accuracy.tables(found)
+
+
+def test_differences_are_told_by_phase_and_lane(folder, tiny):
+    """Four layers of experts: the link is predicted to be busy for half of the pass, and was for all of it."""
+    busy = {**tiny["decode"]["busy"], "h2d": 1.0, "gpu": 0.25}
+    searched = {"decode_pass_s": 3.0, "decode_busy_s": {"h2d": 0.25, "gpu": 0.125}}
+    made = {**tiny, "search": searched, "decode": {**tiny["decode"], "pass_s": 2.0, "busy": busy}}
+    found = {each.lane: each for each in differences(made, 4)}
+    assert (found["all"].predicted_s, found["all"].simulated_s, found["all"].share) == (3.0, 2.0, 0.5)
+    assert (found["h2d"].predicted_s, found["h2d"].simulated_s, found["h2d"].share) == (1.0, 2.0, -0.5)
+    assert found["gpu"].share == 0 and not list(differences(tiny, 4)), "no search, no differences"
+    rows = [{**made, "report": "throughput", "differences": [vars(each) for each in found.values()]}]
+    text = accuracy.tables({"label": "simulated", "rows": [{**rows[0], "by": "simulated", "observed_tok_s": 1.0}]})
+    assert "| decode | h2d | 1 | -50.0% |" in text
+
+
+def test_differences_of_a_policy_on_the_command_line(capsys):
+    more = ("strategy=moegen_g", "model=mixtral-tiny", "hardware=a5000", "dataset.num_requests=4", "kv_cache_gb=0.01")
+    policy = ("strategy.policy.attention_batch=2", "strategy.policy.expert_batch=32", "dataset.max_new_tokens=4")
+    assert main([*more, *policy]) == 0
+    assert capsys.readouterr().out.count("| decode |") == 5
+    assert main(["strategy=moelens", *more[1:]]) == 2
+    assert "strategy: must be moegen_g or moegen_h" in capsys.readouterr().err
 
 
 def test_some_rows_are_computed_again_and_others_kept(tiny):
@@ -201,6 +249,15 @@ def test_runs_on_the_emulated_machine():
     text = emulated.tables({"label": "emulated", "rows": [refused, made]})
     assert text.count("| mixtral-tiny |") == 1 and "0 checked, 0 mismatched" in text
     assert f"* mixtral-tiny, DeepSpeed: {refused['refused']}" in text
+
+
+def test_the_cache_holds_the_sequences_that_it_was_sized_for():
+    """Not one less by rounding, which would be a batch of its own."""
+    for setting, model in product(("C1", "C2", "C3"), ("mixtral-8x7b", "deepseek-v2")):
+        spec = spec_of(model)
+        given = dict(o.split("=") for o in Case(system="DeepSpeed", setting=setting, model=model).overrides)
+        num_blocks = float(given["kv_cache_gb"]) * 1e9 // (16 * spec.kv_bytes_per_token)
+        assert num_blocks >= 48 * int(given["dataset.num_requests"])
 
 
 def test_settings_are_the_papers():

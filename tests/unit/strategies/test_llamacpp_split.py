@@ -12,6 +12,7 @@ from harness.config import ConfigError
 from harness.engine.engine import Engine
 from harness.engine.limits import SLACK_BYTES
 from harness.settings import load_strategy
+from strategies.llamacpp_split.config import DeviceWeights
 from strategies.llamacpp_split.planner import Policy, plan_split
 from strategies.llamacpp_split.scheduler import Slots
 from tests.composing import composed
@@ -106,8 +107,9 @@ def test_what_is_built_takes_what_was_planned():
     held = on.machine.tiers["device"].holders()
     assert held["resident experts"] == 2 * LAYER_EXPERTS_BYTES
     assert held["copies of experts"] == 3 * EXPERT_BYTES, "a third of eight experts, rounded up"
-    stated = sum(loaded.config.least_weight_bytes(on).values())
+    stated = sum(DeviceWeights(on).bytes_with(30, copies=True).values())
     assert stated == sum(held[name] for name in ("resident experts", "copies of experts", "all layers without experts"))
+    assert sum(loaded.config.least_weight_bytes(on).values()) == stated - held["resident experts"]
 
 
 def test_the_cache_holds_the_longest_request_in_every_slot():
@@ -143,20 +145,34 @@ def test_without_copies_there_is_no_room_for_them():
 def test_layers_are_counted_from_the_first_dense_ones_included():
     spec = spec_of("deepseek-v2-lite")
     on = with_device(8, [100] * 4, spec=spec)
-    (*_, config) = load_strategy(composed("strategy=llamacpp_split", "strategy.cpu_moe_layers=1")["strategy"])
-    assert not any("copies" in name for name in config.least_weight_bytes(on)), "the first layer has no experts"
+    weights = DeviceWeights(on)
+    assert not any("copies" in name for name in weights.bytes_with(1, copies=True)), "the first layer has no experts"
+    assert any("copies" in name for name in weights.bytes_with(2, copies=True))
+
+
+def test_a_request_that_does_not_fit_hides_no_other():
+    """A prompt of 40,000 tokens, whose activations the device has no room for, needs fewer blocks than the other."""
+    alone, both = with_device(12, [100], new=41_000), with_device(12, [40_000, 100], new=1)
+    both.sequences[1:] = alone.sequences
+    assert planned(both, slots=1) == planned(alone, slots=1)
+    assert planned(alone, slots=1).context_tokens >= 41_099
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"context_tokens": 10**7}, r"strategy.context_tokens: must be at most \d+, which fill the device, or null$"),
-        ({"cpu_moe_layers": 0}, r"hardware.device_memory_gb: 24 GB is too small: .*experts of 32 layers 90.19 GB"),
+        ({"cpu_moe_layers": 0}, r"strategy.cpu_moe_layers: must be at least 2\d on this device, or null, got 0$"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message) as refused:
         planned(with_device(24, [100] * 8), **changes)
+    if "cpu_moe_layers" in changes:
+        least = int(re.findall(r"least (\d+)", str(refused.value))[0])
+        assert planned(with_device(24, [100] * 8), cpu_moe_layers=least).cpu_moe_layers == least
+        with pytest.raises(ConfigError, match=f"at least {least} "):
+            planned(with_device(24, [100] * 8), cpu_moe_layers=least - 1)
     if "context_tokens" in changes:
         most = int(re.findall(r"\d+", str(refused.value))[0])
         assert planned(with_device(24, [100] * 8), context_tokens=most).context_tokens == most

@@ -31,7 +31,7 @@ def run_static(load: Workload) -> Record:
 
 
 def too_large(load: Workload, sequence: Sequence) -> bool:
-    return -(-sequence.max_tokens // load.block_size) > load.num_blocks
+    return blocks_of(load, sequence) > load.num_blocks
 
 
 @settings(max_examples=200)
@@ -134,6 +134,23 @@ def test_a_lone_request_always_runs_or_is_told_why(prompt, n_real):
         assert sequence.reject_reason == f"{prompt + 4} tokens exceed the {n_real} that one pass can hold"
     else:
         assert len(sequence.generated) == 5
+
+
+@settings(max_examples=200)
+@given(workloads(), st.integers(1, 30))
+def test_each_memory_has_blocks_for_its_own_sequences(load, device_blocks):
+    """Free blocks on the host are of no use to a sequence on the device: there the newest gives its blocks back."""
+    device_blocks = min(device_blocks, load.num_blocks - 1)
+    kv, sequences = FakeKV(load.num_blocks, load.block_size, device_blocks=device_blocks), load.sequences()
+    tokens = load.max_pass_tokens
+    record = drive(ContinuousBatches(sequences, kv, fill_to=tokens, max_pass_tokens=tokens), kv, sequences, load)
+    most = max(device_blocks, load.num_blocks - device_blocks) * load.block_size
+    check_conservation(record, load, lambda s: s.max_tokens > tokens or blocks_of(load, s) * load.block_size > most)
+    check_first_admissions(record)
+
+
+def blocks_of(load: Workload, sequence: Sequence) -> int:
+    return -(-sequence.max_tokens // load.block_size)
 
 
 def test_preemption_mode_by_hand():
