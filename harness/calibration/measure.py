@@ -30,6 +30,9 @@ def measure_all(
         num_layers_buffered=2,
         num_micro_batches=2,
         reserved_bytes={"buffers of the probes": LayerProbes.RESERVED_BYTES},
+        pinned_reserved_bytes=LayerProbes.pinned_bytes(engine, _MAX_TOKENS),
+        host_experts=True,
+        num_predicted=engine.spec.experts_per_token,
     )
     max_tokens, kv = min(fitting, _MAX_TOKENS), engine.kv.allocator
     max_context = kv.num_blocks * kv.block_size

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import numpy as np
 
 from harness.bench.op_bench import OpBench
 from harness.bench.shapes import Shape
@@ -14,6 +16,7 @@ from harness.engine.emitter import Emitter, InFlight
 from harness.engine.engine import Engine
 from harness.engine.ops import data, expert_rows, paged
 from harness.engine.ops.experts import Expert
+from harness.engine.ops.predictions import PredictExperts
 from harness.machine.base import CPU, D2H, GPU, H2D, PIN, Context, Op, Ticket, Work
 from harness.memory.kv_cache import KVCache
 from harness.memory.placed import PlacedPart
@@ -25,6 +28,7 @@ from harness.model.spec import ModelSpec
 Pair = tuple[InFlight, InFlight]  # the second one finds weights that the first one has just read
 _STAGING_BYTES = 4_000_000  # keys and values of one layer on the device: longer contexts are not probed there
 _DEVICE_KV_BYTES = 16_000_000  # the cache in device memory, all layers: longer contexts are not probed in it
+_RUN = 1_000_003  # random numbers, a prime: no two blocks of a cache begin at the same place of the run
 _TABLES_BYTES = 64_000  # block tables for that cache and two micro-batches, with blocks of 2 KB or more
 
 
@@ -45,7 +49,18 @@ class Fill(Op):
     def run(self, ctx: Context, packet: int) -> None:
         assert self.layer is not None
         for piece in self.cache.views(ctx, self.layer):
-            piece.normal_()
+            _fill(piece.view(-1))
+
+
+def _fill(numbers: Any) -> None:
+    """Fill a tensor with one run of random numbers, again and again. A thread draws 0.2 billion a second, so that a
+    large cache of different ones would take it a minute."""
+    filled = min(_RUN, len(numbers))
+    numbers[:filled].normal_()
+    while filled < len(numbers):
+        more = min(filled, len(numbers) - filled)
+        numbers[filled : filled + more].copy_(numbers[:more])
+        filled += more
 
 
 class LayerProbes:
@@ -60,6 +75,12 @@ class LayerProbes:
 
     RESERVED_BYTES = _STAGING_BYTES + _DEVICE_KV_BYTES + _TABLES_BYTES  # device memory beside layers and activations
 
+    @staticmethod
+    def pinned_bytes(engine: Engine, max_tokens: int) -> int:
+        """Return the bytes of pinned memory beside activations: kept rows and their float32 sums, and a staged part."""
+        spec, part = engine.spec, engine.store.layers[0]["attention_in"].layout
+        return max_tokens * spec.hidden_dim * (spec.dtype_bytes + 4) + part.nbytes
+
     def __init__(self, engine: Engine, *, max_tokens: int, packet_bytes: int) -> None:
         self.engine = engine
         self.packet_bytes = packet_bytes
@@ -73,7 +94,13 @@ class LayerProbes:
         blocks = self.kv.num_device_blocks
         self.acts = [
             Activations(
-                machine, spec, max_tokens=max_tokens, name=f"bench {i}", host_experts=True, device_blocks=blocks
+                machine,
+                spec,
+                max_tokens=max_tokens,
+                name=f"bench {i}",
+                host_experts=True,
+                device_blocks=blocks,
+                num_predicted=spec.experts_per_token,
             )
             for i in (0, 1)
         ]
@@ -84,6 +111,7 @@ class LayerProbes:
         self.kept = machine.tiers["pinned"].reserve(
             "bench kept hidden", max_tokens * spec.hidden_dim * spec.dtype_bytes
         )
+        self.sums = machine.tiers["pinned"].reserve("bench sums of rows", max_tokens * spec.hidden_dim * 4)
         self.staging = machine.tiers["device"].reserve("bench kv staging", _STAGING_BYTES)
         self.staged = self._pageable_part()
         self._in_device_kv: tuple[InFlight, InFlight] | None = None  # see `pair`
@@ -164,12 +192,20 @@ class LayerProbes:
         parts = part("attention_out")
         for it in its:
             emit.attention_out(it, layer, parts)
+            self._predict(emit, it, layer, parts)
         stored = self.engine.store.experts(layer)
         for group in [[number] for number in stored] if experts_apart else [list(stored)]:
             experts = {number: part(stored[number].layout.name) for number in group}
             for it in its:
                 emit.experts(it, layer, experts)
         emit.combine(its[0], layer)
+
+    def _predict(self, emit: Emitter, it: InFlight, layer: int, part: PlacedPart) -> None:
+        """Predict by a router, that of the layer itself: another layer's takes as long."""
+        spec, following = self.engine.spec, layer + 1
+        routers = (spec.is_dense(each) for each in (layer, following))
+        if following < spec.num_layers and not any(routers):
+            emit.submit(GPU, PredictExperts(self.engine.family, spec, it.batch, it.acts, part, layer, 1))
 
     def around_attention(self, emit: Emitter, it: InFlight, layer: int) -> None:
         """Submit what a layer has on lanes other than the gpu's."""
@@ -209,12 +245,16 @@ class LayerProbes:
         self._on_host(emit, it.batch.num_tokens)
 
     def _on_host(self, emit: Emitter, num_tokens: int) -> None:
-        """Submit an expert over its share of `num_tokens` and, where the machine has pageable memory, a copy into
-        pinned memory."""
+        """Submit an expert over its share of `num_tokens`, what an accumulated batch has around it and, where the
+        machine has pageable memory, a copy into pinned memory."""
         spec, family = self.engine.spec, self.engine.family
         share = -(-num_tokens * spec.experts_per_token // spec.num_experts)
         source, target = self.acts[0].host_normed, self.acts[0].host_moe_out
         emit.submit(CPU, Expert(family, spec, self._stored_expert(), source, target, share, on_host=True))
+        tokens, ones = np.arange(share), np.ones(share, dtype=np.float32)
+        emit.submit(CPU, expert_rows.ClearSums(spec, self.sums, num_tokens, self.layer))
+        emit.submit(CPU, expert_rows.Gather(spec, source, self.kept, tokens, self.layer))
+        emit.submit(CPU, expert_rows.AddWeighted(spec, target, self.sums, tokens, ones, self.layer))
         if self.staged is not None:
             emit.submit(PIN, self.stage())
 
@@ -245,6 +285,7 @@ class LayerProbes:
         tiers["device"].release(self.staging)
         self.kv.close()
         tiers["pinned"].release(self.kept)
+        tiers["pinned"].release(self.sums)
         if self.staged is not None:
             tiers["host"].release(self.staged[0].buffer)
             tiers["pinned"].release(self.staged[1])

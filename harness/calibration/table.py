@@ -24,7 +24,7 @@ ALONE: Company = frozenset()
 BESIDE_LINK: Company = frozenset({LaneKind.H2D})
 BESIDE_GPU: Company = frozenset({LaneKind.GPU})
 BESIDE_GPU_AND_LINK: Company = BESIDE_GPU | BESIDE_LINK
-VERSION = 9
+VERSION = 10
 AGAIN = ", again"  # ends the key of an op that finds its weights in a cache
 LINKS = (LaneKind.H2D, LaneKind.D2H, LaneKind.PIN)  # lanes that a profile gives a rate in bytes
 
@@ -106,8 +106,8 @@ class CalibrationTable:
 
     def covered(self, kind: str) -> list[Company]:
         """Return the companies in which every op of that lane was measured, so that samples hold what these companies
-        cost."""
-        keys = {key for key in self.samples[ALONE] if key.startswith(f"{kind}: ")}
+        cost. Poison, which only tests have, is no such op."""
+        keys = {key for key in self.samples[ALONE] if key.startswith(f"{kind}: ")} - {f"{kind}: poison"}
         return [company for company in self.samples if keys and keys <= self.samples[company].keys()]
 
     def slowdowns(self) -> dict[str, dict[str, float]]:

@@ -27,7 +27,7 @@ from harness.engine.ops.experts import Expert
 from harness.machine.base import CPU, D2H, GPU, H2D, Machine, Ticket
 from harness.memory.placed import PlacedPart
 from harness.memory.tiers import DEVICE, PINNED, Buffer
-from harness.memory.transfers import Poison
+from harness.memory.transfers import Poison, poison_lane
 from harness.model.spec import ModelSpec
 
 
@@ -95,12 +95,12 @@ class AccumulatedBatch:
         """Begin a layer: its rows take the place of those of the layer before."""
         self._layer, self.num_tokens = layer, 0
         if self._poisons:
-            self._emit.submit(GPU, Poison(self._rows))
+            self._emit.submit(poison_lane(self._rows, GPU), Poison(self._rows))
 
     def begin_experts(self) -> Ticket:
         """Set the sums of all rows to 0, once nobody will take those of the layer before; returns the op's ticket."""
         if self._poisons:
-            self._emit.submit(GPU, Poison(self._sums))
+            self._emit.submit(poison_lane(self._sums, GPU), Poison(self._sums))
         return self._emit.submit(CPU, ClearSums(self._spec, self._sums, self.num_tokens, self._layer))
 
     def add(self, it: InFlight) -> tuple[range, list[Ticket]]:

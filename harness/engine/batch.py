@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -269,36 +270,52 @@ def _host_first(sequences: Seq[Sequence]) -> list[Sequence]:
 def assemble(index: int, prefill: Seq[Sequence], decode: Seq[Sequence], allocator: Blocks) -> MicroBatch:
     """Lay out the pending tokens of the given sequences, whose blocks have been taken, as a micro-batch."""
     prefill, decode = _host_first(prefill), _host_first(decode)
-    ids: list[int] = []
-    positions, slots, lens = [], [], []
-    paddings = [s.padding for s in prefill] + [0] * len(decode)
-    for sequence, padding in zip((*prefill, *decode), paddings, strict=True):
-        pending = sequence.pending_ids()
-        ids += [*pending, *[_PADDING_ID] * padding]
-        lens.append(len(pending) + padding)
-        at = np.arange(sequence.num_cached, sequence.num_cached + len(pending))
-        pads = np.arange(padding)
-        positions.append(np.concatenate((at, len(pending) + pads)))
-        at = np.concatenate((at, sequence.max_tokens + pads))
-        blocks = np.asarray(sequence.blocks)
-        slots.append(blocks[at // allocator.block_size] * allocator.block_size + at % allocator.block_size)
-    assert all(s.num_cached == 0 for s in prefill), "a prefill starts from an empty cache"
-    assert all(n == 1 for n in lens[len(prefill) :]), "a decoding sequence has exactly one new token"
-    prefill_lens = tuple(lens[: len(prefill)])
+    rows = [_prefill_rows(sequence, allocator.block_size) for sequence in prefill]
+    rows.append(_decode_rows(decode, allocator.block_size))
+    token_ids, positions, slots = (np.concatenate(each) for each in zip(*rows, strict=True))
+    prefill_lens = tuple(len(ids) for ids, _, _ in rows[:-1])
+    lens = np.asarray([*prefill_lens, *[1] * len(decode)], dtype=np.int64)
+    paddings = np.asarray([*(s.padding for s in prefill), *[0] * len(decode)], dtype=np.int64)
     return MicroBatch(
         index=index,
         prefill=tuple(prefill),
         decode=tuple(decode),
-        token_ids=np.asarray(ids, dtype=np.int64),
-        positions=np.concatenate(positions).astype(np.int64),
-        slots=np.concatenate(slots).astype(np.int64),
+        token_ids=token_ids,
+        positions=positions,
+        slots=slots,
         prefill_lens=prefill_lens,
         kv_reads=_kv_reads(decode, allocator.block_size),
-        last_rows=np.cumsum(lens, dtype=np.int64) - 1 - np.asarray(paddings, dtype=np.int64),
+        last_rows=np.cumsum(lens) - 1 - paddings,
         partitions=tuple(sorted({s.partition for s in (*prefill, *decode)})),
         num_host_prefill_tokens=sum(n for s, n in zip(prefill, prefill_lens, strict=True) if not s.kv_on_device),
         num_host_decode=sum(not s.kv_on_device for s in decode),
     )
+
+
+_Rows = tuple[np.ndarray, np.ndarray, np.ndarray]  # token ids, positions and KV slots, each int64 [tokens]
+
+
+def _prefill_rows(sequence: Sequence, block_size: int) -> _Rows:
+    """Return the rows of a sequence's whole text, and of the padding behind it."""
+    assert sequence.num_cached == 0, "a prefill starts from an empty cache"
+    pending, pads = sequence.pending_ids(), np.arange(sequence.padding)
+    own = np.arange(len(pending))
+    at = np.concatenate((own, sequence.max_tokens + pads))
+    return (
+        np.asarray([*pending, *[_PADDING_ID] * sequence.padding], dtype=np.int64),
+        np.concatenate((own, len(pending) + pads)),
+        np.asarray(sequence.blocks)[at // block_size] * block_size + at % block_size,
+    )
+
+
+def _decode_rows(decode: Seq[Sequence], block_size: int) -> _Rows:
+    """Return the row of each sequence's newest token. All rows are made at once, since sequences are many."""
+    pending = [s.pending_ids() for s in decode]
+    assert all(len(ids) == 1 for ids in pending), "a decoding sequence has exactly one new token"
+    positions = np.asarray([s.num_cached for s in decode], dtype=np.int64)
+    blocks = np.asarray([s.blocks[s.num_cached // block_size] for s in decode], dtype=np.int64)
+    ids = np.asarray([ids[0] for ids in pending], dtype=np.int64)
+    return ids, positions, blocks * block_size + positions % block_size
 
 
 def _kv_reads(decode: Seq[Sequence], block_size: int) -> KvReads:
@@ -307,9 +324,10 @@ def _kv_reads(decode: Seq[Sequence], block_size: int) -> KvReads:
     padded = [row for row, sequence in enumerate(decode) if sequence.padding]
     runs = [(s.blocks, s.num_cached + 1) for s in decode]
     runs += [(decode[row].blocks[decode[row].max_tokens // block_size :], decode[row].padding) for row in padded]
-    tables = np.zeros((len(runs), max((len(blocks) for blocks, _ in runs), default=0)), dtype=np.int32)
-    for table, (blocks, _) in zip(tables, runs, strict=True):
-        table[: len(blocks)] = blocks
+    used = np.asarray([len(blocks) for blocks, _ in runs], dtype=np.int64)
+    tables = np.zeros((len(runs), used.max(initial=0)), dtype=np.int32)
+    held = chain.from_iterable(blocks for blocks, _ in runs)
+    tables[np.arange(tables.shape[1]) < used[:, None]] = np.fromiter(held, np.int32, count=int(used.sum()))
     return KvReads(
         queries=np.asarray([*range(len(decode)), *padded], dtype=np.int64),
         tables=tables,

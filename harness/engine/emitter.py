@@ -3,7 +3,7 @@ ops."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import Literal
 
@@ -19,7 +19,7 @@ from harness.machine.base import CPU, D2H, GPU, H2D, Lane, Op, Ticket
 from harness.memory.kv_cache import KVCache
 from harness.memory.placed import PlacedPart
 from harness.memory.tiers import Buffer
-from harness.memory.transfers import AllGather, Poison
+from harness.memory.transfers import AllGather, Poison, poison_lane
 from harness.memory.weights import WeightStream
 
 __all__ = ["Emitter", "InFlight"]
@@ -251,18 +251,26 @@ class Emitter(FanOut):
         return self.submit(D2H, data.FetchRoute(self._spec, it.batch, it.acts, layer), urgent=True)
 
     @on_one_gpu
-    def predict(self, it: InFlight, layer: int, router: PlacedPart | list[PlacedPart], *, distance: int = 1) -> Ticket:
+    def predict(
+        self,
+        it: InFlight,
+        layer: int,
+        router: PlacedPart | list[PlacedPart],
+        *,
+        distance: int = 1,
+        by: Callable[..., Op] = predictions.PredictExperts,
+    ) -> Ticket:
         """Bring predicted experts of layer `layer` + `distance` to the host, with the probability that the router will
         choose each: int64 and float32 [tokens, predicted].
 
         That layer's router, whose weights are in the part `router`, gets the input of the experts of `layer`. So this
         comes between `attention_out` of `layer` and that of the next one. `Activations.num_predicted` says how many
-        experts of each token are predicted.
+        experts of each token are predicted. An op that takes the same arguments may predict in another way, `by` which
+        `router` then is the part that it uses.
         """
         assert it.acts.num_predicted, "the activations were made without room for predictions"
         part = self._mine(router)
-        op = predictions.PredictExperts(self._family, self._spec, it.batch, it.acts, part, layer, distance)
-        self.submit(GPU, op)
+        self.submit(GPU, by(self._family, self._spec, it.batch, it.acts, part, layer, distance))
         return self.submit(
             D2H, predictions.FetchPrediction(self._spec, it.batch, it.acts, layer, distance), urgent=True
         )
@@ -324,11 +332,14 @@ class Emitter(FanOut):
         return [copied, *(self.submit(CPU, op) for op in ops)]
 
     @on_each_gpu
-    def load_expert_sums(self, it: InFlight, layer: int, to: Buffer | list[Buffer | None] | None = None) -> Ticket:
+    def load_expert_sums(
+        self, it: InFlight, layer: int, to: Buffer | list[Buffer | None] | None = None, *, urgent: bool = False
+    ) -> Ticket:
         """Bring the results of experts on the host to the device. They go into `to`, which `combine` then takes as
         `extra`. Without `to` they go into `moe_out`, which is free where all experts of the layer ran on the host."""
         n, source, target = it.batch.num_tokens, it.acts.host_moe_out, self._mine(to) or it.room_for_sums()
-        return self.submit(H2D, expert_rows.LoadExpertSums(self._spec, source, target, n, layer, it.batch.index))
+        op = expert_rows.LoadExpertSums(self._spec, source, target, n, layer, it.batch.index)
+        return self.submit(H2D, op, urgent=urgent)
 
     def combine(self, it: InFlight, layer: int, extra: tuple[Buffer, ...] = ()) -> Ticket:
         """Add the experts' sums to the residual stream; there is no `extra` where several GPUs share the
@@ -372,4 +383,4 @@ class Emitter(FanOut):
         poisoned = [buffer for buffer in it.acts.all_buffers() if buffer.backed] if self._engine.machine.poisons else []
         # `who` writes a share of the rows of attention results, which has a key of its own
         ops = [Poison(buffer, (buffer, *((buffer, who) for who in ATTENDED_BY))) for buffer in poisoned]
-        return [self.submit(GPU, op) for op in ops]
+        return [self.submit(poison_lane(op.buffer, GPU), op) for op in ops]

@@ -105,3 +105,4 @@ class Strategy:
     passes_in_flight: int = 1  # passes that the pipeline can have under way; each has sequences of its own
     gpu_tok_s: float | None = None  # tokens per second at which the GPU is saturated (T_GPU)
     plan: dict[str, Any] = field(default_factory=dict)  # the planner's decisions, for the records
+    counted: Callable[[], dict[str, Any]] = dict  # what its parts have counted since the start, for the summary

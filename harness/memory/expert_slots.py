@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
-from harness.machine.base import Lane, LaneKind, Machine
+from harness.machine.base import Lane, LaneKind, Machine, Ticket
 from harness.memory.occupancy import Places
 from harness.memory.placed import PlacedPart
-from harness.memory.tiers import device_tier
+from harness.memory.tiers import Buffer, device_tier
 from harness.memory.transfers import CopyWeights
 from harness.memory.weights import WeightStore
 
@@ -26,8 +26,9 @@ class Replacement(Protocol):
     def used(self, key: Key) -> None:
         """Note that a strategy acquired or prefetched the expert."""
 
-    def victim(self, candidates: Collection[Key]) -> Key:
-        """Return one of the candidates, of which there is at least one; it is gone then."""
+    def victim(self, candidates: Collection[Key], wanted: Key) -> Key:
+        """Return one of the candidates, of which there is at least one; it is gone then. Its place is for `wanted`,
+        which `used` is told next."""
 
 
 class ExpertSlots:
@@ -37,6 +38,8 @@ class ExpertSlots:
     that is there, or on its way, when it is acquired. A queued prefetch that is withdrawn because its expert has become
     urgent counts as a withdrawal, and the expert as a miss.
     """
+
+    withdrawable = True  # whether a transfer that has not begun can be taken back
 
     def __init__(
         self,
@@ -52,9 +55,10 @@ class ExpertSlots:
         assert num_slots >= 1, "an expert needs a slot"
         self._store, self._replacement = store, replacement
         self._h2d = Lane(LaneKind.H2D, rank)
-        self._packet_bytes = packet_bytes
+        self._packet_bytes, slot_bytes = packet_bytes, expert_slot_bytes(store)
+        self.packet_share = min(1.0, packet_bytes / slot_bytes)  # the share of a slot that one packet fills
         self._places = Places[Key](machine, device_tier(rank), rank=rank)
-        self._places.reserve(name, dict.fromkeys(range(num_slots), expert_slot_bytes(store)))
+        self._places.reserve(name, dict.fromkeys(range(num_slots), slot_bytes))
         self.num_slots = num_slots
         self.hits = self.misses = self.evictions = self.withdrawals = 0
 
@@ -64,7 +68,11 @@ class ExpertSlots:
 
     def arrived(self, key: Key) -> bool:
         """Tell whether the expert's transfer is over, as of the machine's last wait."""
-        return key in self._places and self._places.tickets(key)[0].done
+        return key in self._places and self._places.tickets(key)[-1].done
+
+    def tickets(self, layer: int, expert: int) -> list[Ticket]:
+        """Return the transfers that bring an expert that is there or on its way, in their order."""
+        return self._places.tickets((layer, expert))
 
     def acquire(self, layer: int, expert: int, *, urgent: bool = False) -> PlacedPart:
         """Return the expert on the device and hold it until `release`; it is fetched if it is not there.
@@ -105,7 +113,8 @@ class ExpertSlots:
     def withdraw(self, layer: int, expert: int) -> bool:
         """Take a prefetch back whose transfer has not begun; its slot is free again. False where it is too late, or the
         expert is held or not there."""
-        withdrawn = (layer, expert) in self._places and self._places.withdraw((layer, expert))
+        key = (layer, expert)
+        withdrawn = self.withdrawable and key in self._places and self._places.withdraw(key)
         self.withdrawals += withdrawn
         return withdrawn
 
@@ -113,9 +122,14 @@ class ExpertSlots:
         """Free the slot of an expert that nobody holds."""
         key = (layer, expert)
         assert self._places.is_idle(key), f"expert {expert} of layer {layer} cannot be evicted"
-        if not self._places.withdraw(key):
+        if not (self.withdrawable and self._places.withdraw(key)):
             self._places.leave(key)
         self.evictions += 1
+
+    def evict_idle(self) -> None:
+        """Free the slots of all experts that nobody holds."""
+        for key in list(self._places.idle()):
+            self.evict(*key)
 
     def cancel_all(self) -> None:
         """Withdraw the transfers that have not begun: nothing more is wanted."""
@@ -132,9 +146,12 @@ class ExpertSlots:
         if not self._places.num_free:
             candidates = list(self._places.idle())
             assert candidates, f"all {self.num_slots} expert slots are held"
-            self.evict(*self._replacement.victim(candidates))
-        source, target = self._store.experts(layer)[expert], self._places.take(key)
-        copy = CopyWeights(source, target, layer=layer, packet_bytes=self._packet_bytes)
+            self.evict(*self._replacement.victim(candidates, key))
+        self._bring(key, self._store.experts(layer)[expert], self._places.take(key), urgent=urgent)
+
+    def _bring(self, key: Key, source: PlacedPart, target: Buffer, *, urgent: bool) -> None:
+        """Submit an expert's transfer."""
+        copy = CopyWeights(source, target, layer=key[0], packet_bytes=self._packet_bytes)
         self._places.bring(key, self._h2d, copy, urgent=urgent)
 
 

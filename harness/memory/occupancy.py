@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from harness.machine.base import Lane, LaneKind, Machine, Op, Ticket
 from harness.memory.tiers import Buffer
-from harness.memory.transfers import Poison, fetched
+from harness.memory.transfers import Poison, fetched, poison_lane
 
 Key = TypeVar("Key", bound=Hashable)
 Label = TypeVar("Label")
@@ -104,7 +104,8 @@ class Places(Generic[Key]):
         occupant = self._occupants.pop(key)
         assert not occupant.holds, f"{key} is held"
         if self._machine.poisons:
-            self._machine.submit(self._gpu, Poison(occupant.place, (occupant.place, fetched(occupant.place))))
+            lane = poison_lane(occupant.place, self._gpu)
+            self._machine.submit(lane, Poison(occupant.place, (occupant.place, fetched(occupant.place))))
         self._free[occupant.place] = None
 
     def withdraw(self, key: Key) -> bool:

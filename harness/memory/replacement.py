@@ -1,11 +1,14 @@
-"""Choose which expert gives its slot up, by how recently or how often it was used: policies for `ExpertSlots`."""
+"""Choose which expert gives its slot up, by past use, by gate scores, or by foresight: policies for `ExpertSlots`."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from heapq import heapify, heappop, heappush
+from math import inf
 
-from harness.memory.expert_slots import Key
+import numpy as np
+
+from harness.memory.expert_slots import Key, Replacement
 
 
 class LeastRecentlyUsed:
@@ -18,7 +21,7 @@ class LeastRecentlyUsed:
         self._order.pop(key, None)
         self._order[key] = None
 
-    def victim(self, candidates: Collection[Key]) -> Key:
+    def victim(self, candidates: Collection[Key], wanted: Key) -> Key:
         allowed = _as_set(candidates)
         chosen = next(key for key in self._order if key in allowed)
         del self._order[chosen]
@@ -45,7 +48,7 @@ class LeastFrequentlyUsed:
             self._queue = [(*of_key, other) for other, of_key in self._uses.items()]
             heapify(self._queue)
 
-    def victim(self, candidates: Collection[Key]) -> Key:
+    def victim(self, candidates: Collection[Key], wanted: Key) -> Key:
         allowed, kept = _as_set(candidates), []
         while True:
             entry = heappop(self._queue)
@@ -58,6 +61,189 @@ class LeastFrequentlyUsed:
         for other in kept:
             heappush(self._queue, other)
         return key
+
+
+class AdaptiveReplacement:
+    """Evicts by ARC (Megiddo and Modha, FAST 2003, Fig. 4).
+
+    It shares `num_places` between experts that were used once lately and experts that were used more often, by which of
+    both it has lately evicted too early. An expert that left without being chosen counts as there until the places do
+    not add up.
+    """
+
+    def __init__(self, num_places: int) -> None:
+        assert num_places >= 1, "a cache has places"
+        self._num_places = num_places
+        self._aim = 0.0  # p: places for experts that were used once
+        # Oldest first. T1 and T2 are there, B1 and B2 were evicted from them.
+        self._once: dict[Key, None] = {}
+        self._often: dict[Key, None] = {}
+        self._once_gone: dict[Key, None] = {}
+        self._often_gone: dict[Key, None] = {}
+        self._returning: Key | None = None  # was in B1 or B2, and its place has been made
+
+    def used(self, key: Key) -> None:
+        if key in self._once or key in self._often:
+            self._once.pop(key, None)
+            self._often.pop(key, None)
+            self._often[key] = None
+        elif self._returning == key or self._returns(key):
+            self._often[key] = None
+        else:
+            self._forget()
+            self._once[key] = None
+        self._returning = None
+
+    def victim(self, candidates: Collection[Key], wanted: Key) -> Key:
+        allowed = _as_set(candidates)
+        self._drop_lost(allowed)
+        from_often = wanted in self._often_gone
+        self._returning = wanted if self._returns(wanted) else None
+        if self._returning is None and len(self._once) >= self._num_places and not self._once_gone:
+            chosen = _oldest(self._once, allowed)  # nothing that is there was used twice: no trace of it is kept
+            if chosen is not None:
+                del self._once[chosen]
+                return chosen
+        enough = len(self._once) > self._aim or (from_often and len(self._once) == self._aim)
+        order = [(self._once, self._once_gone), (self._often, self._often_gone)]
+        for there, gone in order if self._once and enough else reversed(order):
+            if (chosen := _oldest(there, allowed)) is not None:
+                del there[chosen]
+                gone[chosen] = None
+                return chosen
+        return next(iter(candidates))  # never used
+
+    def _returns(self, key: Key) -> bool:
+        """Move the aim where an expert comes back that was evicted, and tell whether it was."""
+        once_gone, often_gone = len(self._once_gone), len(self._often_gone)
+        if key in self._once_gone:
+            self._aim = min(self._num_places, self._aim + max(1.0, often_gone / once_gone))
+            del self._once_gone[key]
+        elif key in self._often_gone:
+            self._aim = max(0.0, self._aim - max(1.0, once_gone / often_gone))
+            del self._often_gone[key]
+        else:
+            return False
+        return True
+
+    def _forget(self) -> None:
+        """Keep no more traces of evicted experts than ARC's directory has room for one that is new."""
+        if len(self._once) + len(self._once_gone) >= self._num_places and self._once_gone:
+            del self._once_gone[next(iter(self._once_gone))]
+        lists = (self._once, self._often, self._once_gone, self._often_gone)
+        if sum(map(len, lists)) >= 2 * self._num_places and self._often_gone:
+            del self._often_gone[next(iter(self._often_gone))]
+
+    def _drop_lost(self, allowed: Set[Key]) -> None:
+        """Drop what cannot be there, since there are only so many places: the oldest of what may not be evicted."""
+        surplus = len(self._once) + len(self._often) - self._num_places
+        for there in (self._once, self._often):
+            lost = [key for key in there if key not in allowed][: max(surplus, 0)]
+            for key in lost:
+                del there[key]
+            surplus -= len(lost)
+
+
+class LowestRecentScore:
+    """Evicts the expert to which its gate has lately given least ("minus recent score", HybriMoE, Section IV-D).
+
+    Of several such the one goes that was used longest ago. `weight` is the paper's alpha: a new score counts so much,
+    the old one the rest.
+    """
+
+    def __init__(self, weight: float) -> None:
+        assert 0 < weight <= 1, weight
+        self._weight = weight
+        self._scores: dict[int, np.ndarray] = {}  # by layer, float64 [experts]
+        self._uses: dict[Key, int] = {}
+        self._num_uses = 0
+
+    def scored(self, layer: int, scores: np.ndarray) -> None:
+        """Note what the gate of a layer gave its experts in a pass [experts], 0 to those that do not count."""
+        before = self._scores.get(layer, np.zeros(len(scores)))
+        self._scores[layer] = self._weight * scores + (1 - self._weight) * before
+
+    def used(self, key: Key) -> None:
+        self._num_uses += 1
+        self._uses[key] = self._num_uses
+
+    def victim(self, candidates: Collection[Key], wanted: Key) -> Key:
+        return min(candidates, key=lambda key: (self._score(key), self._uses.get(key, 0)))
+
+    def _score(self, key: Key) -> float:
+        layer, expert = key
+        return float(self._scores[layer][expert]) if layer in self._scores else 0.0
+
+
+class NextUses:
+    """Knows the steps of a run beforehand, and in which of them an expert is used next.
+
+    A step is the experts that the tokens of one pass choose in one layer.
+    """
+
+    def __init__(self, steps: Iterable[tuple[Key, ...]]) -> None:
+        self.steps = list(steps)
+        self._uses: dict[Key, list[int]] = {}
+        for number in range(len(self.steps) - 1, -1, -1):
+            for key in self.steps[number]:
+                self._uses.setdefault(key, []).append(number)  # the next one last
+
+    def next_use(self, key: Key) -> float:
+        """Return the number of the step, infinite where there is none."""
+        uses = self._uses.get(key)
+        return uses[-1] if uses else inf
+
+    def pass_by(self, key: Key) -> None:
+        """Note that the expert's next use is over."""
+        self._uses[key].pop()
+
+    def keys(self) -> Collection[Key]:
+        """Return all experts that are ever used."""
+        return self._uses.keys()
+
+
+class FarthestNextUse:
+    """Evicts the expert that is used again last (Belady, 1966): an oracle, which knows the whole run beforehand.
+
+    It is told of each use once, in the order of the steps.
+    """
+
+    def __init__(self, steps: Iterable[tuple[Key, ...]]) -> None:
+        self._future = NextUses(steps)
+
+    def used(self, key: Key) -> None:
+        self._future.pass_by(key)
+
+    def victim(self, candidates: Collection[Key], wanted: Key) -> Key:
+        return max(candidates, key=lambda key: (self._future.next_use(key), key))
+
+
+class ByLayer:
+    """Gives each layer so many places, in which a policy of its own chooses (`sizes`: layer -> places).
+
+    While a layer has more experts there than its places, because they came when others had none to bring, it gives one
+    up for whatever layer wants a place.
+    """
+
+    def __init__(self, sizes: Mapping[int, int], make: Callable[[int], Replacement]) -> None:
+        self._sizes = dict(sizes)
+        self._policies = {layer: make(size) for layer, size in sizes.items()}
+
+    def used(self, key: Key) -> None:
+        self._policies[key[0]].used(key)
+
+    def victim(self, candidates: Collection[Key], wanted: Key) -> Key:
+        by_layer: dict[int, list[Key]] = {}
+        for key in candidates:
+            by_layer.setdefault(key[0], []).append(key)
+        layer = max(by_layer, key=lambda layer: len(by_layer[layer]) - self._sizes[layer])
+        if len(by_layer[layer]) <= self._sizes[layer] and wanted[0] in by_layer:
+            layer = wanted[0]
+        return self._policies[layer].victim(by_layer[layer], wanted)
+
+
+def _oldest(there: Mapping[Key, None], allowed: Set[Key]) -> Key | None:
+    return next((key for key in there if key in allowed), None)
 
 
 def _as_set(candidates: Collection[Key]) -> Set[Key]:

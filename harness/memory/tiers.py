@@ -48,8 +48,8 @@ class Buffer:
 
 PINNED, PAGEABLE = "pinned", "host"  # host memory that the links can read, and host memory that they cannot
 DEVICE = "device"  # the memory of GPU 0; that of GPU r is `device_tier(r)`
-RAM = "ram"  # the memory modules that the tiers in `_IN_RAM` share, where their size is known
-_IN_RAM = (PINNED, PAGEABLE)
+RAM = "ram"  # the memory modules that the tiers in `HOST_TIERS` share, where their size is known
+HOST_TIERS = (PINNED, PAGEABLE)
 
 
 def device_tier(rank: int) -> str:
@@ -65,7 +65,7 @@ def make_tiers(
     """Make the tiers, by name. With a capacity for "ram", pinned and host memory together stay within it."""
     ram = Tier(RAM, capacities_bytes[RAM]) if RAM in capacities_bytes else None
     tiers = {
-        name: Tier(name, size, back, unback, within=ram if name in _IN_RAM else None)
+        name: Tier(name, size, back, unback, within=ram if name in HOST_TIERS else None)
         for name, size in capacities_bytes.items()
         if name != RAM
     }

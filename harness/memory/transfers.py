@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from harness.machine.base import Context, Op, Work
-from harness.memory.tiers import Buffer
+from harness.machine.base import CPU, Context, Lane, Op, Work
+from harness.memory.tiers import HOST_TIERS, Buffer
 from harness.model.layout import ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
@@ -168,3 +168,8 @@ class Poison(Op):
 
     def run(self, ctx: Context, packet: int) -> None:
         ctx.tensor(self.buffer, (self.buffer.nbytes,), "uint8").fill_(_POISON_BYTE)
+
+
+def poison_lane(buffer: Buffer, gpu: Lane) -> Lane:
+    """Return the lane that poisons a buffer: the host's own for host memory, which a GPU's stream does not write."""
+    return CPU if buffer.tier in HOST_TIERS else gpu

@@ -22,6 +22,7 @@ from harness.record.metrics import (
 )
 from harness.record.passes import PassRecord
 from harness.record.spans import Spans, SpanTable, Window
+from harness.record.steady import steady_decode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,7 @@ def build_summary(
         **_throughput(facts, passes),
         "latency": _latency(facts, passes),
         **_steady(facts, passes, table, window),
+        "steady_decode": None if facts.clock == "none" else steady_decode(passes),
         "peak_bytes": {tier: facts.peak_bytes.get(tier) for tier in ("device", "pinned", "host")}
         | dict(facts.peak_bytes),
         "capacity_bytes": facts.capacity_bytes,

@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from harness.record.expert_hits import told_experts
 from harness.record.summary import accuracy
 
 _REDRAW_S = 0.25  # drawing takes the interpreter from the lanes: not more often than an eye needs
@@ -137,6 +138,8 @@ def _rows(summary: Mapping[str, Any], full: str, empty: str) -> list[tuple[str, 
             ("virtual time in" if summary.get("clock") == "virtual" else "where time goes", _kinds(summary)),
             ("steady window", _window(summary)),
         ]
+    if (experts := told_experts(summary.get("counted"))) is not None:
+        rows.append(("experts", experts))
     if (summary.get("estimated") or {}).get("share"):
         rows.append(("estimated", Text(told_estimated(summary["estimated"]), style="bold yellow")))
     if summary.get("machine_facts"):

@@ -14,12 +14,12 @@ from kernels import triton as gpu
 
 def attends(q: Any) -> bool:
     """Return whether the kernels do attention over the cache: to keys and values of heads, or to latents."""
-    return gpu.serves(q)
+    return gpu.serves(q, "decode")
 
 
 def attends_in_prompts(spec: ModelSpec, q: Any) -> bool:
     """Return whether the kernels do this model's attention in prompts, which is to keys and values of heads."""
-    return gpu.serves(q) and spec.expands_prefill
+    return gpu.serves(q, "prefill") and spec.expands_prefill
 
 
 def prefill_attention(options: AttentionOptions, q: Any, k: Any, v: Any, positions: Any, out: Any) -> None:
@@ -70,7 +70,7 @@ def numbers(values: Any, device: Any) -> Any:
 
 
 def groups_experts(x: Any) -> bool:
-    return gpu.serves(x)
+    return gpu.serves(x, "experts")
 
 
 def experts(

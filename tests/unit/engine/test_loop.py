@@ -97,7 +97,7 @@ def test_a_scheduler_that_loses_a_request_is_found_out():
 
     class Forgetful(StaticBatches):
         def next_pass(self) -> PassPlan | None:
-            self._queue.clear()
+            self._waiting._queue.clear()
             return super().next_pass()
 
     on = engine(sequences((3, 3), (5, 1)))

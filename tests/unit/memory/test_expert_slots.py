@@ -31,7 +31,7 @@ class Oldest:
     def used(self, key: Key) -> None:
         self.order.append(key)
 
-    def victim(self, candidates: Collection[Key]) -> Key:
+    def victim(self, candidates: Collection[Key], wanted: Key) -> Key:
         assert candidates
         return next(key for key in self.order if key in candidates)
 

@@ -47,6 +47,17 @@ def test_the_table_says_what_matters(summary):
     assert text.index("h2d weights") < text.index("gpu experts") < text.index("cpu decode_attention")
 
 
+def test_active_experts_are_told_by_where_they_ran(summary):
+    counted = {"resident": 371, "prefetched": 12, "cached": 0, "on_demand": 1120, "cpu": 226, "active": 1729}
+    guesses = {"hit_rate": 383 / 1729, "issued": 40, "withdrawn": 3, "wasted": 25, "wasted_bytes": 78_600_000}
+    assert "active ones" not in rendered(summary)
+    assert "active ones" not in rendered({**summary, "counted": {**counted, "active": 0, "hit_rate": 0.0}})
+    text = rendered({**summary, "counted": counted | guesses}, width=250)
+    assert "22.2% of 1,729 active ones were on the device: 371 resident, 12 prefetched, 1,120 on demand, 226" in text
+    assert "40 prefetches, 3 of them withdrawn in time, 25 in vain (78.6 MB)" in text
+    assert "prefetches" not in rendered({**summary, "counted": counted | guesses | {"issued": 0}}, width=250)
+
+
 def test_latencies_are_a_row_each(summary):
     assert "first token" not in rendered({**summary, "latency": None}), "no request finished"
     lines = [line.split() for line in rendered(summary).splitlines()]

@@ -1,0 +1,1 @@
+"""Report on PreScope, beside what the paper publishes."""

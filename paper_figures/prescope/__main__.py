@@ -1,0 +1,32 @@
+"""Make PreScope's reports: `python -m paper_figures.prescope [NAME ...] [--out FOLDER]`.
+
+A report that was cut off goes on with the cases that are missing in its file.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.interrupts import exit_code
+from paper_figures import reports
+from paper_figures.prescope import ablation, gap, throughput
+from paper_figures.prescope.cases import FOLDER, NOTE
+from paper_figures.reports import Report
+
+REPORTS = {
+    "throughput": Report(compute=throughput.compute, tables=throughput.tables, note=NOTE, folder=FOLDER),
+    "ablation": Report(compute=ablation.compute, tables=ablation.tables, note=NOTE, folder=FOLDER),
+    "gap": Report(compute=gap.compute, tables=gap.tables, note=NOTE, folder=FOLDER),
+}
+
+
+def others(folder: Path) -> None:
+    """Draw nothing more: the reports have tables."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return reports.main("prescope", REPORTS, others, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -1,0 +1,250 @@
+"""Divide device memory for a system that places experts, and build what it runs on.
+
+All that is not a routed expert comes first, then the slots, then KV cache and activations of a batch; the table of hot
+experts gets what is left, to the byte.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from harness.config import ConfigError, config, require
+from harness.engine.activations import TABLE_ENTRY_BYTES, device_bytes_per_token, host_expert_bytes, prediction_bytes
+from harness.engine.engine import Engine
+from harness.engine.kv_placement import place_kv
+from harness.engine.limits import SLACK_BYTES
+from harness.engine.sequences import Sequence
+from harness.engine.strategy import Strategy, require_packet_mb
+from harness.memory.expert_slots import Key, Replacement, expert_slot_bytes, num_slots_that_fit
+from harness.memory.kv_cache import Blocks
+from harness.memory.placed import ModelParts
+from harness.memory.tiers import DEVICE, PINNED, enough
+from harness.memory.weights import expert_slots
+from harness.model.spec import ModelSpec
+from strategies.common.kv_on_device import cache_bytes, device_too_small
+from strategies.common.predictors import Predictor
+from strategies.common.static_batches import StaticBatches
+from strategies.expert_offload.costs import ExpertCosts, measured_costs
+from strategies.expert_offload.pipeline import ExpertPipeline
+from strategies.expert_offload.placement import LayerView, Placer
+from strategies.expert_offload.popularity import Popularity, profile, read_popularity, seen_popularity
+from strategies.expert_offload.residency import ExpertResidency
+
+_DENSE = "all layers without experts"
+
+
+@config
+class PlacementConfig:
+    """The settings that all systems of this room have."""
+
+    packet_mb: float = 1.0
+    batch_size: int = 16
+    max_pass_tokens: int = 4096
+    table: Literal["hot", "random", "none"] = "hot"
+    popularity: str | None = None
+    profile_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        require_packet_mb(self.packet_mb)
+        for name in ("batch_size", "max_pass_tokens", "profile_tokens"):
+            value = getattr(self, name)
+            require(value >= 1, name, f"must be >= 1, got {value}")
+
+    def num_slots(self, spec: ModelSpec) -> tuple[int, int]:
+        """Return the slots for experts on demand, and those for prefetches, that a system takes for such a model."""
+        return 2, 0
+
+    def least_weight_bytes(self, model: ModelParts) -> dict[str, int]:
+        """Return the device memory that weights take at the least, by name."""
+        return {_DENSE: dense_bytes(model)} | expert_slots(model, sum(self.num_slots(model.spec)))
+
+
+def dense_bytes(model: ModelParts) -> int:
+    """Return the bytes of all layers without their routed experts."""
+    layers = (model.family.layer_parts(model.spec, layer) for layer in range(model.spec.num_layers))
+    return sum(part.nbytes for parts in layers for part in parts if part.expert is None)
+
+
+@dataclass(eq=False, kw_only=True)
+class Deployment:
+    """The memory of a system on an engine, taken; what is left of the device is for the table (`fill_table`)."""
+
+    engine: Engine
+    config: PlacementConfig
+    pipeline: ExpertPipeline
+    batch_size: int  # sequences that decode together
+    max_tokens: int  # of a micro-batch
+    costs: ExpertCosts | None = None
+    views: list[LayerView] | None = None  # of the profile run
+    popularity: Popularity | None = None
+    table: int = 0  # experts that stay on the device
+
+    @classmethod
+    def of(
+        cls, config: PlacementConfig, engine: Engine, *, predictor: Predictor | None = None,
+        num_micro_batches: int = 1, host_experts: bool = True, replacement: Replacement | None = None,
+    ) -> Deployment:  # fmt: skip
+        """Take all memory but the table's. `replacement` is the policy of the slots for experts on demand."""
+        on_demand, prefetched = config.num_slots(engine.spec)
+        dense = [(layer, name) for layer in range(engine.spec.num_layers) for name in engine.store.dense(layer)]
+        engine.resident.keep(_DENSE, dense)
+        num_predicted = predictor.num_predicted if predictor else 0
+        sizes = _sizes(config, engine, num_micro_batches, host_experts=host_experts, num_predicted=num_predicted)
+        batch_size, num_blocks, max_tokens = sizes
+        place_kv(engine, device_bytes=cache_bytes(engine, num_blocks))
+        residency = ExpertResidency.reserve(
+            engine, on_demand=on_demand, prefetched=prefetched, packet_bytes=int(config.packet_mb * 1e6),
+            replacement=replacement,
+        )  # fmt: skip
+        pipeline = ExpertPipeline(
+            engine, residency, max_tokens=max_tokens, num_micro_batches=num_micro_batches, host_experts=host_experts,
+            predictor=predictor,
+        )  # fmt: skip
+        return cls(engine=engine, config=config, pipeline=pipeline, batch_size=batch_size, max_tokens=max_tokens)
+
+    def measured(self) -> ExpertCosts:
+        """Measure what moving and computing an expert takes on this machine."""
+        self.costs = measured_costs(self.pipeline, batch_size=self.batch_size)
+        return self.costs
+
+    def profile(self) -> list[LayerView]:
+        """Run other prompts than the workload's, once, and return what was seen. The table must be empty still."""
+        if self.views is None:
+            self.views = profile(self.pipeline, num_tokens=self.config.profile_tokens, max_tokens=self.max_tokens)
+        return self.views
+
+    def profiled(self) -> Popularity:
+        """Find offline which experts are hot: from the file that the settings name, else by the profile run."""
+        path, spec = self.config.popularity, self.engine.spec
+        if self.popularity is None:
+            self.popularity = read_popularity(path, spec) if path else seen_popularity(self.profile(), spec)
+        return self.popularity
+
+    def fill_table(self) -> None:
+        """Keep experts on the device for good, as many as it has room for: the hottest, or any."""
+        if ranked := self.ranked():
+            self.table = len(self.pipeline.residency.keep(ranked))
+
+    def most_cached(self) -> int:
+        """Return the slots of the largest cache that the device has room for. It takes the place of the slots for
+        experts on demand and of the table."""
+        slots, store = self.pipeline.residency.on_demand, self.engine.store
+        free_bytes = self.engine.machine.tiers[DEVICE].free_bytes + slots.num_slots * expert_slot_bytes(store)
+        return num_slots_that_fit(store, free_bytes)
+
+    def fill_cache(self, num_slots: int, replacement: Replacement, warm: Seq[Key]) -> None:
+        """Let a cache of so many slots take the place of those for experts on demand, where prefetches have none of
+        their own. It begins with the experts of `warm`, as if they had been used, the first one last."""
+        assert len(warm) <= num_slots, f"{len(warm)} experts for {num_slots} slots"
+        self.pipeline.residency.make_cache(num_slots, replacement, warm)
+
+    def ranked(self) -> list[Key]:
+        """Return experts in the order in which they are worth device memory, as the settings say: the hottest first, or
+        by lot; or none."""
+        if self.config.table == "none":
+            return []
+        return self.profiled().hottest() if self.config.table == "hot" else self._shuffled()
+
+    def _shuffled(self) -> list[tuple[int, int]]:
+        """Return all experts in an order that knows nothing of them, the same in every run."""
+        store = self.engine.store
+        experts = [(layer, expert) for layer in self.engine.spec.moe_layers for expert in store.experts(layer)]
+        order = np.random.default_rng(0).permutation(len(experts))
+        return [experts[at] for at in order.tolist()]
+
+    def scheduler(self, sequences: Seq[Sequence], blocks: Blocks) -> StaticBatches:
+        """Return what schedules these sequences in these blocks."""
+        return StaticBatches(sequences, blocks, max_pass_tokens=self.max_tokens, max_batch=self.batch_size)
+
+    def strategy(self, placer: Placer, plan: dict[str, Any] | None = None) -> Strategy:
+        """Return the strategy of this placer, with static batches. `plan` is added to the records."""
+        self.pipeline.placer = placer
+        return Strategy(
+            scheduler=self.scheduler(self.engine.sequences, self.engine.kv.allocator),
+            pipeline=self.pipeline,
+            plan=self.as_record() | (plan or {}),
+            counted=lambda: self.pipeline.residency.counts.as_record(),
+        )
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the plan's numbers, for the records."""
+        on_demand, (_, prefetched) = self.pipeline.residency.on_demand, self.config.num_slots(self.engine.spec)
+        record: dict[str, Any] = {
+            "batch_size": self.batch_size, "max_tokens": self.max_tokens, "on_demand_slots": on_demand.num_slots,
+            "prefetch_slots": prefetched, "table": self.config.table, "table_experts": self.table,
+            "kv_blocks": self.engine.kv.allocator.num_blocks,
+        }  # fmt: skip
+        if self.popularity is not None:
+            record["popularity"] = self.popularity.source
+        if self.pipeline.predictor is not None:
+            record["predictions"] = self.pipeline.predictor.source
+        return record | ({"costs": self.costs.as_record()} if self.costs else {})
+
+
+@dataclass(frozen=True)
+class _Room:
+    """The bytes left for KV cache and activations, and what each of them takes."""
+
+    nbytes: int
+    token_bytes: int
+    block_bytes: int
+    num_micro_batches: int
+
+    def taken_bytes(self, prompt_tokens: int, batch_size: int, num_blocks: int) -> int:
+        """Return the bytes of so many sequences with `num_blocks` each, whose longest prompt runs alone."""
+        tokens = max(prompt_tokens, -(-batch_size // self.num_micro_batches))
+        return tokens * self.token_bytes + batch_size * num_blocks * self.block_bytes
+
+
+def _sizes(
+    config: PlacementConfig, engine: Engine, num_micro_batches: int, *, host_experts: bool, num_predicted: int
+) -> tuple[int, int, int]:
+    """Return how many sequences run together, the blocks of their KV cache, and the tokens of a micro-batch.
+
+    Requests that do not fit even alone are not counted; the scheduler rejects them. Raises ConfigError where the
+    smallest does not fit.
+    """
+    spec, blocks = engine.spec, engine.kv.allocator
+    weights = expert_slots(engine, sum(config.num_slots(spec)))
+    token_bytes = device_bytes_per_token(spec) + sum(prediction_bytes(num_predicted).values())
+    token_bytes += 4 * spec.hidden_dim if host_experts else 0
+    room = _Room(
+        nbytes=engine.machine.tiers[DEVICE].free_bytes - SLACK_BYTES - sum(weights.values()),
+        token_bytes=num_micro_batches * token_bytes,
+        block_bytes=cache_bytes(engine, 1) + num_micro_batches * TABLE_ENTRY_BYTES,
+        num_micro_batches=num_micro_batches,
+    )
+    sizes = sorted({(blocks.blocks_for(s.max_tokens), s.prompt_len) for s in engine.sequences} or {(1, 1)})
+    prompt = num_blocks = 0
+    for needed_blocks, prompt_len in sizes:
+        if room.taken_bytes(max(prompt, prompt_len), 1, needed_blocks) > room.nbytes:
+            break
+        prompt, num_blocks = max(prompt, prompt_len), needed_blocks
+    if not num_blocks:
+        raise device_too_small(engine, weights, min(room.taken_bytes(p, 1, n) for n, p in sizes))
+    wanted = range(1, max(1, min(config.batch_size, len(engine.sequences))) + 1)
+    batch_size = bisect_right(wanted, room.nbytes, key=lambda size: room.taken_bytes(prompt, size, num_blocks))
+    left_bytes = room.nbytes - batch_size * num_blocks * room.block_bytes
+    fitting = left_bytes // room.token_bytes
+    if host_experts:
+        fitting = min(fitting, _pinned_tokens(engine, num_micro_batches, at_least=max(prompt, batch_size)))
+    most = max(prompt, batch_size, min(config.max_pass_tokens, batch_size * prompt))
+    return batch_size, batch_size * num_blocks, min(most, fitting)
+
+
+def _pinned_tokens(engine: Engine, num_micro_batches: int, *, at_least: int) -> int:
+    """Return the tokens of each micro-batch for whose experts on the host pinned memory has room. The KV cache on the
+    host is given up. Raises ConfigError where fewer than `at_least` fit."""
+    pinned = engine.machine.tiers[PINNED]
+    token_bytes = num_micro_batches * sum(host_expert_bytes(engine.spec).values())
+    free_bytes = pinned.free_bytes + cache_bytes(engine, engine.kv.allocator.num_blocks) - SLACK_BYTES
+    if free_bytes < at_least * token_bytes:
+        needed = enough(pinned.capacity_bytes - free_bytes + at_least * token_bytes)
+        told = f"{pinned.capacity_bytes / 1e9:g} GB is too small: {needed} GB are needed for experts on the CPU"
+        raise ConfigError("hardware.pinned_memory_gb", told)
+    return free_bytes // token_bytes
