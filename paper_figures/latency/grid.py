@@ -1,0 +1,124 @@
+"""Simulate a system with a batch on a machine: one batch whole, its steps between some stops interpolated.
+
+Prompts have 512 tokens and 64 are generated, as in PreScope's Section 6.1. Routing is as learned routing of small
+trained models was fitted (`routing=trained_*`), and the gate's predictions hit as often as was recorded of these models
+(results/reference/routing): stated, one layer ahead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness.plan.planning import DoesNotFit
+from harness.record.provenance import code_version
+from paper_figures.moegen.measuring import MOVED, Pass, batch_passes, link_gb, over_passes, phase_facts
+from paper_figures.passes import planned
+
+MODELS = ("deepseek-v2-lite", "mixtral-8x7b", "qwen3-30b-a3b", "moonlight-16b-a3b")
+GPUS: Mapping[str, tuple[str, ...]] = {
+    "V100": ("hardware=v100-32g", "model.dtype=float16"),  # Section 6.1: it has no bfloat16
+    "A100": ("hardware=a100-40g-pcie",),
+}
+BATCHES = (4, 8, 16, 32, 64)
+SYSTEMS = ("prescope", "hybrimoe", "fiddler", "klotski", "fate", "expert_cache", "ondemand")
+PROMPT, G = 512, 64
+_GATE_HITS = {"mixtral-8x7b": ("trained_mixtral", 0.82)}  # results/reference/routing/mixtral.md, by one layer ahead
+_OTHER_GATE_HITS = ("trained_deepseek", 0.85)  # results/reference/routing/deepseek.md
+_ROOM_IN_EACH = 2  # batches of Klotski, whose KV cache is on the device as well
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A system with a batch of sequences; Klotski has two such batches. `more` are overrides, named by `variant`."""
+
+    system: str
+    model: str
+    gpu: str
+    batch: int
+    variant: str = ""
+    more: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The fields by which a row is found again."""
+        return (self.system, self.model, self.gpu, self.batch, self.variant)
+
+    @property
+    def num_sequences(self) -> int:
+        return self.batch * (_ROOM_IN_EACH if self.system == "klotski" else 1)
+
+    @property
+    def overrides(self) -> list[str]:
+        """The overrides as `python -m harness.plan` takes them."""
+        routing, hits = _GATE_HITS.get(self.model, _OTHER_GATE_HITS)
+        own = [] if self.system == "ondemand" else [f"strategy.batch_size={self.batch}"]
+        return [
+            *(f"strategy={self.system}", f"model={self.model}", *GPUS[self.gpu], *own, "strategy.packet_mb=10"),
+            *("dataset=sharegpt", "dataset.synthetic=lengths", f"dataset.max_prompt_tokens={PROMPT}"),
+            *(f"dataset.max_new_tokens={G}", f"dataset.num_requests={self.num_sequences}"),
+            *(f"routing={routing}", f"routing.hit_rates=[[{hits:g}]]", "kv_cache_gb=20", *self.more),
+        ]
+
+
+def row(case: Case) -> Row:
+    """Simulate a case. Where it does not fit, the row says why and has no numbers."""
+    began_s = time.monotonic()
+    fields = ("system", "model", "gpu", "batch", "variant")
+    named = {name: getattr(case, name) for name in fields} | {
+        "code": code_version(),
+        "command": f"python -m harness.plan {' '.join(case.overrides)}",
+    }
+    try:
+        plan = planned(case.overrides)
+    except DoesNotFit as error:
+        return {**named, "refused": str(error)}
+    passes = batch_passes(plan)
+    prefill, decode = [p for p in passes if p.step is None], [p for p in passes if p.step is not None]
+    num_sequences = sum(p.record.num_sequences for p in prefill)
+    counted = plan.strategy.counted()
+    return {
+        **named,
+        "sequences": num_sequences,
+        **_times(prefill, decode, num_sequences),
+        "link_gb": {what: over_passes(decode, lambda p, what=what: link_gb(p, what)) for what in MOVED},
+        "decode": phase_facts(plan, decode),
+        "counted": {name: value for name, value in counted.items() if isinstance(value, (int, float))},
+        "policy": {name: value for name, value in plan.strategy.plan.items() if isinstance(value, (int, float, str))},
+        "host_seconds": round(time.monotonic() - began_s, 1),
+    }
+
+
+def _times(prefill: Sequence[Pass], decode: Sequence[Pass], num_sequences: int) -> Row:
+    """Return throughput, time to the first token and per output token, and percentiles of the gaps between tokens."""
+    prefill_s = sum(p.length_s for p in prefill)
+    decode_s = over_passes(decode, lambda p: p.length_s)
+    gaps = sorted(p.length_s for p in decode)
+    return {
+        "tok_s": num_sequences * G / (prefill_s + decode_s),
+        "first_token_s": prefill_s,
+        "token_s": decode_s / (G - 1),
+        "gap_p50_s": gaps[len(gaps) // 2],
+        "gap_max_s": gaps[-1],
+    }
+
+
+def computed(cases: Iterable[Case]) -> list[Row]:
+    """Simulate the cases one after another, and tell each result."""
+    rows = []
+    for case in cases:
+        rows.append(row(case))
+        told = rows[-1].get("refused") or f"{rows[-1]['tok_s']:.4g} tok/s, {rows[-1]['token_s']:.4g} s a token"
+        print(f"{case.gpu}, {case.model}, batch {case.batch}, {case.system} {case.variant}: {told}", flush=True)
+    return rows
+
+
+def find(rows: Iterable[Mapping[str, Any]], **wanted: Any) -> Mapping[str, Any] | None:
+    """Return the first row with these fields that has numbers."""
+    return next(
+        (r for r in rows if "refused" not in r and all(r[name] == value for name, value in wanted.items())), None
+    )

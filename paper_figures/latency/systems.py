@@ -1,0 +1,122 @@
+"""Compare all systems as PreScope's Figs. 12 and 14 do, and each published gain with what comes out here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from paper_figures.latency.grid import BATCHES, GPUS, MODELS, PROMPT, SYSTEMS, Case, Row, computed, find
+from paper_figures.latency.published import A100_BATCH_64_TOK_S, MOST_GAINED, V100_TOKEN_S
+from paper_figures.support import markdown_table, new_figure, plain_logarithms, with_one_legend
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NOTE = (
+    f"prompts of {PROMPT} tokens, 64 generated; routing fitted to small trained models, the gate's hit rates as "
+    "recorded of them; Klotski has two batches of the size; published: PreScope, Sections 6.2.2 and 6.2.3"
+)
+
+
+def cases(
+    models: Sequence[str] = MODELS, gpus: Sequence[str] = tuple(GPUS), batches: Sequence[int] = BATCHES,
+    systems: Sequence[str] = SYSTEMS,
+) -> list[Case]:  # fmt: skip
+    return [
+        Case(system=system, model=model, gpu=gpu, batch=batch)
+        for model, gpu, batch, system in product(models, gpus, batches, systems)
+    ]
+
+
+def compute(chosen: Sequence[Case] | None = None) -> dict[str, Any]:
+    return {"label": "simulated", "rows": computed(cases() if chosen is None else chosen)}
+
+
+def tables(data: dict[str, Any]) -> str:
+    """Write throughput and time per token by batch, who was busy, and the published gains beside those here."""
+    rows = data["rows"]
+    found = sorted({(r["model"], r["gpu"]) for r in rows})
+    text = "# Systems for small batches (simulated)\n\n" + NOTE + ".\n"
+    for model, gpu in found:
+        text += f"\n## {model}, {gpu}\n\n"
+        text += _by_batch(rows, model, gpu, "tok_s", "tok/s") + "\n"
+        text += _by_batch(rows, model, gpu, "token_s", "seconds per output token, in decode") + "\n"
+        text += _busy(rows, model, gpu) + "\n"
+    return text + "\n## PreScope's largest gains: published / here, in percent\n\n" + gains(rows)
+
+
+def _by_batch(rows: Sequence[Row], model: str, gpu: str, fact: str, name: str) -> str:
+    def cell(system: str, batch: int) -> str:
+        one = find(rows, system=system, model=model, gpu=gpu, batch=batch)
+        published = None
+        if system == "prescope" and (gpu, fact) == ("A100", "tok_s") and batch == 64:
+            published = A100_BATCH_64_TOK_S.get(model)
+        if system == "prescope" and (gpu, fact) == ("V100", "token_s"):
+            published = V100_TOKEN_S.get((model, batch))
+        here = "" if one is None else f"{one[fact]:.3g}"
+        return here if published is None else f"{here} (published {published:g})"
+
+    batches = sorted({r["batch"] for r in rows})
+    columns: dict[str, Any] = {name: str}
+    columns |= {str(batch): lambda system, batch=batch: cell(system, batch) for batch in batches}
+    return markdown_table(columns, [s for s in SYSTEMS if find(rows, system=s, model=model, gpu=gpu)])
+
+
+def _busy(rows: Sequence[Row], model: str, gpu: str) -> str:
+    """Write, for the smallest and the largest batch, where experts were and which lanes were busy in decode."""
+    batches = sorted({r["batch"] for r in rows if (r["model"], r["gpu"]) == (model, gpu)})
+    chosen = [
+        one
+        for batch, system in product(sorted({batches[0], batches[-1]}), SYSTEMS)
+        if (one := find(rows, system=system, model=model, gpu=gpu, batch=batch)) is not None
+    ]
+
+    def share(one: Row, way: str) -> str:
+        counted = one["counted"]
+        active = counted.get("active", 0)
+        return f"{counted[way] / active:.0%}" if active else ""
+
+    columns: dict[str, Any] = {"system": lambda one: one["system"], "batch": lambda one: str(one["batch"])}
+    for way in ("resident", "cached", "prefetched", "on_demand", "cpu"):
+        columns[way.replace("_", " ")] = lambda one, way=way: share(one, way)
+    for lane in ("gpu", "cpu", "h2d"):
+        columns[f"{lane} busy"] = lambda one, lane=lane: f"{one['decode']['busy'][lane]:.0%}"
+    columns["weights, GB a step"] = lambda one: f"{one['decode']['link_gb']['weights']:.3g}"
+    return markdown_table(columns, chosen)
+
+
+def gains(rows: Sequence[Row]) -> str:
+    """Write the largest gain of PreScope over each system, over all rows that both have."""
+
+    def pairs(system: str) -> list[tuple[Row, Row]]:
+        ours = [r for r in rows if r["system"] == "prescope" and "refused" not in r]
+        both = [(r, find(rows, system=system, **{n: r[n] for n in ("model", "gpu", "batch")})) for r in ours]
+        return [(mine, dict(other)) for mine, other in both if other is not None]
+
+    def faster(system: str) -> str:
+        here = [100 * (mine["tok_s"] / other["tok_s"] - 1) for mine, other in pairs(system)]
+        return f"{MOST_GAINED[system][0]:g} / {max(here):.0f}" if here else f"{MOST_GAINED[system][0]:g} /"
+
+    def sooner(system: str) -> str:
+        here = [100 * (1 - mine["token_s"] / other["token_s"]) for mine, other in pairs(system)]
+        return f"{MOST_GAINED[system][1]:g} / {max(here):.0f}" if here else f"{MOST_GAINED[system][1]:g} /"
+
+    columns: dict[str, Any] = {"over": str, "throughput": faster, "time per token": sooner}
+    return markdown_table(columns, MOST_GAINED)
+
+
+def draw(data: dict[str, Any]) -> Figure:
+    """Draw throughput over the batch, a panel for each model and machine that has rows."""
+    rows = [r for r in data["rows"] if "refused" not in r]
+    panels = sorted({(r["gpu"], r["model"]) for r in rows})
+    figure = new_figure(3.2 * len(panels), 3.2)
+    for at, (gpu, model) in enumerate(panels, start=1):
+        axes = figure.add_subplot(1, len(panels), at)
+        for system in SYSTEMS:
+            mine = (r for r in rows if (r["system"], r["gpu"], r["model"]) == (system, gpu, model))
+            points = sorted((r["batch"], r["tok_s"]) for r in mine)
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=system) if points else None
+        axes.set(title=f"{model}, {gpu}", xlabel="batch", ylabel="tok/s", xscale="log", yscale="log")
+        plain_logarithms(axes, x=sorted({r["batch"] for r in rows}))
+    return with_one_legend(figure)

@@ -1,0 +1,64 @@
+"""Divide a layer's experts between GPU and CPU by simulating both and the link (HybriMoE, Section IV-B). Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Times:
+    """Says what an expert takes: on the link, and on either side over a number of tokens."""
+
+    io_s: float
+    cpu_s: Callable[[float], float]
+    gpu_s: Callable[[float], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Says which side runs which experts, in which order, and when each lane is done."""
+
+    on_gpu: tuple[int, ...]
+    on_cpu: tuple[int, ...]
+    gpu_end_s: float
+    cpu_end_s: float
+    link_end_s: float
+
+    @property
+    def end_s(self) -> float:
+        return max(self.gpu_end_s, self.cpu_end_s)
+
+
+def schedule(
+    tokens: Mapping[int, float], there: Collection[int], times: Times, *, link_busy_s: float = 0.0
+) -> Schedule:
+    """Return the greedy schedule of experts with these tokens, of which some are on the device.
+
+    The GPU takes the experts that are there, then those that have to be brought, the heaviest of each first; the CPU
+    takes from the other end. Whichever side would be done earlier with its next expert takes it.
+    """
+    order = sorted(tokens, key=lambda expert: (expert not in there, -tokens[expert], expert))
+    gpu_s = cpu_s = 0.0
+    link_s, first, last = link_busy_s, 0, len(order) - 1
+    while first <= last:
+        heavy, light = order[first], order[last]
+        arrival_s = 0.0 if heavy in there else link_s + times.io_s
+        on_gpu_s = max(gpu_s, arrival_s) + times.gpu_s(tokens[heavy])
+        on_cpu_s = cpu_s + times.cpu_s(tokens[light])
+        if on_gpu_s <= on_cpu_s:
+            gpu_s, link_s, first = on_gpu_s, max(link_s, arrival_s), first + 1
+        else:
+            cpu_s, last = on_cpu_s, last - 1
+    return Schedule(
+        on_gpu=tuple(order[:first]),
+        on_cpu=tuple(reversed(order[first:])),
+        gpu_end_s=gpu_s,
+        cpu_end_s=cpu_s,
+        link_end_s=link_s,
+    )
+
+
+def impact_s(tokens: Mapping[int, float], there: Collection[int], times: Times, expert: int) -> float:
+    """Return how much earlier a layer would be done if the expert were there when it begins."""
+    return schedule(tokens, there, times).end_s - schedule(tokens, {*there, expert}, times).end_s

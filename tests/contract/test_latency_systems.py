@@ -1,0 +1,217 @@
+"""Systems that place single experts give exact tokens where few experts fit, and count what a replay counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.config import ConfigError
+from harness.machine.base import CPU, H2D, LaneKind
+from harness.machine.emulated import EmulatedMachine
+from harness.machine.shuffled import ShuffledMachine
+from harness.machine.threads.context import LaneRate
+from harness.memory.expert_slots import expert_slot_bytes
+from harness.memory.replacement import AdaptiveReplacement, FarthestNextUse, LeastFrequentlyUsed, LeastRecentlyUsed
+from harness.routing.trace_file import TraceHeader, TraceRow, TraceWriter
+from harness.study.caches import belady_hits, hits
+from strategies.expert_offload.deployment import Deployment, PlacementConfig
+from strategies.expert_offload.policies import AbsentOnCpu
+from strategies.fiddler import Fiddler
+from tests.contract.running import (
+    CAPACITIES_BYTES,
+    check_tokens,
+    engine_on,
+    requests,
+    run_to_end,
+    strategy_of,
+)
+from tests.contract.test_sketches import expert_bytes, simulated_engine
+from tests.contract.test_strategies import YAMLS
+from tests.tiny_families import tiny_family
+from tests.unit.strategies.views import view_of
+
+SYSTEMS = ("expert_cache", "fiddler", "fate", "hybrimoe", "klotski")
+SMALL = {"batch_size": 4, "max_pass_tokens": 64, "packet_mb": 0.004, "profile_tokens": 24}
+ARC = lambda places, _: AdaptiveReplacement(places)  # noqa: E731
+REPLAYED = {"lru": lambda *_: LeastRecentlyUsed(), "lfu": lambda *_: LeastFrequentlyUsed(), "arc": ARC}
+SLOW = {LaneKind.H2D: LaneRate(bytes_s=2e7), LaneKind.CPU: LaneRate(flops_s=4e9, bytes_s=4e9)}
+NUM_PLACES = 12  # of the experts of a tiny model
+
+
+def work_of(vocab_size: int):
+    return requests(5, vocab_size=vocab_size, longest=40, max_new_tokens=5, seed=2)
+
+
+def device_bytes(checkpoint, values, num_places: int) -> int:
+    """Return device memory in which a strategy that fills it has room for so many experts."""
+    machine = ShuffledMachine(capacities_bytes=CAPACITIES_BYTES, seed=0)
+    engine = engine_on(machine, checkpoint, work_of(checkpoint.spec.vocab_size), kv_blocks=60, values=values)
+    plan = strategy_of(engine, values).plan
+    experts = plan["table_experts"] + plan["on_demand_slots"] + plan["prefetch_slots"]
+    used = machine.tiers["device"].used_bytes - (experts - num_places) * expert_slot_bytes(engine.store)
+    machine.close()
+    return used + (1 << 16)
+
+
+def run_small(machine_of, checkpoint, values):
+    """Run where few experts fit; return the strategy and the sequences."""
+    capacities = CAPACITIES_BYTES | {"device": device_bytes(checkpoint, values, NUM_PLACES)}
+    built, work = [], work_of(checkpoint.spec.vocab_size)
+    engine = engine_on(machine_of(capacities), checkpoint, work, kv_blocks=60, values=values)
+
+    def build(on):
+        built.append(strategy_of(on, values))
+        return built[0]
+
+    run_to_end(engine, build)
+    report = check_tokens(checkpoint, engine.sequences)
+    assert report.checked == len(work)
+    assert report.ok, report.first_mismatch
+    return built[0], engine
+
+
+def shuffled_on(capacities):
+    return ShuffledMachine(capacities_bytes=capacities, seed=3)
+
+
+def slow_link_on(capacities):
+    return EmulatedMachine(capacities_bytes=capacities, rates=SLOW, poison=True)
+
+
+def used_ways(strategy) -> set[str]:
+    return {way for way in ("resident", "prefetched", "cached", "on_demand", "cpu") if strategy.counted()[way]}
+
+
+WAYS = {  # what each system must have used where the link is slow
+    "expert_cache": {"cached", "on_demand"},
+    "fiddler": {"resident", "cpu"},
+    "fate": {"cached", "on_demand"},
+    "hybrimoe": {"cached", "cpu"},
+    "klotski": {"resident", "on_demand"},
+}
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_tokens_are_exact_where_few_experts_fit(tiny, name):
+    strategy, _ = run_small(slow_link_on, tiny, YAMLS[name] | SMALL)
+    assert used_ways(strategy) >= WAYS[name], strategy.counted()
+    assert strategy.plan["costs"] if name != "expert_cache" else True
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_tokens_of_many_experts_are_exact_in_any_order(name):
+    strategy, _ = run_small(shuffled_on, tiny_family("deepseek_v2"), YAMLS[name] | SMALL)
+    counted = strategy.counted()
+    assert 0 < counted["hit_rate"] < 1, counted
+    if name in ("fate", "hybrimoe", "klotski"):
+        assert counted["issued"] > 0, counted
+
+
+def trace_of(engine, path: Path) -> Path:
+    """Write the routing that a run's sequences recorded."""
+    spec = engine.spec
+    layers, k = len(spec.moe_layers), spec.experts_per_token
+    header = TraceHeader(
+        model="tiny", layers=layers, experts=spec.num_experts, k=k, source="a test", first_layer=spec.moe_layers[0]
+    )
+    writer = TraceWriter(path, header)
+    for sequence in engine.sequences:
+        [life] = sequence.lives
+        experts = np.concatenate(life.routing)
+        writer.write(TraceRow(request=sequence.request.request_id, position=0, experts=experts))
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("machine_of", [shuffled_on, slow_link_on], ids=["shuffled", "emulated"])
+def test_caches_hit_as_often_as_a_replay_of_the_recorded_routing(tiny, tmp_path, machine_of):
+    """The run counts what `harness.study` counts of its steps; nobody passes the oracle, nor the oracle its bound."""
+    values = YAMLS["expert_cache"] | SMALL | {"cache_slots": NUM_PLACES, "table": "random"}
+    strategy, engine = run_small(machine_of, tiny, values)
+    recorded = str(trace_of(engine, tmp_path / "routing.jsonl"))
+    oracle, _ = run_small(machine_of, tiny, values | {"policy": "belady", "recorded": recorded})
+    best = oracle.counted()["cached"]
+    foreseen = oracle.pipeline.residency.on_demand._replacement._future.steps  # first what fills the cache
+    warm, steps = foreseen[:NUM_PLACES], foreseen[NUM_PLACES:]
+    assert best == hits(steps, NUM_PLACES, FarthestNextUse([*warm, *steps]), warm)
+    assert best <= belady_hits(steps, NUM_PLACES)
+    for policy, make in REPLAYED.items():
+        if policy != "lru":
+            strategy, _ = run_small(machine_of, tiny, values | {"policy": policy})
+        counted = strategy.counted()
+        assert counted["cached"] == hits(steps, NUM_PLACES, make(NUM_PLACES, steps), list(reversed(warm)))
+        assert counted["cached"] <= best
+        assert counted["cached"] + counted["on_demand"] == sum(map(len, steps))
+
+
+def test_the_oracle_refuses_the_routing_of_another_run(tiny, tmp_path):
+    values = YAMLS["expert_cache"] | SMALL
+    _, engine = run_small(shuffled_on, tiny, values)
+    for sequence in engine.sequences:
+        [life] = sequence.lives
+        life.routing = [(experts + 1) % engine.spec.num_experts for experts in life.routing]
+    recorded = str(trace_of(engine, tmp_path / "routing.jsonl"))
+    with pytest.raises(ConfigError, match="strategy.recorded: the routing of step"):
+        run_small(shuffled_on, tiny, values | {"policy": "belady", "recorded": recorded})
+
+
+def simulated(build):
+    """Run a placement on the simulated machine, and return it with its spans."""
+    engine, _ = simulated_engine("qwen3-30b-a3b", 3)
+    built = []
+
+    def once(on):
+        built.append(build(on))
+        return built[0]
+
+    run_to_end(engine, once)
+    spans = [(str(s.lane), s.kind, s.layer, s.start_s, s.end_s) for s in engine.machine.spans]
+    return built[0], engine, spans
+
+
+def test_fiddler_without_a_table_is_the_cpu_alone_where_the_link_is_slow():
+    def placed_by(placer_of):
+        def build(on):
+            deployment = Deployment.of(PlacementConfig(table="none", profile_tokens=24), on)
+            return deployment.strategy(placer_of(deployment.measured()))
+
+        return simulated(build)
+
+    fiddler, engine, spans = placed_by(lambda costs: Fiddler(replace(costs, io_s=1e3)))
+    _, _, alone = placed_by(lambda costs: AbsentOnCpu())
+    assert spans == alone
+    counted = fiddler.counted()
+    assert counted["cpu"] == counted["active"] == len(expert_bytes(engine, CPU)) > 0
+    assert not [span for span in engine.machine.spans if span.lane == H2D and span.kind == "weights"]
+
+
+def test_fiddler_brings_an_expert_from_as_many_tokens_as_the_line_says():
+    engine, _ = simulated_engine("qwen3-30b-a3b", 3)
+    deployment = Deployment.of(PlacementConfig(table="none", profile_tokens=24), engine)
+    costs = deployment.measured()
+    engine.machine.close()
+    even = (costs.io_s + costs.gpu_s(1) - costs.cpu.fixed) / costs.cpu.weights[0]
+    below, above = max(1, int(0.9 * even)), int(1.1 * even) + 2
+    placed = Fiddler(costs).place(view_of({0: below, 1: above, 2: above + 1, 3: 1}, there=[3]))
+    assert list(placed.on_cpu) == [0] and list(placed.on_gpu) == [3, 2, 1] and not placed.prefetch
+
+
+def test_all_systems_are_given_the_same_memory():
+    """What is no expert takes the same bytes under the same names, and no room for an expert is left."""
+    held = {}
+    for name in SYSTEMS:
+        engine, _ = simulated_engine("qwen3-30b-a3b", 3)
+        device = engine.machine.tiers["device"]
+        device.capacity_bytes = 6 * 10**9
+        strategy_of(engine, YAMLS[name] | {"batch_size": 2, "profile_tokens": 24, "max_pass_tokens": 64})
+        engine.machine.drain()
+        held[name] = device.holders()
+        assert device.free_bytes < expert_slot_bytes(engine.store), name
+        engine.machine.close()
+    dense = [held[name]["all layers without experts"] + held[name].get("routers", 0) for name in SYSTEMS]
+    assert len(set(dense)) == 1, dense
+    for holder in ("embedding", "head"):
+        assert len({held[name][holder] for name in SYSTEMS}) == 1, holder

@@ -1,0 +1,49 @@
+"""Reports of systems for small batches say what their rows say, and nothing where a row is missing."""
+
+from __future__ import annotations
+
+import pytest
+
+from paper_figures.latency import systems, where
+from paper_figures.latency.grid import Case
+
+
+def row(system: str, tok_s: float, token_s: float, batch: int = 4, variant: str = "") -> dict:
+    lanes = {"gpu": 0.5, "cpu": 0.25, "h2d": 1.0}
+    counted = {"active": 8, "resident": 4, "cached": 0, "prefetched": 0, "on_demand": 2, "cpu": 2}
+    return {
+        "system": system, "model": "deepseek-v2-lite", "gpu": "A100", "batch": batch, "variant": variant,
+        "tok_s": tok_s, "token_s": token_s, "counted": counted, "decode": {"busy": lanes, "link_gb": {"weights": 1.5}},
+    }  # fmt: skip
+
+
+def test_gains_are_the_largest_over_rows_that_both_have():
+    rows = [
+        *(row("prescope", 30, 0.1), row("prescope", 50, 0.2, batch=8), row("prescope", 90, 0.1, batch=16)),
+        *(row("fate", 20, 0.4), row("fate", 40, 0.3, batch=8), row("klotski", 30, 0.1)),
+        {**row("fate", 1, 9, batch=16), "refused": "too small"},
+    ]
+    lines = {line.split(" | ")[0].removeprefix("| "): line for line in systems.gains(rows).splitlines()}
+    assert "264 / 50 " in lines["fate"] and "68.2 / 75 " in lines["fate"], "a refused row has no numbers"
+    assert "141 / 0 " in lines["klotski"] and lines["fiddler"].endswith("| 129 / | 72.3 / |")
+
+
+def test_tables_show_where_experts_were_and_the_published_value_beside_ours():
+    text = systems.tables({"label": "simulated", "rows": [row("prescope", 12.3, 0.1, batch=64)]})
+    assert (
+        "12.3 (published 37.4)" in text
+        and "| prescope | 64 | 50% | 0% | 0% | 25% | 25% | 50% | 25% | 100% | 1.5 |" in text
+    )
+
+
+def test_the_best_of_each_line_is_marked():
+    rows = [row(system, 1, token_s, variant="6 GB/s, 10 GB") for system, token_s in (("fate", 0.2), ("fiddler", 0.1))]
+    text = where.tables({"label": "simulated", "rows": rows})
+    assert "| 4 | 10 | 6 |  | 0.2 | **0.1** |  |" in text and text.count("**") == 2
+
+
+@pytest.mark.parametrize(("system", "number"), [("klotski", 8), ("fate", 4)])
+def test_klotski_has_two_batches_of_the_size(system, number):
+    overrides = Case(system=system, model="mixtral-8x7b", gpu="V100", batch=4).overrides
+    assert f"dataset.num_requests={number}" in overrides and "strategy.batch_size=4" in overrides
+    assert "routing.hit_rates=[[0.82]]" in overrides and "model.dtype=float16" in overrides
