@@ -93,12 +93,12 @@ def main() -> int:
 def tell(error: Exception) -> int:
     """Print what went wrong in one line, and return the exit code. An error that nobody foresaw is raised again, with
     its traceback."""
-    from harness.record.files import RecordError
-    from harness.run.experiment import RunFailed
-
     if (mistake := explained(error, sys.argv[1:])) is not None:
         print(f"error: {mistake}", file=sys.stderr)
         return USAGE_ERROR
+    from harness.record.files import RecordError
+    from harness.run.experiment import RunFailed  # takes seconds, for which a misspelt setting need not wait
+
     match error:
         case RunFailed():
             print(f"error: {error}\n  run folder: {error.folder}", file=sys.stderr)

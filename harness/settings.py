@@ -55,6 +55,7 @@ class Settings:
     record_hidden: bool
     record_hidden_mb: float
     exclusive: bool
+    stop_after_decode_passes: int | None
     results_dir: str
     progress: bool
 
@@ -67,6 +68,11 @@ class Settings:
         require(bool(self.results_dir.strip()), "results_dir", "must name a folder, got an empty text")
         told = f"must be > 0 and at most 1000000, got {self.record_hidden_mb:g}"
         require(0 < self.record_hidden_mb <= 1e6, "record_hidden_mb", told)
+        wanted = self.stop_after_decode_passes
+        told = f"must be at least 1 or null, got {wanted}"
+        require(wanted is None or wanted >= 1, "stop_after_decode_passes", told)
+        told = "must be off where stop_after_decode_passes ends a run before its requests have"
+        require(wanted is None or self.verify == "off", "verify", told)
         require(self.verify_requests >= 1, "verify_requests", f"must be >= 1, got {self.verify_requests}")
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from harness.model.planned import planned_model
 from harness.model.spec import ModelSpec
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,6 +61,26 @@ def new_figure(width: float, height: float) -> Figure:
     style: Any = {"font.size": 9, "axes.grid": True, "grid.alpha": 0.25, "axes.spines.top": False, "legend.fontsize": 8}
     pyplot.rcParams.update({**style, "axes.spines.right": False, "axes.titlesize": 10, "legend.frameon": False})
     return pyplot.figure(figsize=(width, height), layout="constrained")
+
+
+def with_one_legend(figure: Figure) -> Figure:
+    """Put one legend above all panels, which has each label once."""
+    found = [axes.get_legend_handles_labels() for axes in figure.axes]
+    by_label = {label: line for lines, labels in found for line, label in zip(lines, labels, strict=True)}
+    columns = max(1, int(figure.get_figwidth() / 1.5))
+    figure.legend(by_label.values(), by_label, loc="outside upper center", ncols=min(len(by_label), columns))
+    return figure
+
+
+def plain_logarithms(axes: Axes, *, x: Sequence[float]) -> None:
+    """Write the numbers of logarithmic axes without powers; those of the horizontal one are `x`."""
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+
+    axes.set_xticks(x)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(ScalarFormatter())
+        axis.set_minor_formatter(NullFormatter())
 
 
 def save(figure: Figure, path: Path, *, label: str, note: str) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Iterable
-from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -42,12 +42,16 @@ def _by_hydra(overrides: tuple[str, ...]) -> DictConfig:
         return compose("config", overrides=list(overrides))
 
 
-_of_files = cache(_by_hydra)  # it takes Hydra a quarter of a second
+@cache
+def _of_files(choices: tuple[str, ...]) -> bytes:
+    """Compose files once, which takes Hydra a quarter of a second. Pickle copies them four times as fast as
+    `deepcopy`."""
+    return pickle.dumps(_by_hydra(choices))
 
 
 def _set(choices: tuple[str, ...], settings: list[str]) -> DictConfig | None:
     """Set values in what the files say; None where one has no place there, which Hydra is to say."""
-    cfg = deepcopy(_of_files(choices))
+    cfg: DictConfig = pickle.loads(_of_files(choices))
     for override in OverridesParser.create().parse_overrides(settings):
         try:
             if override.key_or_group in GROUPS or override.is_sweep_override():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import threading
@@ -26,12 +27,12 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
 
 
-NUM_WORKERS = 2  # lanes of the tests' machines share the cores with the other process; `-n 8` is more, `-n 0` none
+NUM_WORKERS = 3  # on two cores: one in four of their seconds is waited; `-n 8` is more, `-n 0` none
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the number
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Let two processes share whole folders of tests, unless the command line says how many."""
+    """Let three processes share whole folders of tests, unless the command line says how many."""
     told = getattr(config.option, "numprocesses", 0)  # None: the line says nothing; 0: pytest-xdist is not installed
     if told is None and not hasattr(config, "workerinput") and _worth_workers(config):
         config.option.numprocesses = NUM_WORKERS
@@ -60,9 +61,31 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if only_quick and not quick.is_quick(collection_path) else None
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if missing := missing_for(session.config.option.markexpr, find_spec("kernels._native") is not None):
+        pytest.exit(missing, returncode=pytest.ExitCode.USAGE_ERROR)
+
+
+def missing_for(markers: str, has_extension: bool) -> str | None:
+    """Say in one line what tests on a GPU lack, which would else be told by an error in each of them."""
+    if has_extension or markers != "cuda":
+        return None
+    return "the C++ extension is not built for this Python: run `python setup.py -q build_ext --inplace` first"
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     quick.mark(items)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is loaded by now, modules and tests, out of each later search for garbage.
+
+    Search less often, too.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -27,6 +27,7 @@ QUICK = {  # file below tests/ -> regular expression that the names of its quick
     "unit/engine/test_sequences.py": ALL,
     "unit/hardware/test_profiles.py": ALL,
     "unit/hardware/test_steal.py": ALL,
+    "unit/llapor/test_learning.py": ALL,
     "unit/machine/test_arenas.py": ALL,
     "unit/machine/test_contention.py": ALL,
     "unit/machine/test_lane_order.py": ALL,

@@ -58,6 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "harness.verify": {"harness.model", "harness.engine"},
     "harness.routing": {"harness.cli.arguments", "harness.config", "harness.interrupts", "harness.record"},
+    "harness.routing.activations": {"harness.config", "harness.routing"},  # of runs before
     "harness.study": {  # of recorded routing
         *("harness.cli.arguments", "harness.config", "harness.interrupts", "harness.memory", "harness.model"),
         *("harness.record", "harness.routing"),
@@ -68,7 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "strategies": {
         *("harness.bench", "harness.config", "harness.engine", "harness.machine", "harness.memory"),
-        *("harness.memory.tiers", "harness.model", "harness.workload"),
+        *("harness.memory.tiers", "harness.model", "harness.routing.activations", "harness.workload"),
     },
 }
 # What puts a run together, from settings to records, and what stands on it: each may import all before it.
@@ -84,6 +85,12 @@ MAY_IMPORT["harness.training"] = {  # nothing imports it
     *("harness.record", "harness.workload"),
 }
 
+MAY_IMPORT["harness.llapor"] = {  # learns from what the study reads, and predicts on the engine
+    *MAY_IMPORT["harness.study"],
+    *("harness.cli.overrides", "harness.engine", "harness.machine", "harness.memory.tiers", "harness.study"),
+}
+MAY_IMPORT["strategies"].add("harness.llapor")
+
 # Planning and bookkeeping: importing these never imports torch.
 TORCH_FREE = (
     *("harness.config", "harness.settings", "harness.hardware.profile", "harness.record.*", "harness.workload.*"),
@@ -95,7 +102,12 @@ TORCH_FREE = (
     *("strategies.*.config", "strategies.common.*_batches", "strategies.*.equations"),
     *("strategies.offloading.planning.policy", "strategies.offloading.planning.search"),
     *("strategies.offloading.request_batching", "strategies.common.workload_shape", "strategies.moegen.policy"),
-    *("strategies.moegen.memory", "strategies.moegen.scheduler"),
+    *("strategies.moegen.memory", "strategies.moegen.scheduler", "strategies.common.waiting"),
+    *("strategies.expert_offload.placement", "strategies.expert_offload.policies", "strategies.fate.sizes"),
+    *("strategies.hybrimoe.schedule", "strategies.klotski.planner", "strategies.klotski.correlation"),
+    "strategies.prescope.presched",
+    *("harness.llapor.settings", "harness.llapor.shape", "harness.llapor.files", "harness.llapor.examples"),
+    "harness.llapor.groups",
     *("harness.training.settings", "harness.training.schedule", "harness.training.texts"),
 )
 TORCH = {"torch", "transformers"}
@@ -185,7 +197,10 @@ def test_imports_go_one_way():
 
 
 # Rooms in strategies/ which belong to a family of systems, and the packages that share each.
-FAMILY_ROOMS = {"offloading": {"moelightning", "fastdecode", "flexgen", "flexgen_c"}}
+FAMILY_ROOMS: dict[str, set[str]] = {
+    "offloading": {"moelightning", "fastdecode", "flexgen", "flexgen_c"},
+    "expert_offload": {"prescope", "expert_cache", "fiddler", "fate", "hybrimoe", "klotski"},
+}
 SHARED_ROOMS = {"common", *FAMILY_ROOMS}
 
 

@@ -191,6 +191,10 @@ def test_a_plan_that_does_not_fit_shows_every_tier_by_name(strategy, tier, size_
             "llamacpp_split": ("all layers without experts", "2.69 GB", "copies of 3 experts", "1.06 GB"),
             "moegen_g": module_batching,
             "moegen_h": module_batching,
+            **dict.fromkeys(
+                ("prescope", "expert_cache", "fiddler", "fate", "hybrimoe", "klotski"),
+                ("all layers without experts", "2.69 GB"),
+            ),
         }
         needs = (*needs, *others.get(strategy, ("2 layers of weights", "5.81 GB")))
     else:

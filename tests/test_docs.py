@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 from pathlib import Path
 
@@ -16,6 +17,10 @@ PAGES = [
 ]
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`((?:conf|harness|strategies|kernels|tests|docs|results|benchmarks|paper_figures)/[\w./-]+\w)`")
+
+
+RESULTS = [path for path in sorted((ROOT / "results" / "reference").rglob("*")) if path.is_file()]
+OWN_PLACE = re.compile(rb"(?<![\w.~:/-])/(?:home|media|mnt|opt|private|root|scratch|tmp|Users|var|work)/[^\s\"']*")
 
 
 def without_code(text: str) -> str:
@@ -80,3 +85,22 @@ def test_the_life_of_a_request_has_eight_steps_and_every_step_its_files():
     for text in steps[1::2]:
         files = [name for name in NAMED.findall(text) if name.endswith(".py")]
         assert files and all((ROOT / name).is_file() for name in files), text
+
+
+def own_places(path: Path) -> set[bytes]:
+    """Return the absolute paths in a file that are good on one computer only."""
+    content = path.read_bytes()
+    return set(OWN_PLACE.findall(gzip.decompress(content) if path.suffix == ".gz" else content))
+
+
+def test_results_and_pages_name_no_place_on_somebodys_computer():
+    """Pictures hold none that one could tell from noise."""
+    files = [*PAGES, *(path for path in RESULTS if path.suffix != ".png")]
+    assert {str(path.relative_to(ROOT)): found for path in files if (found := own_places(path))} == {}
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl.gz"])
+def test_a_place_on_somebodys_computer_is_found(name, tmp_path):
+    text = b'{"model": "/home/me/models/x", "path": "see https://a.b/tmp/c and docs/var/d; ~/tmp/e", "at /tmp/f,": 1}'
+    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+    assert own_places(tmp_path / name) == {b"/home/me/models/x", b"/tmp/f,"}

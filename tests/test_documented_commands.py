@@ -20,6 +20,7 @@ import pytest
 
 from harness.cli.arguments import CommandParser
 from harness.cli.overrides import composed_values
+from harness.llapor.settings import parse_llapor
 from harness.model.zoo import ensure
 from harness.settings import load_strategy, parse_settings
 from harness.training.settings import parse_training
@@ -40,7 +41,8 @@ STAND_INS = {  # what a page leaves open -> what lies in the `workplace`, or a n
     "FILE.csv OUT.jsonl": "choices.csv OUT.jsonl",
     "paper_figures.moelightning NAME": "paper_figures.moelightning table4",
     "paper_figures.moegen NAME": "paper_figures.moegen claims",
-    "--strategies NAME,NAME": "--strategies moelens,moelightning",
+    "paper_figures.latency.part NAME": "paper_figures.latency.part systems",
+    "paper_figures.prescope NAME": "paper_figures.prescope gap",
 }
 NOT_RUN = {  # the command begins so -> why it is only parsed
     "python -m pytest": "it runs these tests",
@@ -50,21 +52,28 @@ NOT_RUN = {  # the command begins so -> why it is only parsed
     "python run.py dataset=gsm8k dataset.use_hub=true": "it needs the network",
     "python -m harness.hardware.calibrate": "it measures for a minute or two",
     "python -m harness.training": "it trains for minutes",
+    "python -m harness.llapor": "it trains for minutes",
+    "python run.py machine=simulated hardware=a40 routing.hit_rates_path": "it needs what that training measured",
     "python -m harness.validate": "it runs for half an hour",
-    "python -m harness.study --out results/reference/routing/mixtral": "it needs recorded runs of a trained model",
+    "python -m harness.study --out results/reference/routing": "it needs recorded runs of a trained model",
     "python -m harness.study.excerpt --out results/reference/routing/mixtral.jsonl.gz": "it needs the same runs",
-    "python -m harness.study --out results/reference/routing/deepseek": "it needs recorded runs of a trained model",
-    "python -m harness.study.excerpt --out results/reference/routing/deepseek.jsonl.gz": "it needs the same runs",
-    "python run.py model=checkpoint model.path=models/mixtral-learned": "it needs a model that was trained for minutes",
+    "python run.py model=checkpoint model.path=models/mixtral-trained": "it needs a model that was trained for minutes",
     "python -m paper_figures.moelens.simulate": "it simulates for minutes",
     "python -m paper_figures.moelens table1": "it simulates for minutes",
     "python -m paper_figures.moegen": "it simulates for minutes",
+    "python -m paper_figures.prescope.prediction": "it writes the committed page again",
     "python -m paper_figures.moegen.part": "it simulates for minutes",
+    "python -m paper_figures.latency": "it simulates for hours",
+    "python -m paper_figures.latency.part": "it simulates for hours",
+    "python -m paper_figures.prescope": "it simulates for an hour",
+    "python run.py strategy=expert_cache strategy.policy=belady": "it needs what another run recorded",
+    "python -m paper_figures.moegen.differences": "tests/unit/figures/test_moegen.py runs it",
     **{
         f"python -m paper_figures.moelightning {name}": "it simulates for minutes"
         for name in ("table4", "systems", "hrm_accuracy", "fig6", "fig10", "several_gpus")
     },
     "python benchmarks/": "it measures for minutes",
+    "python setup.py": "it builds what these tests have loaded, with what only a build has installed",
 }
 SMALL = ("dataset.num_requests=3", "dataset.max_new_tokens=3", "verify=off", "wandb.mode=disabled", "progress=false")
 NEEDS_MATPLOTLIB = ("timelines", "moelens", "moelightning", "routing")  # of paper_figures, where they draw
@@ -143,12 +152,16 @@ def shortened(words: list[str]) -> list[str]:
 
 def size_of(words: list[str]) -> list[str]:
     """What makes a command small; later words come before earlier ones."""
+    (model,) = [word for word in words if word.startswith("model=")] or [""]
+    is_one = model and "," not in model and "routing=trace" not in words  # a recorded trace has all layers
+    layers = ["model.spec.num_layers=6"] if is_one and {"machine=simulated", "model=deepseek-r1"} & {*words} else []
     match words[:2]:
         case ["run.py", *_]:
-            chosen = any(word.startswith("model=") for word in words)
-            return [*SMALL, *(() if chosen else ("model=mixtral-tiny",))]
+            search = ["strategy.search=false"] if "strategy=moegen_h" in words else []  # the plan's command has it
+            recipe = ["model.recipe.num_layers=2", "model.recipe.expert_dim=64"] if "-mini" in model else []
+            return [*SMALL, *search, *recipe, *layers, *(() if model else ("model=mixtral-tiny",))]
         case ["-m", "harness.plan"]:
-            return ["dataset.num_requests=20", "--max-simulated-ops", "1"]
+            return ["dataset.num_requests=20", *layers, "--max-simulated-ops", "1"]
         case ["-m", str(module)] if module.startswith("paper_figures") and not module.endswith("table2"):
             return ["--out", "picture.png" if module.endswith("timelines") else "figures"]
     return []
@@ -199,6 +212,8 @@ def parsed(parser: argparse.ArgumentParser, *given: object) -> int:
     if overrides := getattr(namespace, "overrides", None):
         if parser.prog.endswith("harness.training"):
             parse_training(composed_values(overrides, root="train"))
+        elif parser.prog.endswith("harness.llapor"):
+            parse_llapor(composed_values(overrides, root="llapor"))
         else:
             parse_settings(composed(*overrides))
     return 0

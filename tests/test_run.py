@@ -20,6 +20,8 @@ from transformers import PreTrainedTokenizerFast
 from harness.config import ConfigError
 from harness.engine.ops import host
 from harness.engine.ops.experts import Experts
+from harness.machine.device import pinned
+from harness.machine.emulated import EmulatedMachine
 from harness.machine.threads.arenas import Arenas
 from harness.model.zoo import ensure
 from harness.record.files import RecordError
@@ -27,6 +29,7 @@ from harness.record.store import read_run
 from harness.run import report
 from harness.run.experiment import RunFailed, run_experiment
 from harness.settings import parse_settings
+from harness.verify import oracle, reference
 from tests.composing import composed
 from tests.conftest import ROOT
 from tests.kernels.eventually import eventually
@@ -165,6 +168,40 @@ def test_wrong_tokens_fail_the_run(tmp_path, monkeypatch):
     left = only_run(tmp_path)
     assert left.status == "failed"
     assert left.summary["verify"]["mismatched"] > 0
+
+
+def test_what_was_measured_is_on_disk_and_memory_given_back_before_tokens_are_verified(tmp_path, monkeypatch):
+    """The reference takes much memory. Whoever dies of that leaves its numbers in a summary that counts as failed."""
+    seen: list[dict[str, Any]] = []
+    closed: list[str] = []
+    close = EmulatedMachine.close
+    monkeypatch.setattr(EmulatedMachine, "close", lambda self: closed.append(self.name) or close(self))
+
+    def verify(checkpoint, sequences, *, eos):
+        (folder,) = (tmp_path / "runs").iterdir()
+        seen.append(json.loads((folder / "summary.json").read_text()))
+        assert closed == ["emulated"]
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(oracle, "verify", verify)
+    with pytest.raises(RunFailed, match="MemoryError: planted"):
+        run_experiment(settings(tmp_path))
+    assert (seen[0]["status"], seen[0]["error"]) == ("failed", "ended while its tokens were verified")
+    left = only_run(tmp_path)
+    assert left.status == "oom" and left.summary["error"] == "MemoryError: planted"
+    assert left.summary["throughput_tok_s"] == seen[0]["throughput_tok_s"] > 0
+
+
+def test_a_reference_that_memory_cannot_hold_is_refused_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(pinned, "free_bytes_by_limit", lambda: {"MemAvailable": 1_000})
+    monkeypatch.setattr(reference, "_loaded", {})
+    told = r"^verify: must be off: a float32 reference of this model takes 0\.\d+ GB of host memory, of which 1e-06 are"
+    with pytest.raises(ConfigError, match=told):
+        run_experiment(settings(tmp_path))
+    with pytest.raises(RunFailed, match="kept"):  # one that is loaded takes no more
+        monkeypatch.setattr(reference, "is_loaded", lambda checkpoint: True)
+        monkeypatch.setattr(oracle, "verify", lambda *given, **options: (_ for _ in ()).throw(MemoryError("kept")))
+        run_experiment(settings(tmp_path / "again"))
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])

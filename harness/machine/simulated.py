@@ -124,7 +124,10 @@ class SimulatedMachine(Machine):
     def facts(self) -> dict[str, str]:
         kinds = ", ".join(f"{lane} {kind}" for lane, kind in sorted(self.estimated_shares or ()))
         estimated = {"not measured": f"{kinds} (estimated by their lanes' measured rates)"} if kinds else {}
-        routing = {"routing": self.world.source} if self.world is not None else {}
+        world = self.world
+        routing = {"routing": world.source} if world is not None else {}
+        if world is not None and world.was_asked_to_predict:
+            routing["predictions"] = world.prediction_source
         return {"memory_sharing": self.contention.name, **estimated, **routing}
 
     @property

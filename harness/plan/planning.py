@@ -16,6 +16,7 @@ from harness.engine.strategy import Strategy
 from harness.machine.base import Machine
 from harness.memory.tiers import MemoryCapacityError
 from harness.record.passes import PassRecord
+from harness.record.steady import EnoughPasses, require_more
 from harness.record.summary import RunFacts, build_summary
 from harness.run.session import Session
 from harness.settings import Settings
@@ -108,10 +109,13 @@ def simulated(
         on_progress(num_finished, num_generated / max(record.end_s - passes[0].start_s, 1e-9))
         if max_ops is not None and len(spans) >= max_ops:
             raise _Stop
+        require_more(passes, settings.stop_after_decode_passes)
 
     stopped = None
     try:
         loop.run(engine, strategy, on_pass)
+    except EnoughPasses as enough:
+        stopped = f"stopped {enough}"
     except _Stop:
         if any(s.state not in (State.FINISHED, State.REJECTED) for s in engine.sequences):
             done = f"{len(passes)} passes, {num_finished} of {len(engine.sequences)} requests finished"
@@ -131,4 +135,4 @@ def simulated(
         ceilings_gb_s=settings.hardware.link_ceilings_gb_s,
         token_times_s=[s.token_times_s for s in engine.sequences if s.state is State.FINISHED],
     )
-    return replace(plan, summary=build_summary(facts, passes, spans), stopped=stopped)
+    return replace(plan, summary=build_summary(facts, passes, spans, {"counted": strategy.counted()}), stopped=stopped)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,16 +28,24 @@ from harness.record.files import plain, read_json, write_json
 from harness.record.meter import PassMeter
 from harness.record.passes import PassRecord
 from harness.record.provenance import checkout, code_version, environment
+from harness.record.steady import EnoughPasses, require_more
 from harness.record.store import RunFolder, run_id
 from harness.record.terminal import Progress
 from harness.record.wandb_rows import PassRows
 from harness.record.wandb_sink import WandbSink
 from harness.routing.recording import hidden_sample, recording
 from harness.routing.token_sample import TokenSample
-from harness.run.report import Others, RunState, record_failure, report_run, request_row, what_is_wrong
+from harness.run.report import (
+    Others,
+    RunState,
+    record_failure,
+    report_run,
+    request_row,
+    what_is_wrong,
+    write_first_summary,
+)
 from harness.run.session import Session
 from harness.verify.collect import generated_sequence
-from harness.verify.records import VerifyReport
 
 
 class RunFailed(RuntimeError):
@@ -66,21 +75,12 @@ def run_experiment(values: Mapping[str, Any], sweep: str | None = None) -> tuple
         state = RunState(session, others)
         sink = WandbSink(settings.wandb, folder.path)
         sink.start(config, meta)
-        with session:
-            try:
-                console = Console(stderr=True, quiet=not settings.progress)
-                with Progress(settings.dataset.num_requests, console) as progress:
-                    _execute(state, folder, sink, progress)
-            except BaseException as error:
-                status = record_failure(error, state, folder, sink)
-                if isinstance(error, KeyboardInterrupt):
-                    raise type(error)(str(folder.path)) from None
-                if isinstance(error, MachineError) and isinstance(error.__cause__, ConfigError):
-                    raise error.__cause__ from error  # told by an op, such as one that reads the checkpoint
-                if isinstance(error, MachineError | MemoryCapacityError | MemoryError):
-                    raise RunFailed(f"{type(error).__name__}: {error}", folder.path, status) from error
-                error.add_note(f"run folder: {folder.path}")
-                raise
+        console = Console(stderr=True, quiet=not settings.progress)
+        with Progress(settings.dataset.num_requests, console) as progress:
+            with session, _failures_recorded(state, folder, sink):
+                _execute(state, folder, sink, progress)
+            with _failures_recorded(state, folder, sink):  # the machine has given its memory back
+                _verify(state, folder, progress)
         wrong = what_is_wrong(state)
         status = "failed" if wrong else "ok"
         summary = report_run(state, folder, sink, status, wrong)
@@ -90,7 +90,7 @@ def run_experiment(values: Mapping[str, Any], sweep: str | None = None) -> tuple
 
 
 def _execute(state: RunState, folder: RunFolder, sink: WandbSink, progress: Progress) -> None:
-    """Set the session up, generate and verify, each stage told to `progress`."""
+    """Set the session up and generate, each stage told to `progress`."""
     session = state.session
     progress.stage("checkpoint")
     model = session.load_model()
@@ -98,10 +98,10 @@ def _execute(state: RunState, folder: RunFolder, sink: WandbSink, progress: Prog
         _require_reference(model)
     progress.stage("prompts")
     workload = session.load_workload()
-    sources = {"data_source": workload.source, "weights_source": model.weights_source}
-    write_json(folder.path / "meta.json", {**read_json(folder.path / "meta.json"), **sources})
+    _add_to_meta(folder, {"data_source": workload.source, "weights_source": model.weights_source})
     progress.stage("weights")
     machine = session.build_machine(partial(calibrate, log=progress.note))
+    _add_to_meta(folder, {"machine": machine.facts})
     session.queue_requests()
     source = f"{machine.label} run; {model.weights_source}; {workload.source}"
     sample = _ask_for_records(state, source)
@@ -118,9 +118,28 @@ def _execute(state: RunState, folder: RunFolder, sink: WandbSink, progress: Prog
     routing = session.settings.record_routing
     with recording(folder.path, model.spec, source, routing=routing, sample=sample) as record_sequence:
         _generate(engine, strategy, state, folder, sink, progress, record_sequence)
-    if state.verify_mode != "off":
-        progress.stage("verification")
-        state.verify = _verify(model, state)
+
+
+@contextmanager
+def _failures_recorded(state: RunState, folder: RunFolder, sink: WandbSink) -> Iterator[None]:
+    """Record what ends the run within the block, and let it through as `run_experiment` promises."""
+    try:
+        yield
+    except BaseException as error:
+        status = record_failure(error, state, folder, sink)
+        if isinstance(error, KeyboardInterrupt):
+            raise type(error)(str(folder.path)) from None
+        if isinstance(error, MachineError) and isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from error  # told by an op, such as one that reads the checkpoint
+        if isinstance(error, MachineError | MemoryCapacityError | MemoryError):
+            raise RunFailed(f"{type(error).__name__}: {error}", folder.path, status) from error
+        error.add_note(f"run folder: {folder.path}")
+        raise
+
+
+def _add_to_meta(folder: RunFolder, facts: Mapping[str, Any]) -> None:
+    path = folder.path / "meta.json"
+    write_json(path, {**read_json(path), **facts})
 
 
 def _ask_for_records(state: RunState, source: str) -> TokenSample | None:
@@ -179,10 +198,13 @@ def _generate(
         generated += passed.generated_tokens
         rate = generated / max(passed.end_s - state.passes[0].start_s, 1e-9)
         progress.update(finished, None if clock == "none" else rate)
+        require_more(state.passes, state.session.settings.stop_after_decode_passes)
 
     before = read_cpu_times()
     try:
         loop.run(engine, strategy, on_pass)
+    except EnoughPasses as enough:
+        state.stopped = str(enough)
     finally:
         state.others = _others_since(before, state.turn)
         record(meter.finish())  # the meter holds the last pass back
@@ -204,15 +226,28 @@ def _others_since(before: CpuTimes | None, turn: Turn | None) -> Others:
 
 def _require_reference(model: LoadedModel) -> None:
     """Refuse before the run what verification would refuse at its end."""
-    from harness.verify.reference import reference_config
+    from harness.machine.device.pinned import free_bytes_by_limit
+    from harness.verify.reference import is_loaded, reference_config
 
     assert model.checkpoint is not None, "without tensors there is nothing to verify"
     reference_config(model.checkpoint)
+    free_bytes = min(free_bytes_by_limit().values(), default=None)
+    needed_bytes = 0 if is_loaded(model.checkpoint) else 4 * model.spec.model_bytes // model.spec.dtype_bytes
+    if free_bytes is not None and needed_bytes > free_bytes:
+        reference = f"a float32 reference of this model takes {needed_bytes / 1e9:.4g} GB of host memory"
+        raise ConfigError("verify", f"must be off: {reference}, of which {free_bytes / 1e9:.4g} are free")
 
 
-def _verify(model: LoadedModel, state: RunState) -> VerifyReport:
+def _verify(state: RunState, folder: RunFolder, progress: Progress) -> None:
+    """Compare the tokens with the reference's, if that is asked for. What was measured is on disk before that: the
+    reference takes much memory, and who takes too much is killed."""
+    if state.verify_mode == "off":
+        return
     from harness.verify.oracle import verify
 
-    assert model.checkpoint is not None, "without tensors there is nothing to verify"
-    finished = [s for s in state.to_verify if s.state is State.FINISHED]
-    return verify(model.checkpoint, [generated_sequence(s) for s in finished], eos=state.session.settings.stop_at_eos)
+    progress.stage("verification")
+    session = state.session
+    assert session.model is not None and session.model.checkpoint is not None, "there is nothing to verify"
+    write_first_summary(state, folder, "ended while its tokens were verified")
+    finished = [generated_sequence(s) for s in state.to_verify if s.state is State.FINISHED]
+    state.verify = verify(session.model.checkpoint, finished, eos=session.settings.stop_at_eos)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableSequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -13,6 +13,7 @@ from harness.calibration.undisturbed import MAX_TAKEN_SHARE
 from harness.engine.sequences import Sequence, State
 from harness.hardware.ratios import ratios
 from harness.interrupts import word
+from harness.machine.base import Span
 from harness.machine.turn import Turn
 from harness.memory.tiers import MemoryCapacityError
 from harness.record.files import RecordError
@@ -53,6 +54,7 @@ class RunState:
     setup_s: float = 0.0
     passes: list[PassRecord] = field(default_factory=list)
     others: Others = Others()
+    stopped: str | None = None  # why generation ended before its requests did, though nothing went wrong
     verify: VerifyReport | None = None
     warnings: list[str] = field(default_factory=list)
 
@@ -149,18 +151,9 @@ def record_failure(error: BaseException, state: RunState, folder: RunFolder, sin
 def report_run(state: RunState, folder: RunFolder, sink: WandbSink, status: str, error: str | None) -> dict[str, Any]:
     """Write summary, trace and status, then hand the first two to W&B, which may take its time. The summary comes first
     since a disk may have room for it alone."""
-    session, others = state.session, state.others
-    spans = session.machine.spans if session.machine else []
-    label = session.machine.label if session.machine else "none"
-    unseen = [state.turn.warning] if state.turn and state.turn.warning else []
-    extra: dict[str, Any] = {"run_id": folder.run_id, "warnings": [*state.warnings, *unseen]}
-    extra["hardware_ratios"] = ratios(session.settings.hardware, spans, _ceilings_gb_s(session).get("h2d"))
-    extra |= {"host_steal_share": others.host_steal_share, "others_core_share": others.others_core_share}
-    if session.strategy and session.strategy.prediction:
-        extra["prediction"] = asdict(session.strategy.prediction)
-    summary = build_summary(_facts(state, status, error), state.passes, spans, extra)
-    summary["disturbed"] = disturbed(others.beside, others.others_core_share, summary["stolen_core_share"])
-    summary["reject_reasons"] = Counter(s.reject_reason for s in session.sequences if s.reject_reason)
+    session = state.session
+    spans, label = _spans(session), session.machine.label if session.machine else "none"
+    summary = _summary(state, folder, status, error)
     folder.write_summary(summary)
     trace_path = folder.path / "trace.json"
     try:
@@ -173,6 +166,34 @@ def report_run(state: RunState, folder: RunFolder, sink: WandbSink, status: str,
     shown = [request_row(sequence, state) for sequence in session.sequences[:NUM_TABLE_REQUESTS]]
     summary["wandb"] = sink.finish(summary, trace_path, [{k: v for k, v in r.items() if k not in _IDS} for r in shown])
     folder.write_summary(summary)
+    return summary
+
+
+def write_first_summary(state: RunState, folder: RunFolder, error: str) -> None:
+    """Write what was measured, in a summary that counts as failed by `error` unless `report_run` writes another one."""
+    folder.write_summary(_summary(state, folder, "failed", error))
+
+
+def _spans(session: Session) -> MutableSequence[Span]:
+    return session.machine.spans if session.machine else []
+
+
+def _summary(state: RunState, folder: RunFolder, status: str, error: str | None) -> dict[str, Any]:
+    session, others = state.session, state.others
+    spans = _spans(session)
+    unseen = [state.turn.warning] if state.turn and state.turn.warning else []
+    extra: dict[str, Any] = {"run_id": folder.run_id, "warnings": [*state.warnings, *unseen]}
+    extra["hardware_ratios"] = ratios(session.settings.hardware, spans, _ceilings_gb_s(session).get("h2d"))
+    extra |= {"host_steal_share": others.host_steal_share, "others_core_share": others.others_core_share}
+    if session.strategy and session.strategy.prediction:
+        extra["prediction"] = asdict(session.strategy.prediction)
+    extra["counted"] = session.strategy.counted() if session.strategy else {}
+    extra["stopped"] = state.stopped
+    summary = build_summary(_facts(state, status, error), state.passes, spans, extra)
+    if state.stopped:
+        summary["prediction_accuracy"] = None  # predicted is the whole run
+    summary["disturbed"] = disturbed(others.beside, others.others_core_share, summary["stolen_core_share"])
+    summary["reject_reasons"] = Counter(s.reject_reason for s in session.sequences if s.reject_reason)
     return summary
 
 

@@ -50,11 +50,20 @@ _loaded: dict[tuple[Any, ...], Reference] = {}  # the last one
 
 def reference_for(checkpoint: Checkpoint) -> Reference:
     """Return the reference of a checkpoint; the last one stays loaded."""
-    key = (checkpoint.folder.resolve(), checkpoint.version(), checkpoint.spec.dtype)
+    key = _key(checkpoint)
     if key not in _loaded:
         _loaded.clear()  # before the next one takes its memory
         _loaded[key] = Reference(checkpoint)
     return _loaded[key]
+
+
+def is_loaded(checkpoint: Checkpoint) -> bool:
+    """Tell whether the memory of a checkpoint's reference is taken already."""
+    return _key(checkpoint) in _loaded
+
+
+def _key(checkpoint: Checkpoint) -> tuple[Any, ...]:
+    return checkpoint.folder.resolve(), checkpoint.version(), checkpoint.spec.dtype
 
 
 class Reference:

@@ -13,7 +13,8 @@ from harness.run.experiment import RunFailed, run_experiment
 from tests.composing import composed
 
 MICRO_BATCHED = ("moelightning", "fastdecode", "flexgen_c", "flexgen")
-STRATEGIES = (*MICRO_BATCHED, *MICRO_BATCHED, "moelens", "ondemand", "deepspeed_zero", "llamacpp_split", "vllm_offload")
+ONE_GPU = ("moelens", "llamacpp_split", "moegen_h")
+STRATEGIES = (*MICRO_BATCHED, *MICRO_BATCHED, *ONE_GPU, "ondemand", "deepspeed_zero", "vllm_offload")
 QUIET = ("wandb.mode=disabled", "progress=false")
 
 
@@ -38,7 +39,7 @@ def run(overrides: list[str], results_dir: Path) -> str:
 def draw(rng: random.Random, checkpoint: Checkpoint) -> list[str]:
     """Draw every setting that decides which ops there are, how they are cut, and who waits for whom."""
     strategy, longest, new_tokens = rng.choice(STRATEGIES), rng.choice((1, 8, 20, 40)), rng.choice((1, 2, 5, 9))
-    num_gpus = 1 if strategy in ("moelens", "llamacpp_split") else rng.choice((1, 2, 2, 4))
+    num_gpus = 1 if strategy in ONE_GPU else rng.choice((1, 2, 2, 4))
     own = settings_of(strategy, rng, num_gpus)
     block_tokens = rng.choice((4, 16))
     batches = num_gpus if own.get("parallelism") == "pipeline" else 1
@@ -83,6 +84,14 @@ def settings_of(strategy: str, rng: random.Random, num_gpus: int) -> dict[str, A
     elif strategy == "llamacpp_split":
         given = {"cpu_moe_layers": (0, 1, 2, "null"), "offload_min_tokens": (1, 4, 16, "null"), "slots": (1, 2, 4)}
         given |= {"batch_tokens": (16, 2048), "micro_batch_tokens": (8, 32, 512)}
+    elif strategy == "moegen_h":
+        sizes, some = (1, 3, "null"), (0, 3, "null")
+        given = {"search": (False,), "prefetch": yes_no, "padding": (False, False, True)}
+        given |= {"policy.batch_size": (1, 2, 3, 12), "policy.prefill_batch_size": sizes}
+        given |= {"policy.attention_batch": sizes, "policy.prefill_attention_batch": sizes}
+        given |= {"policy.expert_batch": sizes, "policy.prefill_expert_batch": sizes}
+        given |= {"policy.cpu_attention": (0.0, 0.5, 1.0), "policy.on_device": (*yes_no, "null")}
+        given |= {"policy.expert_slots": sizes, "policy.dense_slots": (1, 2, 9), "policy.resident_experts": some}
     elif strategy == "vllm_offload":
         given = {"prefetch": yes_no, "continuous_batching": yes_no, "max_num_seqs": (1, 3, 256)}
         given |= {"max_num_batched_tokens": (20, 8192), "cpu_offload_gb": ("null", 0, 0.0005, 1)}

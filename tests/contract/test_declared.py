@@ -32,11 +32,22 @@ from tests.contract.sketches import expert_placement, module_batching
 from tests.contract.watching import WatchingMachine, untouched
 
 YAMLS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "conf/strategy").glob("*.yaml"))}
+ON_GPU = {"attention": "gpu", "gpu_kv_staging_mb": 0.02}
 SMALL_DEVICE = 2_240_000  # does not hold the hidden states of a prefill
 # Name: strategy, what differs from its defaults, GPUs, bytes of each one's memory.
+PLANNED = {"moelens": {"profile_repeats": 1}, "moegen_g": {"search": False}, "moegen_h": {"search": False}}  # at once
 RUNS: dict[str, tuple[str, dict, int, int]] = {
-    **{name: (name, {}, 1, CAPACITIES_BYTES["device"]) for name in YAMLS},
-    "moelens on the gpu": ("moelens", {"attention": "gpu", "gpu_kv_staging_mb": 0.02}, 1, CAPACITIES_BYTES["device"]),
+    **{name: (name, PLANNED.get(name, {}), 1, CAPACITIES_BYTES["device"]) for name in YAMLS},
+    "attention on both sides": (
+        "moegen_h",
+        {
+            "search": False,
+            "policy": {"on_device": False, "attention_batch": 2, "expert_batch": 3, "cpu_attention": 0.5},
+        },
+        1,
+        CAPACITIES_BYTES["device"],
+    ),
+    "moelens on the gpu": ("moelens", PLANNED["moelens"] | ON_GPU, 1, CAPACITIES_BYTES["device"]),
     "experts on the cpu": (
         "fastdecode",
         {"policy": {"batch_size": 6, "micro_batch_size": 2, "gpu_ffn": False}},
@@ -61,7 +72,7 @@ RUNS: dict[str, tuple[str, dict, int, int]] = {
         1,
         SMALL_DEVICE,
     ),
-    "recording": ("moelens", {}, 1, CAPACITIES_BYTES["device"]),
+    "recording": ("moelens", PLANNED["moelens"], 1, CAPACITIES_BYTES["device"]),
     "tensor parallel": ("moelightning", {}, 2, CAPACITIES_BYTES["device"]),
     "stages": ("flexgen", {}, 2, CAPACITIES_BYTES["device"]),
     "shares of layers": ("deepspeed_zero", {}, 2, CAPACITIES_BYTES["device"]),
@@ -72,7 +83,7 @@ PREDICTED = "experts that are predicted"
 SKETCHES = {
     ACCUMULATED: module_batching.build,
     "experts on both sides": expert_placement.build,
-    PREDICTED: partial(expert_placement.build, predicts=True),
+    PREDICTED: partial(expert_placement.build, predictor="gate"),
 }
 
 # What ops declare and touch in none of these runs.
@@ -84,11 +95,12 @@ EXCUSED = {
 }
 
 
-def watch(tiny, name: str, seed: int = 0) -> WatchingMachine:
+def watch(tiny, name: str, seed: int = 0, *, planner: bool = True) -> WatchingMachine:
+    """Watch a run; without its `planner`, which tries out ops of the same classes, only what comes behind that."""
     if name in SKETCHES:
         machine = WatchingMachine(capacities_bytes=CAPACITIES_BYTES, seed=seed)
         work = requests(6, vocab_size=tiny.spec.vocab_size, longest=24, max_new_tokens=4, seed=5)
-        return watched(tiny, engine_on(machine, tiny, work, kv_blocks=400), SKETCHES[name])
+        return watched(tiny, engine_on(machine, tiny, work, kv_blocks=400), SKETCHES[name], planner)
     strategy, change, num_gpus, device_bytes = RUNS[name]
     values = YAMLS[strategy] | change
     capacities = CAPACITIES_BYTES | {device_tier(rank): device_bytes for rank in range(num_gpus)}
@@ -101,19 +113,27 @@ def watch(tiny, name: str, seed: int = 0) -> WatchingMachine:
         records = Records(weights=True, sample=lambda requests, positions: positions % 3 > 0)
         for sequence in engine.sequences:
             sequence.records = records
-    return watched(tiny, engine, lambda on: strategy_of(on, values))
+    return watched(tiny, engine, lambda on: strategy_of(on, values), planner)
 
 
-def watched(tiny, engine: Engine, build: Callable[[Engine], Strategy]) -> WatchingMachine:
-    run_to_end(engine, build)
+def watched(tiny, engine: Engine, build: Callable[[Engine], Strategy], planner: bool) -> WatchingMachine:
+    assert isinstance(engine.machine, WatchingMachine)
+
+    def planned(on: Engine) -> Strategy:
+        engine.machine.watches = planner
+        strategy = build(on)
+        engine.machine.drain()
+        engine.machine.watches = True
+        return strategy
+
+    run_to_end(engine, planned)
     report = check_tokens(tiny, engine.sequences)
     assert report.ok and report.checked == len(engine.sequences), report.first_mismatch
-    assert isinstance(engine.machine, WatchingMachine)
     return engine.machine
 
 
 def test_every_op_touches_what_it_declares_and_nothing_else(tiny):
-    machines = [watch(tiny, name) for name in (*RUNS, *SKETCHES)]
+    machines = [watch(tiny, name, planner=False) for name in (*RUNS, *SKETCHES)]
     seen = {cls for machine in machines for cls in machine.seen}
     modules = collective, compute, data, expert_rows, experts, host, paged, predictions, memory_ops
     there = {cls for module in modules for cls in vars(module).values() if inspect.isclass(cls) and issubclass(cls, Op)}
@@ -135,7 +155,7 @@ def test_what_an_op_declares_and_never_touches_is_named(tiny, monkeypatch):
     for superfluous in SUPERFLUOUS:
         declare_too_much(monkeypatch, *superfluous)
     planted = {(cls.__name__, which, name) for cls, which, added in SUPERFLUOUS for name in added}
-    assert planted <= untouched([watch(tiny, "moelens")])
+    assert planted <= untouched([watch(tiny, "moelens", planner=False)])
 
 
 def declare_too_much(monkeypatch, cls: type, which: str, added: tuple[str, ...]) -> None:

@@ -34,6 +34,13 @@ from tests.contract.test_strategies import YAMLS
 from tests.tiny_families import VOCAB_SIZE, folder_of, runnable, tiny_family
 
 FAMILIES = [name for name in runnable() if "-" not in name]
+ONE_OF_A_PACKAGE = {values["package"]: name for name, values in YAMLS.items()}  # its others differ in settings only
+SEARCHED = ("mixtral", "deepseek_v3")  # keys and values are cached, or latents: elsewhere memory alone gives the policy
+CELLS = [
+    (variant, strategy)
+    for variant in runnable()
+    for strategy in (YAMLS if variant in SEARCHED else ONE_OF_A_PACKAGE.values())
+]
 ON_HOST = {"batch_size": 3, "micro_batch_size": 2, "gpu_ffn": False, "gpu_attention": False}
 PROMPT = torch.randint(3, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 PLACES = {  # name of a part -> where a tensor of it that is wrong may show first
@@ -58,10 +65,12 @@ def check_checkpoint(machine, checkpoint, values, **given):
     return checkpoint, engine.sequences
 
 
-@pytest.mark.parametrize("strategy", YAMLS)
-@pytest.mark.parametrize("variant", runnable())
+@pytest.mark.parametrize(("variant", "strategy"), CELLS)
 def test_tokens_on_the_shuffled_machine(variant, strategy):
-    check_run(shuffled(seed=len(variant + strategy)), variant, YAMLS[strategy])
+    values = YAMLS[strategy]
+    if "search" in values and variant not in SEARCHED:
+        values = values | {"search": False}
+    check_run(shuffled(seed=len(variant + strategy)), variant, values)
 
 
 @pytest.mark.parametrize("variant", [name for name in FAMILIES if name != "mixtral"])  # see test_strategies.py

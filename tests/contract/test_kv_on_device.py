@@ -52,7 +52,7 @@ def test_nothing_of_the_cache_crosses_the_link(tiny):
     run_to_end(engine, lambda e: strategy_of(e, yaml_of("deepspeed_zero")))
     assert_right(tiny, engine)
     assert not kinds_run(engine) & CACHE_OPS
-    assert not [s for s in engine.machine.spans if s.lane.kind is LaneKind.CPU]
+    assert not [s for s in engine.machine.spans if s.lane.kind is LaneKind.CPU and s.kind != "poison"]
     assert "kv cache" not in engine.machine.tiers["pinned"].holders()
     assert engine.machine.tiers["device"].holders()["kv cache"] > 0
 

@@ -17,7 +17,7 @@ from harness.engine.engine import Engine
 from harness.engine.ops.data import MicroBatchOp
 from harness.machine.base import D2H, GPU, H2D, Work
 from harness.model.dimensions import Router
-from harness.model.functional import foresee_experts
+from harness.model.functional import choose_experts, foresee_experts
 from tests.conftest import ROOT
 from tests.contract.running import CAPACITIES_BYTES, check_tokens, emulated, engine_on, requests, run_to_end, shuffled
 from tests.contract.sketches import expert_placement
@@ -26,7 +26,7 @@ from tests.contract.toy_family import PlainToy, make_toy
 from tests.fake_device import cuda_machine
 
 DOCUMENT = ROOT / "docs/experts.md"
-PREDICTING = partial(expert_placement.build, predicts=True)
+PREDICTING = partial(expert_placement.build, predictor="gate")
 
 
 class FetchNormed(MicroBatchOp):
@@ -79,7 +79,8 @@ def by_hand(checkpoint, layer: int, normed: np.ndarray) -> tuple[list[list[int]]
     exps = logits.exp()
     scores = exps / (1 + exps) if is_toy else exps / exps.sum(-1, keepdim=True)
     choice = scores + w[prefix + "correction_bias"].double() if is_toy else scores
-    shares = choice - w[prefix + "correction_bias"].double().min() if is_toy else choice
+    shares = (12 * (choice - choice.amax(-1, keepdim=True)) / choice.std(-1, correction=0, keepdim=True)).exp()
+    shares = shares if is_toy else choice
     best, likely = [], []
     for token, share in zip(choice.tolist(), shares.tolist(), strict=True):
         groups = sorted(range(4), key=lambda pair: -(token[2 * pair] + token[2 * pair + 1]))[: 2 if is_toy else 4]
@@ -175,6 +176,23 @@ def test_chances_of_hundreds_of_experts_sum_to_the_number_that_is_chosen(scoring
     assert likely.sum(dim=1).numpy() == pytest.approx(6, abs=1e-4) and likely.min() >= 0 and likely.max() <= 1
     assert (likely.diff(dim=1) <= 0).all(), "the best come first"
     assert (foresee_experts(logits, 3, 6, Router(scoring=scoring))[1] == likely[:, :3]).all()
+
+
+@pytest.mark.parametrize("bias", [None, 0.3 * torch.randn(64, generator=torch.Generator().manual_seed(7))])
+def test_chances_under_sigmoid_scores_and_a_bias_add_up_to_the_experts_that_are_hot(bias):
+    """The estimate differs from the router's logits by noise. The sums over a batch's tokens name its hot experts, and
+    come near to the numbers of tokens that these get."""
+    noise, router, found = torch.Generator().manual_seed(3), Router(scoring="sigmoid"), []
+    for _ in range(20):
+        logits = torch.randn(32, 64, generator=noise) + torch.randn(64, generator=noise)
+        true = np.bincount(choose_experts(logits, 6, router, bias)[0].ravel().numpy(), minlength=64)
+        estimate = logits + 0.3 * torch.randn(32, 64, generator=noise)
+        ids, likely = foresee_experts(estimate, 64, 6, router, bias)
+        expected = expected_tokens(ids.numpy(), likely.numpy(), 64)
+        hot, hottest = np.argsort(-expected)[:4], np.argsort(-true, kind="stable")[:6]
+        found.append((np.isin(hot, hottest).mean(), expected[hot].sum() / true[hot].sum()))
+    share, tokens = np.mean(found, axis=0)
+    assert share > 0.85 and tokens == pytest.approx(1.0, abs=0.1)
 
 
 def test_a_router_of_another_layer_is_caught(tiny, predicted, monkeypatch):

@@ -16,7 +16,7 @@ from harness.machine.virtual.costs import LaneCost, Roofline
 from harness.machine.virtual.world import World
 from harness.model.planned import planned_model
 from harness.routing.kinds.uniform import UniformRouting
-from harness.routing.predictors import StatedPredictor
+from harness.routing.predictors import StatedPredictor, StatedRates
 from harness.settings import parse_settings
 from tests.composing import composed
 from tests.contract.running import CAPACITIES_BYTES, check_tokens, emulated, engine_on, requests, run_to_end, shuffled
@@ -113,7 +113,9 @@ def simulated_engine(model_name: str, num_requests: int, *, hit_rate: float | No
     costs = Roofline(lanes=dict.fromkeys(LaneKind, RATES))
     machine = SimulatedMachine(capacities_bytes=capacities, costs=costs, host_bytes_s=1e11)
     routing = UniformRouting(model.spec.num_experts, model.spec.experts_per_token, seed=3)
-    predictor = None if hit_rate is None else StatedPredictor(routing, ((hit_rate,),), model.spec, seed=3)
+    predictor = None
+    if hit_rate is not None:
+        predictor = StatedPredictor(routing, StatedRates.alike(((hit_rate,),), model.spec), model.spec, seed=3)
     machine.world = World(routing, model.spec.num_experts, predictor)
     work = requests(num_requests, vocab_size=100, **{"longest": 12, "max_new_tokens": 3, **lengths})
     return engine_on(machine, model, work, kv_blocks=200), routing
@@ -192,7 +194,7 @@ def test_a_better_prediction_finds_more_experts_there():
 def prefetched(hit_rate: float | None) -> int:
     """How many experts were on the device when the router chose them, beside the resident ones."""
     engine, _ = simulated_engine("qwen3-30b-a3b", 1, hit_rate=hit_rate)
-    strategy = expert_placement.build(engine, 0, predicts=True)
+    strategy = expert_placement.build(engine, 0, predictor="gate")
     run_to_end(engine, lambda _: strategy)
     return strategy.pipeline.counts["prefetched"]
 

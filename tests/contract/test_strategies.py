@@ -39,10 +39,18 @@ VARIANTS = {
         {"staging": True, "policy": {"micro_batch_size": 1}},
         {"padding": True, "policy": {"resident_kv": 0.5}},
     ],
+    "moegen_g": [{"search": False, "policy": {"attention_batch": 2, "resident_experts": 3, "expert_slots": 2}}],
+    "moegen_h": [{"search": False, "prefetch": False, "policy": {"cpu_attention": 0.5, "on_device": False}}],
     "deepspeed_zero": [{"batch_size": 3}, {"prefetch": False}],
     "llamacpp_split": [
         {"cpu_moe_layers": 1, "offload_min_tokens": 6, "slots": 2, "micro_batch_tokens": 20, "packet_mb": 0.002},
         {"cpu_moe_layers": 99, "offload_min_tokens": None, "context_tokens": 60},
+    ],
+    "prescope": [
+        {"packet_mb": 0.004, "batch_size": 4, "profile_tokens": 16, "predictor": "statistics", "prefetch_groups": 3},
+        {"packet_mb": 9.0, "batch_size": 3, "profile_tokens": 16, "schedule": "fixed", "table": "random"},
+        {"profile_tokens": 16, "predictor": "none", "table": "none"},
+        {"profile_tokens": 16, "batch_size": 3, "copies": "native", "table": "none"},
     ],
     "vllm_offload": [{"prefetch": True, "cpu_offload_gb": 0.0005}, {"continuous_batching": False, "max_num_seqs": 3}],
 }

@@ -61,28 +61,33 @@ class Watched:
 
 
 class WatchingMachine(ShuffledMachine):
-    """The shuffled machine, with every packet of every op watched; `seen` has the classes of those that ran.
+    """The shuffled machine, with every packet of every op watched while it `watches`; `seen` has the classes of those
+    that ran.
 
     `declared` has what they declared, and `touched` what of that any of them got hold of, or, of writes, changed.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        self.watches = True
         self.seen: set[type[Op]] = set()
         self.declared: set[Declaration] = set()
         self.touched: set[Declaration] = set()
 
     def _execute(self, op: Op, ctx: Any, packet: int) -> Any:
+        if not self.watches:
+            return super()._execute(op, ctx, packet)
         self.seen.add(type(op))
         memory = self._arenas.bytes_of
         watched = Watched(ctx, memory)
         value = op.run_packet(watched, packet)
         before = {buffer: found for buffer, found in watched.before.items() if found is not None}
         after = {buffer: memory(buffer).clone() for buffer in before}
-        declared = {buffer: mask_of(buffer, op, (*op.reads, *op.writes)) for buffer in before}
+        reads, writes = list(ranges(op, op.reads)), list(ranges(op, op.writes))
+        declared = {buffer: mask_of(buffer, [*reads, *writes]) for buffer in before}
         changed = {buffer: found ^ after[buffer] for buffer, found in before.items()}
         for buffer, bits in changed.items():
-            if (bits & ~mask_of(buffer, op, op.writes)).any():
+            if (bits & ~mask_of(buffer, writes)).any():
                 raise Undeclared(f"{told(op)} writes {buffer.name} and does not declare it")
         self._collect(op, changed)
 
@@ -114,8 +119,11 @@ class WatchingMachine(ShuffledMachine):
             for key in keys:
                 declaration = (type(op).__name__, which, kind_of(op, key))
                 self.declared.add(declaration)
-                if declaration not in self.touched and any(
-                    ((bits if which == "writes" else torch.ones_like(bits)) & mask_of(buffer, op, (key,))).any()
+                if declaration in self.touched:
+                    continue
+                found = list(ranges(op, (key,)))
+                if any(
+                    ((bits if which == "writes" else torch.ones_like(bits)) & mask_of(buffer, found)).any()
                     for buffer, bits in changed.items()
                 ):
                     self.touched.add(declaration)
@@ -160,10 +168,10 @@ def _overlap(a: Buffer, b: Buffer) -> bool:
     return a.root is b.root and not apart
 
 
-def mask_of(buffer: Buffer, op: Op, keys: tuple[Hashable, ...]) -> torch.Tensor:
-    """Return uint8 [bytes of the buffer] with every bit set of the bytes that the keys stand for."""
+def mask_of(buffer: Buffer, declared: list[Range]) -> torch.Tensor:
+    """Return uint8 [bytes of the buffer] with every bit set of the bytes that lie in a range."""
     mask = torch.zeros(buffer.nbytes, dtype=torch.uint8)
-    for root, begin, end in ranges(op, keys):
+    for root, begin, end in declared:
         if root is buffer.root:
             mask[max(0, begin - buffer.offset_bytes) : max(0, end - buffer.offset_bytes)] = EVERY_BIT
     return mask

@@ -56,9 +56,11 @@ class HostContext:
     def copy(self, dst: Buffer, src: Buffer, offset_bytes: int, nbytes: int) -> None:
         source = self._arenas.bytes_of(src)[offset_bytes : offset_bytes + nbytes]
         target = self._arenas.bytes_of(dst)[offset_bytes : offset_bytes + nbytes]
+        if self._rate.bytes_s is None:
+            return kernels.stream_copy(target, source, num_threads=self._threads)
         end_s = self._book(nbytes)
         left_s = end_s - time.monotonic()
-        if self._rate.bytes_s is None or left_s <= 0:
+        if left_s <= 0:
             kernels.paced_copy(target, source, 0.0, 0.0)
         else:
             kernels.paced_copy(target, source, nbytes / left_s, 0.0)

@@ -225,7 +225,7 @@ class ThreadedMachine(Machine):
     def _freed(self, ticket: Ticket, time_s: float) -> None:
         """Note that the ticket's lane may run it from `time_s` on."""
         ticket.place = time_s
-        self._wake[ticket.lane].notify()
+        self._wake[ticket.lane].notify_all()  # a device's lane has a thread for each of its streams
 
     def _run_packet(self, ticket: Ticket, packet: int, context: HostContext) -> float | None:
         """Run a packet with the lock released, and return when it ended, or None if it failed."""
@@ -267,7 +267,7 @@ class ThreadedMachine(Machine):
     def _wake_all(self) -> None:
         """Wake whatever sleeps, to look whether the machine has stopped."""
         for condition in self._wake.values():
-            condition.notify()
+            condition.notify_all()
 
 
 def packet_work(work: Work, packets: int) -> Work:

@@ -37,6 +37,7 @@ class World:
         self._routing = routing
         self._num_experts = num_experts
         self._predictor = predictor
+        self.was_asked_to_predict = False
         self._drawn: dict[tuple[MicroBatch, int], np.ndarray] = {}
         self._counts: dict[tuple[MicroBatch, int], np.ndarray] = {}
         self._num_choices = 0  # in `_drawn`
@@ -46,6 +47,11 @@ class World:
     def source(self) -> str:
         """The origin of the routing, for labels."""
         return self._routing.source
+
+    @property
+    def prediction_source(self) -> str:
+        """The origin of the predictions, for labels."""
+        return "none stated or recorded" if self._predictor is None else self._predictor.source
 
     def sampled(self, batch: MicroBatch) -> np.ndarray:
         """Return token 0 for each sequence, int64 [sequences]: the simulated machine only times a run."""
@@ -79,6 +85,7 @@ class World:
         Both [tokens, predicted], int64 and float64: what is known once layer `layer - distance` has been computed. It
         is right as often as was stated, no more.
         """
+        self.was_asked_to_predict = True
         if self._predictor is None:
             return np.empty((batch.num_tokens, 0), dtype=np.int64), np.empty((batch.num_tokens, 0))
         return self._predictor.experts(batch.request_ids, batch.positions, layer, distance)

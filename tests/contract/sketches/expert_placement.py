@@ -19,6 +19,7 @@ from harness.engine.strategy import PassResult, Strategy
 from harness.machine.base import Ticket
 from harness.memory.expert_slots import ExpertSlots, Key
 from harness.memory.weights import WeightStream
+from strategies.common.predictors import Kind, Prediction, PredictorConfig, build_predictor
 from strategies.common.static_batches import StaticBatches
 
 _DENSE = ("attention_in", "attention_out")
@@ -34,7 +35,7 @@ class LongestThere:
     def used(self, key: Key) -> None:
         self._order[key] = None
 
-    def victim(self, candidates: Collection[Key]) -> Key:
+    def victim(self, candidates: Collection[Key], wanted: Key) -> Key:
         chosen = next(key for key in self._order if key in candidates)
         del self._order[chosen]
         return chosen
@@ -43,19 +44,18 @@ class LongestThere:
 class ExpertPlacement:
     """The strategy runs active experts of fewer tokens than `cpu_below` that are not on the device on the CPU.
 
-    Where it `predicts`, all routers stay on the device, and each predicts the experts of its layer one layer before.
-    Otherwise what is hot here is thought to be hot there.
+    A predictor says one layer before which experts a layer will need. Without one, what is hot here is thought to be
+    hot there.
     """
 
-    def __init__(self, engine: Engine, *, max_tokens: int, cpu_below: int, predicts: bool) -> None:
+    def __init__(self, engine: Engine, *, max_tokens: int, cpu_below: int, predictor: PredictorConfig) -> None:
         machine, spec = engine.machine, engine.spec
-        self._engine, self._emit, self._cpu_below, self._predicts = engine, Emitter(engine), cpu_below, predicts
-        if predicts:
-            engine.resident.keep("routers", [(layer, "attention_out") for layer in spec.moe_layers])
+        self._engine, self._emit, self._cpu_below = engine, Emitter(engine), cpu_below
+        self._predictor = build_predictor(predictor, engine)
         self._dense = WeightStream(
             machine, engine.store, depth=1, packet_bytes=4096, experts=False, resident=engine.resident
         )
-        num_predicted = spec.experts_per_token if predicts else 0
+        num_predicted = self._predictor.num_predicted if self._predictor else 0
         self._acts = Activations(
             machine, spec, max_tokens=max_tokens, name="batch", host_experts=True, num_predicted=num_predicted
         )
@@ -100,9 +100,11 @@ class ExpertPlacement:
         if self._engine.spec.is_dense(layer):
             emit.combine(it, layer)
             return
-        predicted = self._predict(it, layer)
+        predicted = self._predictor.request(emit, it, layer) if self._predictor else None
         ids, _ = self._engine.machine.wait(emit.route(it, layer))
         routed = np.bincount(ids.ravel(), minlength=self._engine.spec.num_experts)
+        if self._predictor:
+            self._predictor.observe(layer, ids)
         sums = (self._host_sums,) if self._place(it, layer, routed) else ()
         if sums:
             emit.load_expert_sums(it, layer, *sums)
@@ -139,25 +141,19 @@ class ExpertPlacement:
         assert ticket is not None
         return ticket
 
-    def _predict(self, it: InFlight, layer: int) -> Ticket | None:
-        following = layer + 1
-        if not self._predicts or following == self._engine.spec.num_layers or self._engine.spec.is_dense(following):
-            return None
-        return self._emit.predict(it, layer, self._engine.resident.part(following, "attention_out"))
-
-    def _prefetch(self, layer: int, predicted: Ticket | None, routed: np.ndarray) -> None:
+    def _prefetch(self, layer: int, predicted: Prediction | None, routed: np.ndarray) -> None:
         following, likely = (layer + 1) % self._engine.spec.num_layers, routed.astype(float)
-        if self._engine.spec.is_dense(following) or (self._predicts and predicted is None):
+        if self._engine.spec.is_dense(following) or (self._predictor and predicted is None):
             return
         if predicted is not None:
-            ids, scores = self._engine.machine.wait(predicted)
-            likely = np.bincount(ids.ravel(), weights=scores.ravel(), minlength=len(routed))
+            likely = predicted.expected_tokens()
         for expert in [e for e in np.argsort(-likely).tolist() if e and likely[e]][:_PREFETCHED]:
             if (following, expert) not in self.slots and self.slots.prefetch(following, expert):
                 self._guessed.add((following, expert))
 
 
-def build(engine: Engine, cpu_below: int = 4, *, predicts: bool = False) -> Strategy:
+def build(engine: Engine, cpu_below: int = 4, *, predictor: Kind = "none", path: str | None = None) -> Strategy:
     scheduler = StaticBatches(engine.sequences, engine.kv.allocator, max_pass_tokens=512)
-    pipeline = ExpertPlacement(engine, max_tokens=512, cpu_below=cpu_below, predicts=predicts)
+    predicting = PredictorConfig(predictor=predictor, predictor_path=path)
+    pipeline = ExpertPlacement(engine, max_tokens=512, cpu_below=cpu_below, predictor=predicting)
     return Strategy(scheduler=scheduler, pipeline=pipeline)
