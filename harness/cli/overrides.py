@@ -34,6 +34,16 @@ def composed_values(overrides: Sequence[str], root: str = "config") -> dict[str,
     return {str(key): value for key, value in values.items()}
 
 
+def made_folder(setting: str, path: str) -> Path:
+    """Make the folder that a setting names and return it. Raises ConfigError."""
+    folder = Path(path).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(setting, f"cannot make '{folder}' ({error.strerror}); name a writable folder") from None
+    return folder
+
+
 def require_single_choices(overrides: Sequence[str]) -> None:
     """Require one choice in each group. Hydra would merge the files of a list, so that the last one hides the others.
     Experiments may be merged."""

@@ -9,7 +9,6 @@ curves). Texts in `test` are other ones than those in `data`, and share no promp
 from __future__ import annotations
 
 import os
-import re
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -21,12 +20,12 @@ from typing import Any
 from rich.console import Console
 
 from harness.cli.arguments import FAILED, CommandParser
-from harness.cli.overrides import composed_values
+from harness.cli.overrides import composed_values, made_folder
 from harness.config import ConfigError
 from harness.interrupts import exit_code
 from harness.llapor.files import DESCRIPTION, METRICS
 from harness.llapor.settings import LlaporSettings, parse_llapor
-from harness.record.provenance import shown_command
+from harness.record.provenance import shown_command, without_folders
 from harness.record.wandb_sink import WandbSink
 
 
@@ -35,12 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = CommandParser("harness.llapor", __doc__)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of conf/llapor.yaml")
     given = sys.argv[1:] if arguments is None else arguments
-    return parser.run(partial(_learn, _shown(given)), arguments)
-
-
-def _shown(arguments: Sequence[str]) -> str:
-    """Write the command without the folders of this machine."""
-    return shown_command("-m harness.llapor", [re.sub(r"(?<=[=:,\[])[~/][^,\]]*/", "", word) for word in arguments])
+    command = shown_command("-m harness.llapor", without_folders(given))
+    return parser.run(partial(_learn, command), arguments)
 
 
 def _learn(command: str, given: Namespace) -> int:
@@ -52,7 +47,6 @@ def _learn(command: str, given: Namespace) -> int:
 
     torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
     texts = read_all(settings)  # before anything is recorded: mistakes leave nothing behind
-    folder.mkdir(parents=True, exist_ok=True)
     sink = WandbSink(settings.wandb, folder, rows="training")
     console = Console(stderr=True)
     sink.start(asdict(settings), {"experiment": None})
@@ -74,11 +68,7 @@ def _folder(settings: LlaporSettings) -> Path:
     for name in (DESCRIPTION, METRICS):
         if (folder / name).exists():
             raise ConfigError("out", f"'{folder}' holds other predictors; choose another folder or remove it")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError("out", f"cannot make '{folder}' ({error.strerror}); name a writable folder") from None
-    return folder
+    return made_folder("out", settings.out)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from harness.engine.activations import Activations
-from harness.engine.batch import MicroBatch
 from harness.engine.engine import Engine
-from harness.engine.ops.compute import ComputeOp
-from harness.engine.ops.predictions import predicted_layer
+from harness.engine.ops.predictions import PredictExperts
 from harness.engine.ops.views import rows, weights
 from harness.llapor import network
 from harness.llapor.files import PredictorFolder
@@ -28,26 +25,15 @@ ACCOUNT = "predictors"
 _PACKET_BYTES = 1 << 22
 
 
-class PredictLearned(ComputeOp):
+class PredictLearned(PredictExperts):
     """Applies a learned predictor to the experts' input of `layer`, its experts and their weights. `part` is the
-    predictor of layer `layer` + `distance`. What `acts` keeps is as after `PredictExperts`."""
+    predictor of layer `layer` + `distance`."""
 
     kind: ClassVar[str] = "predict experts, learned"
 
-    def __init__(
-        self,
-        family: Any,
-        spec: ModelSpec,
-        batch: MicroBatch,
-        acts: Activations,
-        part: PlacedPart,
-        layer: int,
-        distance: int,
-    ) -> None:
-        super().__init__(family, spec, batch, acts, (part,), layer)
-        self.predicted_layer = predicted_layer(spec, layer, distance)
-        self.reads = (acts.normed, acts.expert_ids, acts.expert_weights, *self.weight_keys)
-        self.writes = (acts.predicted_ids, acts.predicted_chances)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.reads = (self.acts.normed, self.acts.expert_ids, self.acts.expert_weights, *self.weight_keys)
 
     def work(self) -> Work:
         """Count matrix products, the predictor's weights once, and what goes in and out of each token."""
@@ -55,9 +41,6 @@ class PredictLearned(ComputeOp):
         token_bytes = spec.hidden_dim * spec.dtype_bytes + 12 * (spec.experts_per_token + self.acts.num_predicted)
         flops = n * shape_of(self.parts[0].layout).flops_per_token
         return Work(flops=flops, device_bytes=self.weight_bytes() + n * token_bytes)
-
-    def cost_features(self) -> tuple[float, ...]:
-        return (float(self.batch.num_tokens),)
 
     def run(self, ctx: Context, packet: int) -> None:
         spec, acts, n, k = self.spec, self.acts, self.batch.num_tokens, self.acts.num_predicted

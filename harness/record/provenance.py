@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shlex
 import subprocess
 from collections.abc import Iterable
@@ -79,6 +80,11 @@ def shown_command(program: str, arguments: Iterable[str]) -> str:
     on."""
     shown = ("FOLDER" if Path(argument).is_absolute() else shlex.quote(argument) for argument in arguments)
     return " ".join(("python", program, *shown))
+
+
+def without_folders(overrides: Iterable[str]) -> list[str]:
+    """Return overrides without the folders of the machine, which come before the names of files in their values."""
+    return [re.sub(r"(?<=[=:,\[ ])[~/][^,\]]*/", "", override) for override in overrides]
 
 
 def _git(folder: Path, *arguments: str) -> bytes | None:

@@ -9,7 +9,6 @@ the model has not seen). resume=true goes on with a training that was interrupte
 from __future__ import annotations
 
 import os
-import re
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -21,11 +20,11 @@ from typing import Any
 from rich.console import Console
 
 from harness.cli.arguments import FAILED, CommandParser
-from harness.cli.overrides import composed_values
+from harness.cli.overrides import composed_values, made_folder
 from harness.config import ConfigError
 from harness.interrupts import exit_code
 from harness.record.files import RecordError
-from harness.record.provenance import shown_command
+from harness.record.provenance import shown_command, without_folders
 from harness.record.wandb_sink import WandbSink
 from harness.training.process import prepare_process
 from harness.training.settings import TrainingSettings, parse_training, require_domains
@@ -38,13 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = CommandParser("harness.training", __doc__)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of conf/train.yaml")
     given = sys.argv[1:] if arguments is None else arguments
-    return parser.run(partial(_train, _shown(given)), arguments)
-
-
-def _shown(arguments: Sequence[str]) -> str:
-    """Write the command without the folders of this machine."""
-    named = [re.sub(r"(?<=[=:,\[ ])[~/][^,\]]*/", "", argument) for argument in arguments]
-    return shown_command("-m harness.training", named)
+    command = shown_command("-m harness.training", without_folders(given))
+    return parser.run(partial(_train, command), arguments)
 
 
 def _train(command: str, given: Namespace) -> int:
@@ -127,11 +121,7 @@ def _folder(settings: TrainingSettings) -> Path:
         raise ConfigError("out", f"'{folder}' holds a training; resume=true goes on with it, or choose another folder")
     if not begun and (others := [each for name in _MODEL_FILES for each in sorted(folder.glob(name))]):
         raise ConfigError("out", f"'{folder}' holds another model's {others[0].name}; choose another folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError("out", f"cannot make '{folder}' ({error.strerror}); name a writable folder") from None
-    return folder
+    return made_folder("out", settings.out)
 
 
 if __name__ == "__main__":

@@ -36,8 +36,9 @@ class Fiddler:
 
     def place(self, view: LayerView) -> Placement:
         brought_s = self.costs.io_s + self.costs.gpu_s(1)
-        on_cpu = [expert for expert in view.absent if self.costs.cpu_s(int(view.tokens[expert])) < brought_s]
-        brought = [expert for expert in reversed(view.absent) if expert not in set(on_cpu)]
+        is_cheaper = {expert: self.costs.cpu_s(int(view.tokens[expert])) < brought_s for expert in view.absent}
+        brought = [expert for expert in reversed(view.absent) if not is_cheaper[expert]]
+        on_cpu = [expert for expert in view.absent if is_cheaper[expert]]
         return Placement(on_gpu=[*view.ready_first, *brought], on_cpu=on_cpu)
 
 

@@ -130,5 +130,6 @@ def _pending(view: LayerView, layer: int) -> list[Pending]:
 
 
 def _placement(view: LayerView, on_demand: Sequence[int], prefetch: Sequence[tuple[int, int]]) -> Placement:
-    on_cpu = [e for e in view.absent if e not in set(on_demand)]
+    brought = set(on_demand)
+    on_cpu = [e for e in view.absent if e not in brought]
     return Placement(on_gpu=[*view.ready_first, *on_demand], on_cpu=on_cpu, prefetch=prefetch)

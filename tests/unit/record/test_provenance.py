@@ -4,7 +4,7 @@ import subprocess
 import pytest
 
 import harness
-from harness.record.provenance import code_version, environment, shown_command
+from harness.record.provenance import code_version, environment, shown_command, without_folders
 from tests.conftest import ROOT
 
 
@@ -79,3 +79,13 @@ def test_a_command_is_shown_without_the_machines_folders():
         "x.py", ["--out", "/somewhere/results", "results/reference", "--title", "a, b", "--repeats", "3"]
     )
     assert shown == "python x.py --out FOLDER results/reference --title 'a, b' --repeats 3"
+
+
+def test_overrides_keep_domains_and_brackets_without_folders():
+    given = [
+        "out=/tmp/x/model",
+        "text=[sums:/tmp/data/a.jsonl,verses:/tmp/b.txt,code:python]",
+        "held_out=[sums:~/c.jsonl]",
+    ]
+    shown = without_folders(given)
+    assert shown == ["out=model", "text=[sums:a.jsonl,verses:b.txt,code:python]", "held_out=[sums:c.jsonl]"]

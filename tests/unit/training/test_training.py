@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from harness.model.checkpoint import Checkpoint
 from harness.model.trained import training_label
 from harness.run.experiment import run_experiment
 from harness.training import loop
-from harness.training.__main__ import _shown, main
+from harness.training.__main__ import main
 from harness.training.settings import StartingPoint, TrainingSettings, parse_training
 from tests.composing import composed, names_in
 from tests.unit.training.small_trainings import DEEPSEEK, MIXTRAL, values, write_texts
@@ -74,17 +73,6 @@ def test_the_records_name_the_text_and_no_folder(trained):
     assert str(trained.parent) not in text
     assert "text=[sums:sums.jsonl,verses:rhymes.txt]" in report["command"]
     assert {sample["domain"] for sample in report["samples"]} == {"sums", "verses"}
-
-
-def test_a_shown_command_can_be_given_again():
-    """It keeps domains and brackets, whatever comes before them."""
-    given = [
-        "out=/tmp/x/model",
-        "text=[sums:/tmp/data/a.jsonl,verses:/tmp/b.txt,code:python]",
-        "held_out=[sums:~/c.jsonl]",
-    ]
-    shown = shlex.split(_shown(given))
-    assert shown[-3:] == ["out=model", "text=[sums:a.jsonl,verses:b.txt,code:python]", "held_out=[sums:c.jsonl]"]
 
 
 def test_the_folder_is_a_model_of_transformers(trained):
