@@ -22,6 +22,7 @@ PICTURES = {
     "popularity": drawn.popularity,
     "drift": drawn.drift,
     "correlation": drawn.correlation,
+    "groups": drawn.groups,
     "prediction": drawn.prediction,
     "caches": drawn.caches,
     "fits": drawn.fits,

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from harness.study.predictability import GATE, HOT
+from harness.study.predictability import HOT
 from harness.study.tables import NAMES, table
-from paper_figures.routing import published
+from paper_figures.routing import drawn, published
 from paper_figures.routing.drawn import Column, Study, over_domains
 
 
@@ -25,11 +25,13 @@ def page(columns: Sequence[Column]) -> str:
         f"Published: LLaPor names at least {published.LLAPOR_LEAST_HIT_RATE:.0%} of the top k in any layer of its four "
         f"models (PreScope Fig. 16), {published.LLAPOR_OVER_GATE[0]:.0%} to {published.LLAPOR_OVER_GATE[1]:.1%} better "
         f"than gate-based prediction; SiDA over {published.SIDA_HIT_RATE:.0%} on Switch-Base-128, as PreScope quotes.",
-        "## By layer\n\nThe first, middle and last third of the layers that are predicted.",
+        "## By layer\n\nThe first, middle and last third of the layers. PreScope's Fig. 2 groups layers by the last "
+        "numbers of each model (`groups.png`); a favourite's weight is known where runs recorded weights.",
         thirds(columns),
         table(["published", "of large models"], [list(row) for row in published.STATEMENTS]),
         "MoE-Lens, MoE-Lightning and MoE-Gen publish nothing on which experts are chosen; their models count every "
         "expert as used by every batch. Of Fate only what PreScope says is known here.",
+        "PreScope's Fig. 5 is of what experts cost by their tokens, not of routing: `../prescope-simulated` has that.",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -95,21 +97,17 @@ def thirds(columns: Sequence[Column]) -> str:
     for column in columns:
         study, k = column.study, column.study["model"]["k"]
         given = {"busiest expert / mean": over_domains(study, "popularity", "busiest_over_mean")[1:]}
-        given["bits of the favourite, of its entropy"] = _information(study)
         for predictor in NAMES:
             if predictor in next(iter(study["prediction"].values())):
                 named = over_domains(study, "prediction", predictor, "true_that_are_predicted")[:, k - 1]
                 given[f"named by {k}: {NAMES[predictor]}"] = named
-        if GATE in next(iter(study["prediction"].values())):
-            given["cosine of gating inputs"] = over_domains(study, "prediction", GATE, "cosine")
+        given["load of the hottest quarter of experts"] = drawn.hottest_quarter(study)
+        given["bits of the favourite, of its entropy"] = drawn.informed(study)
+        if (cosines := drawn.cosines(study)) is not None:
+            given["cosine of gating inputs"] = cosines
+        if (weights := drawn.favourite_weights(study)) is not None:
+            given["favourite's share of a token's weights"] = weights
         for name, values in given.items():
             parts = (part.mean() for part in np.array_split(values, 3))
             rows.append([f"{column.title}: {name}", *(f"{part:.2f}" for part in parts)])
     return table(["", "first", "middle", "last"], rows)
-
-
-def _information(study: Study) -> np.ndarray:
-    bits, noise, most = (
-        over_domains(study, "layers", "favourites", key) for key in ("bits", "shuffled_bits", "entropy_bits")
-    )
-    return np.asarray((bits - noise) / most)

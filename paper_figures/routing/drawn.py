@@ -130,7 +130,7 @@ def _matrix(axes: Axes, column: Column) -> None:
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.grid(False)
     axes.set(
-        xlabel="one half of the requests of", ylabel="other half of the requests of",
+        xlabel="every second request of", ylabel="the other requests of",
         title=f"load that would have to move (same among the {found['hot_experts']} hottest)",
     )  # fmt: skip
 
@@ -147,12 +147,15 @@ def _kept(axes: Axes, column: Column) -> None:
         axes.plot(lags, shares, "o-", ms=3, color=colour, label=name)
         axes.axhline(np.mean(found["independent"]), color=colour, lw=0.8, ls=":")
     if column.control is not None:
-        found = next(iter(column.control["tokens"].values()))
-        axes.plot(lags, [np.mean(of_lag) for of_lag in found["kept"]], "o--", ms=3, color=GREY, label="untrained")
+        kept = [found["kept"] for found in column.control["tokens"].values()]
+        shares = [
+            np.mean([np.mean(of_lag) for of_lag in same if of_lag is not None]) for same in zip(*kept, strict=True)
+        ]
+        axes.plot(lags, shares, "o--", ms=3, color=GREY, label="untrained")
     axes.set_xscale("log", base=2)
     axes.set_xticks(lags, [str(lag) for lag in lags])
-    axes.set(xlabel="tokens back", ylabel="experts in common", ylim=(0, 1))
-    axes.legend(title="dotted: independent tokens", title_fontsize=7, loc="lower right", ncols=2)
+    axes.set(xlabel="tokens back", ylabel="experts in common", ylim=(0, 1.3), yticks=np.linspace(0, 1, 6))
+    axes.legend(title="dotted: independent tokens", title_fontsize=7, loc="upper center", ncols=3)
     percent(axes)
 
 
@@ -161,16 +164,59 @@ def _followed(axes: Axes, column: Column) -> None:
     layers = layers_of(column.study, len(followed))
     axes.plot(layers, followed, "o-", ms=3, color="tab:green", label="images of the experts one layer before")
     axes.plot(layers, independent, ":", color="tab:green", label="if layers were independent")
-    bits, noise, most = (over_domains(column.study, "layers", "favourites", key)
-                         for key in ("bits", "shuffled_bits", "entropy_bits"))  # fmt: skip
-    axes.plot(layers, (bits - noise) / most, "s-", ms=3, color="tab:purple", label="information on the favourite")
     if column.control is not None:
         axes.plot(
             layers, over_domains(column.control, "layers", "followed"), "o--", ms=3, color=GREY, label="untrained"
         )
-    axes.set(xlabel="layer", ylabel="from the layer before", ylim=(0, None))
-    axes.legend()
+    axes.set(xlabel="layer", ylabel="from the layer before", ylim=(0, 1))
+    axes.legend(loc="upper right")
     percent(axes)
+
+
+def groups(given: Sequence[Column]) -> Figure:
+    """Draw by layer what PreScope's Fig. 2 groups layers by; weights are drawn where runs recorded them."""
+    return columns(given, [_groups], height=3.1)
+
+
+def _groups(axes: Axes, column: Column) -> None:
+    lines = {
+        "information on the next favourite": (informed(column.study), "s-", "tab:purple"),
+        "load of the hottest quarter of experts": (hottest_quarter(column.study), "o-", "tab:blue"),
+        "cosine of gating inputs": (cosines(column.study), "^-", "tab:red"),
+        "favourite's share of a token's weights": (favourite_weights(column.study), "d-", "tab:green"),
+    }
+    for label, (values, form, colour) in lines.items():
+        if values is not None:
+            axes.plot(layers_of(column.study, len(values)), values, form, ms=3, color=colour, label=label)
+    axes.set(xlabel="layer", ylim=(0, 1.3), yticks=np.linspace(0, 1, 6))
+    axes.legend(fontsize=7, loc="upper center", ncols=2)
+    percent(axes)
+
+
+def informed(study: Study) -> np.ndarray:
+    """Return the information that the favourite of the layer before gives, of that of the favourite [layers - 1]."""
+    bits, noise, most = (
+        over_domains(study, "layers", "favourites", key) for key in ("bits", "shuffled_bits", "entropy_bits")
+    )
+    return np.asarray((bits - noise) / most)
+
+
+def hottest_quarter(study: Study) -> np.ndarray:
+    """Return the share of the load that the hottest quarter of the experts has [layers]."""
+    shares = over_domains(study, "popularity", "sorted_shares")
+    return np.asarray(shares[:, : shares.shape[1] // 4].sum(axis=1))
+
+
+def cosines(study: Study) -> np.ndarray | None:
+    """Return the cosine of a gating input and that of the layer before [layers - 1], None if none was recorded."""
+    is_known = GATE in next(iter(study["prediction"].values()))
+    return over_domains(study, "prediction", GATE, "cosine") if is_known else None
+
+
+def favourite_weights(study: Study) -> np.ndarray | None:
+    """Return the favourite's share of a token's weights [layers], None if weights were not recorded."""
+    is_known = all(domain["favourite_weight"] is not None for domain in study["domains"].values())
+    return over_domains(study, "domains", "favourite_weight") if is_known else None
 
 
 def prediction(given: Sequence[Column]) -> Figure:
