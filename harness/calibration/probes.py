@@ -245,8 +245,10 @@ class LayerProbes:
         self._on_host(emit, it.batch.num_tokens)
 
     def _on_host(self, emit: Emitter, num_tokens: int) -> None:
-        """Submit an expert over its share of `num_tokens` and what an accumulated batch has around it. Where the machine
-        has pageable memory, a copy into pinned memory follows."""
+        """Submit an expert over its share of `num_tokens` and what an accumulated batch has around it.
+
+        Where the machine has pageable memory, a copy into pinned memory follows.
+        """
         spec, family = self.engine.spec, self.engine.family
         share = -(-num_tokens * spec.experts_per_token // spec.num_experts)
         source, target = self.acts[0].host_normed, self.acts[0].host_moe_out

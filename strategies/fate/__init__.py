@@ -30,6 +30,12 @@ from strategies.fate.sizes import cache_sizes
 
 __all__ = ["Config", "Fate", "build"]
 
+_NOT_PUBLISHED = (
+    "shallow layers, whose experts all have a place in the cache: an eighth of the layers",
+    "how many are prefetched: as many as the link brings until the next gate, one at the least",
+    "the next layer's gate is applied on the gpu lane",
+)
+
 
 @config
 class Config(PlacementConfig, PredictorConfig):
@@ -78,4 +84,4 @@ def build(config: Config, engine: Engine) -> Strategy:
             left[layer] -= 1
             warm.append((layer, expert))
     deployment.fill_cache(num_slots, ByLayer(sizes, AdaptiveReplacement), warm)
-    return deployment.strategy(Fate(costs), {"cache_by_layer": list(sizes.values())})
+    return deployment.strategy(Fate(costs), {"cache_by_layer": list(sizes.values())}, not_published=_NOT_PUBLISHED)

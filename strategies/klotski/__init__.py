@@ -28,6 +28,12 @@ from strategies.klotski.scheduler import InBatches
 
 __all__ = ["Config", "Klotski", "build"]
 
+_NOT_PUBLISHED = (
+    "how many batches: as few as make computing a layer last as long as loading it (strategies/klotski/planner.py)",
+    "prefetch: experts that followed those chosen here in a profile run of other prompts",
+    "all that is no expert lies on the device, as for the systems beside it",
+)
+
 
 @config
 class Config(PlacementConfig):
@@ -81,6 +87,8 @@ def build(config: Config, engine: Engine) -> Strategy:
     )
     chosen = config.num_batches or num_batches(times, most)
     deployment.batch_size = min(deployment.batch_size, chosen * config.batch_size)
-    strategy = deployment.strategy(Klotski(correlation, config.num_slots(spec)[1]), {"num_batches": chosen})
+    strategy = deployment.strategy(
+        Klotski(correlation, config.num_slots(spec)[1]), {"num_batches": chosen}, not_published=_NOT_PUBLISHED
+    )
     strategy.scheduler = InBatches(strategy.scheduler, chosen)
     return strategy
