@@ -14,6 +14,7 @@ from paper_figures.moegen import (
     claims,
     datasets,
     emulated,
+    extrapolation,
     long_contexts,
     omega,
     regret,
@@ -44,6 +45,9 @@ REPORTS = {
         note=throughput.NOTE, folder=FOLDER,
     ),
     "datasets": Report(compute=datasets.compute, tables=datasets.tables, note=datasets.NOTE, folder=FOLDER),
+    "extrapolation": Report(
+        compute=extrapolation.compute, tables=extrapolation.tables, note=extrapolation.NOTE, folder=FOLDER
+    ),
     "regret": Report(compute=regret.compute, tables=regret.tables, note=regret.NOTE, folder=FOLDER),
     "emulated": Report(
         compute=emulated.compute, tables=emulated.tables, note=emulated.NOTE, folder=emulated.FOLDER

@@ -15,7 +15,7 @@ from paper_figures.moegen.published import INCONSISTENT, SECTION53_C1_TOK_S, TAB
 from paper_figures.moegen.rows import Row, computed, find
 from paper_figures.moegen.settings import SYSTEMS, Case
 from paper_figures.moegen.text import number, pair, percent
-from paper_figures.support import markdown_table, new_figure
+from paper_figures.support import markdown_table, new_figure, with_one_legend
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -176,31 +176,37 @@ def _table10(rows: list[Row]) -> str:
 
 
 def draw(data: dict[str, Any]) -> Figure:
-    """Draw decode and prefill, published beside simulated bars, one block a workload of C2."""
+    """Draw a line for each system, published beside simulated: prefill above decode, one column a workload of C2."""
     workloads = [w for w in WORKLOADS if w[0] == "C2" and any(_is_of(r, w) for r in data["rows"])]
-    figure = new_figure(9.0, 2.4 * max(1, len(workloads)))
-    blocks = figure.subplots(max(1, len(workloads)), 2, squeeze=False)
-    for line, workload in zip(blocks, workloads, strict=False):
-        for axes, phase in zip(line, ("prefill", "decode"), strict=True):
-            _bars(axes, [r for r in data["rows"] if _is_of(r, workload)], workload, phase)
-    figure.legend(*blocks[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
-    return figure
+    figure = new_figure(2.0 + 1.5 * len(workloads), 4.6)
+    blocks = figure.subplots(2, max(1, len(workloads)), squeeze=False, sharex="row", sharey=True)
+    for line, phase in zip(blocks, ("prefill", "decode"), strict=True):
+        for axes, workload in zip(line, workloads, strict=False):
+            _dots(axes, [r for r in data["rows"] if _is_of(r, workload)], workload, phase)
+        line[0].set_yticks(range(len(SYSTEMS)), list(SYSTEMS))
+        line[0].set_ylim(len(SYSTEMS) - 0.5, -0.5)
+    for axes, (_, model, g) in zip(blocks[0], workloads, strict=False):
+        axes.set_title(f"{model}\n{g:,} to decode", fontsize=8)
+    return with_one_legend(figure)
 
 
 def _is_of(row: Row, workload: tuple[str, str, int]) -> bool:
     return (row["setting"], row["model"], row["g"]) == workload and "refused" not in row and not row["variant"]
 
 
-def _bars(axes: Axes, rows: list[Row], workload: tuple[str, str, int], phase: str) -> None:
+def _dots(axes: Axes, rows: list[Row], workload: tuple[str, str, int], phase: str) -> None:
     setting, model, g = workload
-    for at, r in enumerate(rows):
-        if phase == "prefill":
-            published = published_prefill(setting, model, r["system"])
-        else:
-            published = published_decode(setting, model, g, r["system"])
-        if published is not None:
-            axes.bar(at - 0.2, published, 0.38, color="#bab0ac", label="published" if not axes.containers else None)
-        axes.bar(at + 0.2, r[f"{phase}_tok_s"], 0.38, color="#1f4e8c", label=None if at else "here, simulated")
-    axes.set_xticks(range(len(rows)), [r["system"] for r in rows], rotation=35, ha="right", fontsize=7)
-    scale = "linear" if phase == "prefill" else "log"
-    axes.set(yscale=scale, ylabel=f"{phase} tok/s", title=f"{model}, {g} tokens to decode")
+    for name, colour, filled in (("here, simulated", "#1f4e8c", "full"), ("published", "#e07b39", "none")):
+        found = {}
+        for r in rows:
+            if filled == "full":
+                found[r["system"]] = r[f"{phase}_tok_s"]
+            elif phase == "prefill":
+                found[r["system"]] = published_prefill(setting, model, r["system"])
+            else:
+                found[r["system"]] = published_decode(setting, model, g, r["system"])
+        at = [(tok_s, list(SYSTEMS).index(system)) for system, tok_s in found.items() if tok_s is not None]
+        if at:
+            axes.plot(*zip(*at, strict=True), "o", color=colour, fillstyle=filled, markersize=5, label=name)
+    axes.set(xscale="log", xlabel=f"{phase} tok/s")
+    axes.xaxis.set_major_formatter("{x:,.10g}")

@@ -13,6 +13,7 @@ from paper_figures.moegen import (
     claims,
     datasets,
     emulated,
+    extrapolation,
     long_contexts,
     omega,
     part,
@@ -34,7 +35,7 @@ TINY = Case(
 )  # fmt: skip
 SIMULATED = {
     "small_batches": small_batches, "omega": omega, "traffic": traffic, "long_contexts": long_contexts,
-    "throughput": throughput, "datasets": datasets,
+    "throughput": throughput, "datasets": datasets, "extrapolation": extrapolation,
 }  # fmt: skip
 
 
@@ -233,11 +234,19 @@ def test_the_extrapolation_of_a_data_set(folder):
     batch = find(rows, datasets._case("DeepSpeed", "GSM8K"))
     expected = 8500 / 12 * (batch["prefill_s"] + batch["decode_s"]) / 3600
     assert datasets.hours(rows, "DeepSpeed", "GSM8K") == pytest.approx(expected)
-    _, whole = datasets.checked_cases()
-    assert datasets.error(rows) == pytest.approx(0)
-    find(rows, whole)["decode_s"] *= 2
-    assert datasets.error(rows) < -0.1
-    assert datasets.error([r for r in rows if key_of(r) != whole.key]) is None
+
+
+def test_the_error_of_simulating_some_steps(folder):
+    rows = rows_in(folder, "extrapolation")
+    case = extrapolation.BATCHES[1]
+    run = find(rows, extrapolation.whole(case))
+    assert extrapolation.whole(case).whole and extrapolation.whole(case).overrides == case.overrides
+    run["tok_s"] *= 2
+    run["sequences"] = 34
+    (line,) = (line for line in extrapolation.tables({"rows": rows}).splitlines() if case.system in line)
+    assert line.endswith("| -50.00% |") and "| 12 / 34 |" in line and line.count("+0.00%") == 2
+    without = [r for r in rows if r["variant"] != extrapolation.ALL_PASSES or r["system"] != case.system]
+    assert case.system not in extrapolation.tables({"rows": without})
 
 
 def test_runs_on_the_emulated_machine():
