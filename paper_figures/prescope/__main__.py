@@ -9,13 +9,14 @@ from pathlib import Path
 
 from harness.interrupts import exit_code
 from paper_figures import reports
-from paper_figures.prescope import ablation, gap, throughput
+from paper_figures.prescope import ablation, cpu_rates, gap, throughput
 from paper_figures.prescope.cases import FOLDER, NOTE
 from paper_figures.reports import Report
 
 REPORTS = {
     "throughput": Report(compute=throughput.compute, tables=throughput.tables, note=NOTE, folder=FOLDER),
     "ablation": Report(compute=ablation.compute, tables=ablation.tables, note=NOTE, folder=FOLDER),
+    "cpu-rates": Report(compute=cpu_rates.compute, tables=cpu_rates.tables, note=NOTE, folder=FOLDER),
     "gap": Report(compute=gap.compute, tables=gap.tables, note=NOTE, folder=FOLDER),
 }
 

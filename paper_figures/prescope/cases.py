@@ -13,18 +13,19 @@ from harness.record.provenance import code_version
 from paper_figures.moegen.measuring import batch_passes
 from paper_figures.moegen.rows import facts
 from paper_figures.passes import planned
-from paper_figures.prescope.published import TABLE3_TOKENS
+from paper_figures.prescope.published import ACTIVE, TABLE3_TOKENS
 from paper_figures.support import REFERENCE, read_json, write_json
 
 FOLDER = REFERENCE / "prescope-simulated"
-PREFILL, GENERATED = 512, 64
+PROMPT, GENERATED = 512, 64
 GPUS: Mapping[str, tuple[str, ...]] = {
     "V100": ("hardware=v100-32g", "model.dtype=float16"),
     "A100": ("hardware=a100-40g-pcie",),
 }
 MODELS = tuple(TABLE3_TOKENS)
 BATCHES = (4, 8, 16, 32, 64)
-OURS: Mapping[str, tuple[str, ...]] = {  # Fig. 15's parts, and what stands in for each
+# Fig. 15's parts, and what stands in for each. The table has the same room in all of them (section 6.1).
+OURS: Mapping[str, tuple[str, ...]] = {
     "PreScope": (),
     "without table": ("strategy.table=random",),
     "without PreSched": ("strategy.schedule=fixed",),
@@ -37,35 +38,43 @@ OTHERS: Mapping[str, tuple[str, ...]] = {
     "MoE-Gen(H)": ("strategy=moegen_h",),
 }
 _PACKET_MB = 16
+_FIELDS = ("system", "gpu", "model", "batch", "variant")
 NOTE = (
-    "prompts of 512 tokens, 64 to generate; routing drawn by a Zipf law with exponent 1; the predictor's hit rate is "
-    "stated: Table 3's share of tokens"
+    "prompts of 512 tokens, 64 to generate; 7 steps simulated, those between interpolated; routing drawn by a Zipf law "
+    "with exponent 1; the predictor's hit rate is stated: Table 3's share of tokens"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A system with a batch of a model on a GPU; `system` is a name of `OURS` or `OTHERS`."""
+    """A system with a batch of a model on a GPU. `system` is a name of `OURS` or `OTHERS`; `variant` names the
+    overrides in `more`."""
 
     system: str
     gpu: str
     model: str
     batch: int
     generated: int = GENERATED
+    variant: str = ""
     more: tuple[str, ...] = ()
 
     @property
     def key(self) -> tuple[object, ...]:
-        return (self.system, self.gpu, self.model, self.batch)
+        return (self.system, self.gpu, self.model, self.batch, self.variant)
 
     @property
     def overrides(self) -> list[str]:
         """The overrides as `python -m harness.plan` takes them."""
-        own = ("strategy=prescope", f"strategy.batch_size={self.batch}", *OURS.get(self.system, ()))
+        own = (
+            "strategy=prescope",
+            f"strategy.batch_size={self.batch}",
+            f"strategy.prefetch_slots={ACTIVE[self.model]}",
+        )
         return [
-            *(own if self.system in OURS else OTHERS[self.system]),
-            *(f"model={self.model}", *GPUS[self.gpu], "dataset=sharegpt", f"dataset.num_requests={self.batch}"),
-            *(f"dataset.max_new_tokens={self.generated}", "kv_cache_gb=40", f"strategy.packet_mb={_PACKET_MB}"),
+            *((*own, *OURS[self.system]) if self.system in OURS else OTHERS[self.system]),
+            *(f"model={self.model}", *GPUS[self.gpu], "dataset=sharegpt", "dataset.synthetic=lengths"),
+            *(f"dataset.max_prompt_tokens={PROMPT}", f"dataset.max_new_tokens={self.generated}"),
+            *(f"dataset.num_requests={self.batch}", "kv_cache_gb=40", f"strategy.packet_mb={_PACKET_MB}"),
             *("routing=skewed", f"routing.hit_rates=[[{TABLE3_TOKENS[self.model]}]]", *self.more),
         ]
 
@@ -80,7 +89,7 @@ def row(case: Case) -> dict[str, Any]:
     """Simulate a case. Where it does not fit, the row says why and has no numbers."""
     began_s = time.monotonic()
     named = {
-        "system": case.system, "gpu": case.gpu, "model": case.model, "batch": case.batch, "code": code_version(),
+        **dict(zip(_FIELDS, case.key, strict=True)), "code": code_version(),
         "command": f"python -m harness.plan {' '.join(case.overrides)}",
     }  # fmt: skip
     try:
@@ -100,26 +109,29 @@ def row(case: Case) -> dict[str, Any]:
     }
 
 
-def computed(name: str, cases: Iterable[Case], *, missing: bool = True) -> list[dict[str, Any]]:
+def computed(name: str, cases: Iterable[Case]) -> list[dict[str, Any]]:
     """Simulate cases one after another, and keep what is done in the report's file.
 
-    With `missing`, a row of the same case that was made before is taken from there.
+    A row of the same case that stands in the file of any report is taken from there.
     """
     path, rows = FOLDER / f"{name}.json", []
-    kept = {key_of(r): r for r in read_json(path)["rows"]} if missing and path.exists() else {}
+    others = [each for each in FOLDER.glob("*.json") if each != path]
+    kept = {key_of(r): r for each in (*others, path) if each.exists() for r in read_json(each)["rows"] if "batch" in r}
     for case in cases:
         rows.append(kept.get(case.key) or row(case))
         told = rows[-1].get("refused") or f"{rows[-1]['tok_s']:.4g} tok/s, {rows[-1]['token_s']:.3g} s a token"
-        print(f"{case.gpu}, {case.model}, {case.batch}, {case.system}: {told}", flush=True)
-        later = [r for key, r in kept.items() if key not in {key_of(done) for done in rows}]
-        write_json(path, {"label": "simulated", "rows": [*rows, *later]})
+        print(f"{case.gpu}, {case.model}, {case.batch}, {case.system} {case.variant}: {told}", flush=True)
+        write_json(path, {"label": "simulated", "rows": rows})
     return rows
 
 
 def key_of(found: Mapping[str, Any]) -> tuple[object, ...]:
-    return tuple(found[name] for name in ("system", "gpu", "model", "batch"))
+    return tuple(found[name] for name in _FIELDS)
 
 
-def find(rows: Iterable[Mapping[str, Any]], *key: object) -> Mapping[str, Any] | None:
-    """Return the row of (system, GPU, model, batch) that has numbers; None where there is none."""
+def find(
+    rows: Iterable[Mapping[str, Any]], system: str, gpu: str, model: str, batch: int, variant: str = ""
+) -> Mapping[str, Any] | None:
+    """Return the row of a case that has numbers; None where there is none."""
+    key = (system, gpu, model, batch, variant)
     return next((r for r in rows if key_of(r) == key and "refused" not in r), None)

@@ -16,6 +16,9 @@ LOST = {
     ("A100", "mixtral-8x7b", 64, "without AsyncIO"): 0.493,
 }
 
+# Table 2: experts of a token.
+ACTIVE = {"deepseek-v2-lite": 6, "mixtral-8x7b": 2, "qwen3-30b-a3b": 8, "moonlight-16b-a3b": 6}
+
 # Table 3: tokens of the predicted experts that the router sends there too; stated here as the predictor's hit rate.
 TABLE3_TOKENS = {
     "deepseek-v2-lite": 0.95, "mixtral-8x7b": 0.97, "qwen3-30b-a3b": 0.97, "moonlight-16b-a3b": 0.98,

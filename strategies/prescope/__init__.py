@@ -51,8 +51,10 @@ class Config(PlacementConfig, PredictorConfig):
         return self.prefetch_slots or spec.experts_per_token
 
     def num_slots(self, spec: ModelSpec) -> tuple[int, int]:
-        """Return the slots for experts on demand, and those for prefetches."""
-        return _ON_DEMAND, self.prefetch_groups * self.group(spec) if self.predictor != "none" else 0
+        """Return the slots for experts on demand, and those for prefetches: none where nothing predicts, unless their
+        number is stated."""
+        predicts = self.predictor != "none" or self.prefetch_slots is not None
+        return _ON_DEMAND, self.prefetch_groups * self.group(spec) if predicts else 0
 
 
 def build(config: Config, engine: Engine) -> Strategy:

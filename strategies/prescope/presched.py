@@ -97,16 +97,17 @@ def schedule(
     `current` and `following` have the experts of both layers that are neither there nor on their way, in any order.
     `busy_s` (d) is how long the link is still bound, `attention_s` (T_attn) what lies between the two layers' experts,
     `gpu_busy_s` what the GPU computes without waiting for the link. `hit_rate` tells how likely the expert predicted to
-    have the most tokens but `rank` gets any.
+    have the most tokens but `rank` gets any. There is room for `most_prefetches`.
     """
     current = sorted(current, key=lambda each: (each.tokens, -each.expert))
     following = sorted(following, key=lambda each: (each.tokens, -each.expert))
+    if most_prefetches is not None:  # what cannot be prefetched must not keep this layer's experts on the CPU
+        following = following[max(0, len(following) - most_prefetches) :]
     moved, queued = gpu_queue(costs, current, following, busy_s=busy_s, attention_s=attention_s)
     loaded, left = current[len(current) - moved :], current[: len(current) - moved]
     layer_s = _layer_s(costs, left, loaded, busy_s=busy_s, gpu_busy_s=gpu_busy_s)
     link_free_s = busy_s + moved * costs.io_s
-    wanted = queued if most_prefetches is None else min(queued, most_prefetches)
-    number = num_prefetches(costs, layer_s + attention_s - link_free_s, wanted, hit_rate)
+    number = num_prefetches(costs, layer_s + attention_s - link_free_s, queued, hit_rate)
     return Schedule(
         on_demand=tuple(each.expert for each in reversed(loaded)),
         prefetch=tuple(each.expert for each in reversed(following[len(following) - number :])),

@@ -120,6 +120,7 @@ def profile_costs(hardware: HardwareConfig, spec: ModelSpec) -> Roofline | Laten
         return float(value) * unit
 
     latency_s = (hardware.transfer_latency_us or 0.0) * 1e-6
+    cpu_op_s = (hardware.cpu_op_us or 0.0) * 1e-6
     roofline = Roofline(
         lanes={
             LaneKind.GPU: LaneCost(
@@ -129,7 +130,9 @@ def profile_costs(hardware: HardwareConfig, spec: ModelSpec) -> Roofline | Laten
                 link_bytes_s=rate("p2p_gb_s") if hardware.num_gpus > 1 else float("inf"),
             ),
             # cpu_gflop_s is what attention was seen to reach where memory limits it: no limit of its own.
-            LaneKind.CPU: LaneCost(flops_s=rate("cpu_gemm_gflop_s"), host_bytes_s=rate("cpu_gb_s")),
+            LaneKind.CPU: LaneCost(
+                overhead_s=cpu_op_s, flops_s=rate("cpu_gemm_gflop_s"), host_bytes_s=rate("cpu_gb_s")
+            ),
             LaneKind.H2D: LaneCost(overhead_s=latency_s, link_bytes_s=rate("h2d_gb_s")),
             LaneKind.D2H: LaneCost(overhead_s=latency_s, link_bytes_s=rate("d2h_gb_s")),
             LaneKind.PIN: LaneCost(link_bytes_s=rate("pin_gb_s")),
@@ -140,7 +143,7 @@ def profile_costs(hardware: HardwareConfig, spec: ModelSpec) -> Roofline | Laten
     latent_flops_s = LATENT_SHARE * rate("cpu_gemm_gflop_s")
     if hardware.cpu_latent_gflop_s is not None:
         latent_flops_s = rate("cpu_latent_gflop_s")
-    attention = LaneCost(flops_s=latent_flops_s, host_bytes_s=rate("cpu_gb_s"))
+    attention = LaneCost(overhead_s=cpu_op_s, flops_s=latent_flops_s, host_bytes_s=rate("cpu_gb_s"))
     return LatentRoofline(lanes=roofline.lanes, attention=attention)
 
 

@@ -13,7 +13,7 @@ from paper_figures.support import composed
 
 def made(case: Case, tok_s: float) -> dict:
     ways = {"resident": 6, "prefetched": 1, "cpu": 3, "active": 10, "wasted_bytes": 2e9}
-    named = {"system": case.system, "gpu": case.gpu, "model": case.model, "batch": case.batch}
+    named = {"system": case.system, "gpu": case.gpu, "model": case.model, "batch": case.batch, "variant": ""}
     return {**named, "tok_s": tok_s, "token_s": 1 / tok_s, "counted": ways}
 
 

@@ -163,12 +163,12 @@ def test_lanes_that_appear_while_others_share_change_nothing():
 
 def test_each_lane_costs_what_the_profile_says_of_it():
     rates = "h2d_gb_s=1 d2h_gb_s=2 pin_gb_s=3 p2p_gb_s=4 cpu_gb_s=5 device_gb_s=6 cpu_gemm_gflop_s=7 kernel_launch_us=8"
-    overrides = [f"hardware.{rate}" for rate in f"{rates} transfer_latency_us=9".split()]
+    overrides = [f"hardware.{rate}" for rate in f"{rates} cpu_op_us=3 transfer_latency_us=9".split()]
     hardware = parse_settings(composed("machine=simulated", "hardware=t4x2", *overrides)).hardware
     gpu_flop_s = hardware.gemm_flop_s(SPEC.dtype)
     assert profile_costs(hardware, SPEC).lanes == {
         LaneKind.GPU: LaneCost(overhead_s=8e-6, flops_s=gpu_flop_s, device_bytes_s=6e9, link_bytes_s=4e9),
-        LaneKind.CPU: LaneCost(flops_s=7e9, host_bytes_s=5e9),
+        LaneKind.CPU: LaneCost(overhead_s=3e-6, flops_s=7e9, host_bytes_s=5e9),
         LaneKind.H2D: LaneCost(overhead_s=9e-6, link_bytes_s=1e9),
         LaneKind.D2H: LaneCost(overhead_s=9e-6, link_bytes_s=2e9),
         LaneKind.PIN: LaneCost(link_bytes_s=3e9),

@@ -128,3 +128,15 @@ def test_heavy_experts_of_the_next_layer_are_prefetched_before_light_ones_of_thi
     times = {"busy_s": 0.0, "attention_s": 0.3}
     reached = [two_layers_s(costs, first, second, p.on_demand, p.prefetch, **times) for p in (alone, both)]
     assert reached[1] < reached[0]
+
+
+def test_this_layer_does_not_wait_for_prefetches_that_have_no_room():
+    """Where the next layer is heavier, only what can be prefetched of it may keep this layer's experts on the CPU."""
+    costs, first, second = Costs(sigma=0.0), [30, 31, 32], [40] * 8
+    reached_s = {}
+    for most in (0, 1, None):
+        found = schedule(
+            costs, pending(first), pending(second), busy_s=0.0, attention_s=0.0, most_prefetches=most
+        )  # fmt: skip
+        reached_s[most] = layer_end_s(costs, first, found.on_demand, 0.0)
+    assert reached_s[0] == reached_s[1] == best_layer_s(costs, first, 0.0) < reached_s[None]
