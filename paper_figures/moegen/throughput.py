@@ -36,7 +36,7 @@ _SIZES = {
     "FlexGen": ("strategy.policy.batch_size=8", "strategy.policy.micro_batch_size=8"),
     "MoE-Lightning": ("strategy.policy.batch_size=20", "strategy.policy.micro_batch_size=10"),
 }
-_SLOTS = (16, 64, 256)  # of llama.cpp; 4 are its default
+_SLOTS = (16, 31, 64, 256)  # of llama.cpp; 4 are its default, and from 32 on it copies experts
 
 
 def cases(workloads: Iterable[tuple[str, str, int]] = WORKLOADS) -> list[Case]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from math import ceil
 
 import pytest
 
@@ -249,14 +250,26 @@ def test_the_search_is_as_good_as_trying_all(slow_cpu):
     assert all(other.request_s >= found.best.request_s for other in found.runners_up) and found.runners_up
 
 
-def test_every_policy_that_fits_can_be_built():
-    """Policies that the search has thought of, on memory of just the bytes that are counted."""
-    engine, search, start, _ = prepared()
+def test_a_batch_is_as_large_as_its_keys_and_values_allow():
+    """Eq. 2. Each sequence caches 215 tokens at its end: all but the last one."""
+    _, search, start, _ = prepared(None, *UNIFORM[:2], "kv_cache_gb=0.2", "dataset.max_new_tokens=16")
+    found, spec = search.around(start).best.policy.decode.batch_size, search.deployment.spec
+    most = 0.2e9 // (16 * spec.kv_bytes_per_token) // ceil(215 / 16)
+    assert found == most < search.deployment.shape.num_requests
+
+
+@pytest.mark.parametrize("room", [(), ("hardware.pinned_memory_gb=4.833",)])  # 20 MB beside weights and cache
+def test_every_policy_that_fits_can_be_built(room):
+    """Of the policies that the search has thought of, those that hold most, on memory of just the bytes that are
+    counted. Where the host has little left, some do not fit it."""
+    engine, search, start, _ = prepared(None, *room)
     search.around(start)
     policies = [policy for policy, candidate in search._known.items() if candidate is not None]
+    assert not room or len(policies) < len(search._known)
     before = {name: dict(engine.machine.tiers[name].holders()) for name in (DEVICE, PINNED)}
-    for policy in policies[:: max(1, len(policies) // 3)]:
-        fresh = engine_of()
+    for tier in (DEVICE, PINNED):
+        policy = max(policies, key=lambda each, tier=tier: sum(search.deployment.held(each)[tier].values()))
+        fresh = engine_of(*room)
         free = {name: fresh.machine.tiers[name].free_bytes for name in (DEVICE, PINNED)}
         pipeline_of(fresh, policy, search.deployment.shape)
         held = search.deployment.held(policy)
