@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NOTE = "Mixtral-8x7B, B = 3,640, prompts of 256 tokens, 32 to decode; published: MoE-Gen Fig. 7 (best near 0.6)"
-SETTINGS = ("C1", "C3")
+SETTINGS = ("C1", "C3", "C1, CPU 15 GB/s")
 SHARES = tuple(tenth / 10 for tenth in range(11))
 
 
@@ -62,7 +62,7 @@ def tables(data: dict[str, Any]) -> str:
 def draw(data: dict[str, Any]) -> Figure:
     figure = new_figure(6.0, 3.4)
     axes = figure.subplots()
-    for setting, colour in zip(SETTINGS, ("#1f4e8c", "#e07b39"), strict=True):
+    for setting, colour in zip(SETTINGS, ("#1f4e8c", "#e07b39", "#54a24b"), strict=True):
         rows = [r for r in data["rows"] if r["setting"] == setting and "refused" not in r]
         if rows:
             shares = [float(r["variant"]) for r in rows]
