@@ -14,7 +14,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "decode_attention": "attention",
     "latent_attention": "attention",
+    "staged_attention": "attention",
+    "staged_latent_attention": "attention",
     "kv_append": "cache",
+    "kv_gather": "cache",
     "latent_append": "cache",
     "linear": "linear",
     "expert_ffn": "ffn",
@@ -32,7 +35,10 @@ __all__ = [*_HOMES, "__version__"]
 if TYPE_CHECKING:
     from kernels.attention import decode_attention as decode_attention
     from kernels.attention import latent_attention as latent_attention
+    from kernels.attention import staged_attention as staged_attention
+    from kernels.attention import staged_latent_attention as staged_latent_attention
     from kernels.cache import kv_append as kv_append
+    from kernels.cache import kv_gather as kv_gather
     from kernels.cache import latent_append as latent_append
     from kernels.cpu import isa as isa
     from kernels.cpu import num_cores as num_cores

@@ -94,6 +94,91 @@ def latent_attention(
     _decode(q, "cache", keys, values, block_tables, context_lens, out, options)
 
 
+def staged_attention(
+    q: torch.Tensor,
+    staging: torch.Tensor,
+    context_lens: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    num_kv_heads: int,
+    scale: float,
+    sliding_window: int = 0,
+    sinks: torch.Tensor | None = None,
+    num_threads: int = 1,
+    mode: str = "float32",
+) -> None:
+    """Attend as `decode_attention` does, to sequences that `kv_gather` left one after another.
+
+    staging: [tokens of all sequences * 2 * kv_heads * head_dim]; of each sequence its keys, then its values, each
+             [kv_heads, context, head_dim]
+    """
+    check.cpu("q", q, 3)
+    _, num_heads, head_dim = q.shape
+    if num_kv_heads < 1 or num_heads % num_kv_heads or not head_dim:
+        raise ValueError(f"num_kv_heads: q's {num_heads} heads are no multiple of {num_kv_heads} KV heads")
+    options = _Options(scale, sliding_window, sinks, mode, num_threads)
+    _staged(q, staging, context_lens, out, options, num_kv_heads, value_dim=head_dim, has_values=True)
+
+
+def staged_latent_attention(
+    q: torch.Tensor,
+    staging: torch.Tensor,
+    context_lens: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    num_threads: int = 1,
+    mode: str = "float32",
+) -> None:
+    """Attend as `latent_attention` does, to sequences that `kv_gather` left one after another.
+
+    staging: [tokens of all sequences * (latent_dim + rope_dim)]
+    """
+    check.cpu("q", q, 3)
+    check.cpu("out", out, 3)
+    if not 0 < out.shape[2] <= q.shape[2]:
+        raise ValueError(f"out: expected latent_dim from 1 to {q.shape[2]} (q's dimension), got {out.shape[2]}")
+    options = _Options(scale, 0, None, mode, num_threads)
+    _staged(q, staging, context_lens, out, options, 1, value_dim=out.shape[2], has_values=False)
+
+
+def _staged(
+    q: torch.Tensor, staging: torch.Tensor, context_lens: torch.Tensor, out: torch.Tensor, options: _Options,
+    num_kv_heads: int, *, value_dim: int, has_values: bool,
+) -> None:  # fmt: skip
+    """Make the checks and the call of both attentions over what was staged."""
+    num_seqs, num_heads, head_dim = q.shape
+    check.cpu("staging", staging, 1)
+    check.cpu("context_lens", context_lens, 1)
+    check.cpu("out", out, 3)
+    check.contiguous("staging", staging)
+    check.contiguous("context_lens", context_lens)
+    check.dtype("context_lens", context_lens, torch.int32)
+    check.shape("context_lens", context_lens, (num_seqs,))
+    check.shape("out", out, (num_seqs, num_heads, value_dim))
+    codes = _codes(q, out, "staging", staging)
+    options.check(num_heads)
+    q_stride, out_stride = check.rows("q", q), check.rows("out", out)
+    tensors = {"out": out, "q": q, "staging": staging, "context_lens": context_lens, **options.tensors}
+    check.disjoint("out", check.spans(**tensors))
+    num_threads = _options.num_threads(options.num_threads)
+    if out.numel():
+        native().staged_attention(
+            q.data_ptr(), out.data_ptr(), staging.data_ptr(), context_lens.data_ptr(), options.sinks_address, *codes,
+            num_seqs, num_heads, num_kv_heads, head_dim, value_dim, has_values, staging.numel(), q_stride, out_stride,
+            options.scale, options.sliding_window, _MODES[options.mode], num_threads,
+        )  # fmt: skip
+
+
+def _codes(q: torch.Tensor, out: torch.Tensor, cache_name: str, cache: torch.Tensor) -> tuple[int, int, int]:
+    """Return the numbers of the dtypes of q, out and the cache."""
+    q_code, out_code = check.float_code("q", q), check.float_code("out", out)
+    kv_code = check.float_code(cache_name, cache)
+    if out_code not in (q_code, 2):
+        raise ValueError(f"out: expected {q.dtype} as q has, or float32, got {out.dtype}")
+    return q_code, out_code, kv_code
+
+
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """The values of attention: a cache of their own, or the first elements of the keys' rows (latent attention)."""
@@ -111,6 +196,14 @@ class _Options:
     sinks: torch.Tensor | None
     mode: str
     num_threads: int
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {} if self.sinks is None else {"sinks": self.sinks}
+
+    @property
+    def sinks_address(self) -> int:
+        return 0 if self.sinks is None else self.sinks.data_ptr()
 
     def check(self, num_heads: int) -> None:
         _options.finite("scale", self.scale)
@@ -147,26 +240,20 @@ def _decode(
     check.dtype("block_tables", block_tables, torch.int32)
     check.dtype("context_lens", context_lens, torch.int32)
     check.contiguous("context_lens", context_lens)
-    q_code, out_code = check.float_code("q", q), check.float_code("out", out)
-    kv_code = check.float_code(cache_name, k_cache)
-    if out_code not in (q_code, 2):
-        raise ValueError(f"out: expected {q.dtype} as q has, or float32, got {out.dtype}")
+    codes = _codes(q, out, cache_name, k_cache)
     options.check(num_heads)
 
     q_stride, out_stride = check.rows("q", q), check.rows("out", out)
     k_stride, table_stride = check.rows(cache_name, k_cache), check.rows("block_tables", block_tables)
     tensors = {"out": out, "q": q, cache_name: k_cache, values.name: values.tensor, "block_tables": block_tables}
-    tensors["context_lens"] = context_lens
-    if options.sinks is not None:
-        tensors["sinks"] = options.sinks
+    tensors |= {"context_lens": context_lens, **options.tensors}
     check.disjoint("out", check.spans(**tensors))
     num_threads = _options.num_threads(options.num_threads)
     if not out.numel():
         return
     native().decode_attention(
         q.data_ptr(), out.data_ptr(), k_cache.data_ptr(), values.tensor.data_ptr(), block_tables.data_ptr(),
-        context_lens.data_ptr(), 0 if options.sinks is None else options.sinks.data_ptr(), q_code, out_code, kv_code,
-        num_seqs, num_heads, num_kv_heads, head_dim, values.dim, num_blocks, block_size, max_blocks, q_stride,
-        out_stride, k_stride, values.block_stride, table_stride, options.scale, options.sliding_window,
-        _MODES[options.mode], num_threads,
+        context_lens.data_ptr(), options.sinks_address, *codes, num_seqs, num_heads, num_kv_heads, head_dim, values.dim,
+        num_blocks, block_size, max_blocks, q_stride, out_stride, k_stride, values.block_stride, table_stride,
+        options.scale, options.sliding_window, _MODES[options.mode], num_threads,
     )  # fmt: skip

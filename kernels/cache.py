@@ -1,6 +1,8 @@
-"""Write new keys and values into the paged KV cache."""
+"""Write new keys and values into the paged KV cache, and gather sequences out of it."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -74,6 +76,50 @@ def latent_append(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
     native().kv_append(
         latent.data_ptr(), 0, cache.data_ptr(), 0, slots.data_ptr(), slots.dtype is torch.int64, src_code, cache_code,
         num_tokens, num_blocks, 1, dim, block_size, stride, stride, block_stride, block_stride,
+    )  # fmt: skip
+
+
+def kv_gather(
+    caches: Sequence[torch.Tensor], block_tables: torch.Tensor, lengths: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Copy sequences out of one layer's paged cache, one contiguous sequence after another.
+
+    caches:       keys and values, or latents: each [num_blocks, heads, block_size, width]; may be strided in dim 0
+    block_tables: int32 [seqs, max_blocks]; entries behind a sequence's last token are never read
+    lengths:      int32 [seqs], tokens of each sequence
+    out:          [tokens of all sequences * elements of a token]: for each sequence one cache after another, each
+                  [heads, length, width]; the caches' dtype
+
+    Raises ValueError naming the argument; nothing is written if a length or a used block id is out of range.
+    """
+    if not caches:
+        raise ValueError("caches: expected one or more")
+    check.cpu("block_tables", block_tables, 2)
+    check.cpu("lengths", lengths, 1)
+    check.cpu("out", out, 1)
+    num_blocks, _, block_size, _ = caches[0].shape
+    num_seqs, max_blocks = block_tables.shape
+    check.shape("lengths", lengths, (num_seqs,))
+    check.dtype("block_tables", block_tables, torch.int32)
+    check.dtype("lengths", lengths, torch.int32)
+    check.contiguous("lengths", lengths)
+    check.contiguous("out", out)
+    pieces, named = [], {}
+    for at, cache in enumerate(caches):
+        name = f"caches[{at}]"
+        check.cpu(name, cache, 4)
+        _, heads, _, width = cache.shape
+        check.shape(name, cache, (num_blocks, heads, block_size, width))
+        check.dtype(name, cache, out.dtype)
+        pieces.append((cache.data_ptr(), check.rows(name, cache) * cache.itemsize, width * cache.itemsize, heads))
+        named[name] = cache
+    if block_size == 0:
+        raise ValueError("caches[0]: block_size is 0")
+    table_stride = check.rows("block_tables", block_tables)
+    check.disjoint("out", check.spans(out=out, block_tables=block_tables, lengths=lengths, **named))
+    native().kv_gather(
+        pieces, block_tables.data_ptr(), lengths.data_ptr(), out.data_ptr(), num_blocks, table_stride, out.nbytes,
+        num_seqs, max_blocks, block_size,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@
 PYBIND11_MODULE(_native, m) {
   using namespace kernels;
   bind_attention(m);
-  bind_append(m);
+  bind_cache(m);
   bind_linear(m);
   bind_ffn(m);
   bind_memory(m);

@@ -27,6 +27,14 @@ def arguments(kernel: str) -> dict[str, Any]:
             **{"q": torch.zeros(2, 4, 8), "cache": torch.zeros(4, 16, 8), "block_tables": tables},
             **{"context_lens": lens, "out": torch.zeros(2, 4, 6), "scale": 1.0},
         },
+        "staged_attention": {
+            **{"q": torch.zeros(2, 4, 8), "staging": torch.zeros(6 * 2 * 2 * 8), "context_lens": lens},
+            **{"out": torch.zeros(2, 4, 8), "sinks": torch.zeros(4), "num_kv_heads": 2, "scale": 1.0},
+        },
+        "kv_gather": {
+            **{"caches": [cache, cache.clone()], "block_tables": tables, "lengths": lens},
+            **{"out": torch.zeros(6 * 2 * 2 * 8)},
+        },
         "kv_append": {"k": k, "v": k.clone(), "k_cache": cache, "v_cache": cache.clone(), "slots": torch.arange(3)},
         "latent_append": {"latent": torch.zeros(3, 8), "cache": torch.zeros(4, 16, 8), "slots": torch.arange(3)},
         "linear": {"x": torch.zeros(3, 16), "weight": w, "out": torch.zeros(3, 32)[:, :16]},
@@ -48,7 +56,10 @@ def call(kernel: str, given: dict[str, Any]) -> None:
     getattr(kernels, kernel)(**given)
 
 
-KERNELS = ("decode_attention", "latent_attention", "kv_append", "latent_append", "linear", "expert_ffn", "paced_copy")
+KERNELS = (
+    *("decode_attention", "latent_attention", "staged_attention", "kv_append", "kv_gather", "latent_append"),
+    *("linear", "expert_ffn", "paced_copy"),
+)
 TENSORS = [(kernel, name) for kernel in KERNELS for name, value in arguments(kernel).items() if torch.is_tensor(value)]
 
 

@@ -41,6 +41,12 @@ def big_append():
     return lambda: kernels.kv_append(k, k, *caches, slots)
 
 
+def big_gather():
+    cache = torch.zeros(2500, 2, 16, 64)
+    out, lens = torch.empty(2 * cache.numel()), torch.tensor([40_000], dtype=torch.int32)
+    return lambda: kernels.kv_gather([cache, cache], torch.arange(2500, dtype=torch.int32)[None], lens, out)
+
+
 def paced_copy():
     src, dst = torch.ones(1 << 16, dtype=torch.uint8), torch.zeros(1 << 16, dtype=torch.uint8)
     return lambda: kernels.paced_copy(dst, src, src.nbytes / 0.05, 0.0)
@@ -50,7 +56,7 @@ def sleep_until():
     return lambda: kernels.sleep_until(time.monotonic() + 0.05)
 
 
-@pytest.mark.parametrize("make", [big_attention, big_ffn, big_linear, big_append, paced_copy, sleep_until])
+@pytest.mark.parametrize("make", [big_attention, big_ffn, big_linear, big_append, big_gather, paced_copy, sleep_until])
 def test_another_thread_gets_on_during_a_call(make):
     """No thread is made to give up the GIL for an hour: the other one runs only when the kernel's lets go of it."""
     call = make()

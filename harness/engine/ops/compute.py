@@ -22,6 +22,7 @@ from harness.engine.ops.attention_rows import (
     value_up_flops,
 )
 from harness.engine.ops.data import MicroBatchOp, device_rows
+from harness.engine.ops.host import staged_attention
 from harness.engine.ops.views import attend_each, attention_weights, keep, rows, weights
 from harness.machine.base import Context, Work
 from harness.memory.placed import PlacedPart
@@ -217,11 +218,13 @@ class DecodeAttentionDevice(ComputeOp):
         w, layer = attention_weights(ctx, self.part), self.layer
 
         def attend(q: Any, out: Any) -> None:
+            options = self.family.attention_options(spec, w, layer)
             if on_gpu.attends(q):
-                options = self.family.attention_options(spec, w, layer)
                 if spec.latent is not None:
                     return on_gpu.latent_attention(options, q, staging, positions, out)
                 return on_gpu.decode_attention(options, q, staging, positions, out, num_kv_heads=spec.num_kv_heads)
+            if q.device.type == "cpu":
+                return staged_attention(options, spec, q, staging, reads.lens, out.view(*q.shape[:2], -1))
             lens = reads.lens.tolist()
             for at, (keys, values) in enumerate(self._staged(staging, lens)):
                 found = self.family.decode_attention(spec, w, q[at], keys, values, lens[at], layer)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
+import kernels
 from harness.engine.activations import Activations
 from harness.engine.batch import MicroBatch
 from harness.machine.base import Context, Op, Work
+from harness.machine.threads.arenas import tensor_of
 from harness.memory.tiers import Buffer
 from harness.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from harness.memory.kv_cache import KVCache
+
+_GATHERED_BYTES = 2_000_000  # of a cache that are gathered and copied together at the least
 
 
 class MicroBatchOp(Op):
@@ -120,7 +125,7 @@ class LoadAttention(MicroBatchOp):
 
 
 class LoadKv(MicroBatchOp):
-    """Copy what is cached of decoding sequences, host blocks -> contiguous device staging, one by one.
+    """Copy what is cached of decoding sequences, host blocks -> contiguous device staging, some at a time.
 
     Staging layout: for each entry of `KvReads` one piece of the cache after another, each [num_heads, tokens, width].
     The newest token's place is filled with whatever the cache holds there, so that a sequence is one contiguous copy.
@@ -150,15 +155,16 @@ class LoadKv(MicroBatchOp):
 
     def run(self, ctx: Context, packet: int) -> None:
         assert self.layer is not None
-        pieces, num_tokens = self.cache.views(ctx, self.layer), self._num_tokens
-        staging = ctx.tensor(self.to, (sum(num_tokens * piece.dim for piece in self.cache.pieces),), self.spec.dtype)
-        reads, at = self.there.reads.among(self.rows.start, self.rows.stop), 0
-        for table, length in zip(reads.tables, reads.lens.tolist(), strict=True):
-            blocks = table[: -(-length // self.cache.block_size)].tolist()
-            for source, (_, heads, width) in zip(pieces, self.cache.pieces, strict=True):
-                target = staging[at : at + heads * length * width].view(heads, length, width)
-                ctx.move(target, source[blocks].transpose(0, 1).reshape(heads, -1, width)[:, :length])
-                at += target.numel()
+        pieces, token_dim = self.cache.views(ctx, self.layer), sum(piece.dim for piece in self.cache.pieces)
+        reads = self.there.reads.among(self.rows.start, self.rows.stop)
+        ends = reads.lens.cumsum(dtype=np.int64) * token_dim
+        staging = ctx.tensor(self.to, (self._num_tokens * token_dim,), self.spec.dtype)
+        begin = begin_entry = 0
+        for at, end in enumerate(ends.tolist(), start=1):
+            if at == len(ends) or (end - begin) * self.spec.dtype_bytes >= _GATHERED_BYTES:
+                tables, lens = (tensor_of(x[begin_entry:at]) for x in (reads.tables, reads.lens))
+                ctx.fill(staging[begin:end], partial(kernels.kv_gather, pieces, tables, lens))
+                begin, begin_entry = end, at
 
 
 class OffloadHidden(MicroBatchOp):

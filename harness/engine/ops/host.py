@@ -135,6 +135,19 @@ class DecodeAttention(AttentionOverCache):
         paged_attention(self.options(ctx), q, self.cached(ctx), here.reads, out, num_threads=ctx.num_threads())
 
 
+def staged_attention(options: AttentionOptions, spec: ModelSpec, q: Any, staging: Any, lens: Any, out: Any) -> None:
+    """Run the kernel for sequences of `lens` tokens that `LoadKv` staged, where host memory plays device memory: q and
+    out [seqs, heads, width]."""
+    if spec.latent is not None:
+        assert options.window is None and options.sinks is None, "attention over latents has neither"
+        kernels.staged_latent_attention(q, staging, tensor_of(lens), out, scale=options.scale)
+        return
+    kernels.staged_attention(
+        q, staging, tensor_of(lens), out, num_kv_heads=spec.num_kv_heads, scale=options.scale,
+        sliding_window=options.window or 0, sinks=options.sinks,
+    )  # fmt: skip
+
+
 def paged_attention(
     options: AttentionOptions, q: Any, cached: tuple[Any, ...], reads: KvReads, out: Any, *, num_threads: int = 1
 ) -> None:

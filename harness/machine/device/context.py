@@ -115,6 +115,21 @@ class DeviceContext:
             assert self.lane.kind is LaneKind.D2H, f"an op on lane {self.lane} moves data: copy lanes do"
             self._to_host(dst, source)
 
+    def fill(self, dst: torch.Tensor, write: Callable[[torch.Tensor], None]) -> None:
+        self.flush()
+        assert self.lane.kind is LaneKind.H2D, f"an op on lane {self.lane} fills what is on the device"
+        if dst.numel() == 0:
+            return
+        staged = self._room(dst.shape, dst.dtype)
+        if staged is not None:
+            write(staged.memory)
+            self._runtime.copy(dst, staged.memory, self._stream)
+            self._behind(staged)
+        else:  # larger than the ring
+            filled = torch.empty(dst.shape, dtype=dst.dtype)
+            write(filled)
+            self.move(dst, filled)
+
     def host_value(self, source: torch.Tensor) -> np.ndarray:
         self.flush()
         value = torch.empty(source.shape, dtype=source.dtype)

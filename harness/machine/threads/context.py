@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,11 @@ class HostContext:
         source = tensor_of(src) if isinstance(src, np.ndarray) else src
         end_s = self._book(source.numel() * source.element_size())
         dst.copy_(source)
+        self._hold(end_s)
+
+    def fill(self, dst: torch.Tensor, write: Callable[[torch.Tensor], None]) -> None:
+        end_s = self._book(dst.numel() * dst.element_size())
+        write(dst)
         self._hold(end_s)
 
     def host_value(self, source: torch.Tensor) -> np.ndarray:

@@ -18,7 +18,7 @@ T* pointer_to(uintptr_t address) {
 }
 
 void bind_attention(py::module_& m);
-void bind_append(py::module_& m);
+void bind_cache(py::module_& m);
 void bind_linear(py::module_& m);
 void bind_ffn(py::module_& m);
 void bind_memory(py::module_& m);

@@ -42,6 +42,10 @@ class Counting(HostContext):
         self.moved_bytes += dst.numel() * dst.element_size()
         super().move(dst, src)
 
+    def fill(self, dst, write):
+        self.moved_bytes += dst.numel() * dst.element_size()
+        super().fill(dst, write)
+
 
 class Bench:
     """Sequences that have been prefilled, whose tokens lie in one cache, and the rows that went into it."""

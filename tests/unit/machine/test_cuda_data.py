@@ -35,17 +35,20 @@ def moved(cuda):
     machine = cuda(staging_mb=0.05)
     device, pinned = (machine.tiers[name].reserve("data", 1 << 20) for name in ("device", "pinned"))
 
-    def roundtrip(source: torch.Tensor, *, through_pinned: bool, pad: int = 0) -> np.ndarray:
+    def roundtrip(source: torch.Tensor, way: str) -> np.ndarray:
         shape = tuple(source.shape)
         names = {v: k for k, v in {"float32": torch.float32, "int64": torch.int64}.items()}
         dtype = names[source.dtype]
 
         def up(ctx):
             src = source
-            if through_pinned:
+            if way == "pinned":
                 src = ctx.tensor(pinned, shape, dtype)
                 src.copy_(source)
-            ctx.move(ctx.tensor(device, shape, dtype), src)
+            if way == "filled":
+                ctx.fill(ctx.tensor(device, shape, dtype), lambda host: host.copy_(source))
+            else:
+                ctx.move(ctx.tensor(device, shape, dtype), src)
 
         machine.submit(H2D, Run(up, writes=(device,)))
         ticket = machine.submit(D2H, Run(lambda ctx: ctx.host_value(ctx.tensor(device, shape, dtype)), reads=(device,)))
@@ -66,11 +69,11 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize("through_pinned", [False, True])
+@pytest.mark.parametrize("way", ["pageable", "pinned", "filled"])
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES.keys())
-def test_what_goes_to_the_device_comes_back(moved, device, source, through_pinned):
+def test_what_goes_to_the_device_comes_back(moved, device, source, way):
     device.blocking.clear()
-    value = moved(source, through_pinned=through_pinned)
+    value = moved(source, way)
     assert value.shape == tuple(source.shape)
     assert np.array_equal(value, source.numpy())
     too_large = source.dim() == 2 and len(source) == 1
