@@ -9,20 +9,29 @@ from pathlib import Path
 
 from harness.interrupts import exit_code
 from paper_figures import reports
-from paper_figures.prescope import ablation, cpu_rates, gap, throughput
+from paper_figures.prescope import ablation, cpu_rates, gap, launches, throughput
 from paper_figures.prescope.cases import FOLDER, NOTE
 from paper_figures.reports import Report
 
 REPORTS = {
-    "throughput": Report(compute=throughput.compute, tables=throughput.tables, note=NOTE, folder=FOLDER),
-    "ablation": Report(compute=ablation.compute, tables=ablation.tables, note=NOTE, folder=FOLDER),
+    "throughput": Report(
+        compute=throughput.compute, tables=throughput.tables, note=NOTE, folder=FOLDER,
+        pictures={"fig12-throughput": throughput.draw_throughput, "fig14-latency": throughput.draw_latency},
+    ),
+    "ablation": Report(
+        compute=ablation.compute, tables=ablation.tables, note=NOTE, folder=FOLDER,
+        pictures={"fig15-ablation": ablation.draw},
+    ),
     "cpu-rates": Report(compute=cpu_rates.compute, tables=cpu_rates.tables, note=NOTE, folder=FOLDER),
-    "gap": Report(compute=gap.compute, tables=gap.tables, note=NOTE, folder=FOLDER),
-}
+    "launches": Report(compute=launches.compute, tables=launches.tables, note=NOTE, folder=FOLDER),
+    "gap": Report(
+        compute=gap.compute, tables=gap.tables, note=NOTE, folder=FOLDER, pictures={"fig17-gap": gap.draw}
+    ),
+}  # fmt: skip
 
 
 def others(folder: Path) -> None:
-    """Draw nothing more: the reports have tables."""
+    """Draw nothing more: all pictures are those of reports."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paper_figures.prescope.cases import BATCHES, GPUS, MODELS, OURS, all_cases, computed, find
 from paper_figures.prescope.published import LOST
-from paper_figures.support import markdown_table
+from paper_figures.support import markdown_table, new_figure, with_one_legend
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def compute() -> dict[str, Any]:
     return {"label": "simulated", "rows": computed("ablation", all_cases(OURS))}
 
 
-def lost(rows: list[dict[str, Any]], gpu: str, model: str, batch: int, variant: str) -> float | None:
+def lost(rows: list[dict[str, Any]], gpu: str, model: str, batch: int, variant: str, way: str = "") -> float | None:
     """Return the share of PreScope's throughput that a variant loses; None where either was not simulated."""
-    whole, part = (find(rows, system, gpu, model, batch) for system in ("PreScope", variant))
+    whole, part = (find(rows, system, gpu, model, batch, way) for system in ("PreScope", variant))
     return 1 - part["tok_s"] / whole["tok_s"] if whole and part else None
 
 
@@ -31,3 +34,21 @@ def tables(data: dict[str, Any]) -> str:
     places = [(gpu, model, batch) for gpu in GPUS for model in MODELS for batch in BATCHES]
     told = "# PreScope, Fig. 15: throughput lost without a part, and published in brackets (simulated)"
     return f"{told}\n\n{markdown_table(columns, places)}\nThe paper tells 20 to 54 % in all.\n"
+
+
+def draw(data: dict[str, Any]) -> Figure:
+    """Draw Fig. 15: the share lost without each part over the batch, a panel for each GPU and model."""
+    figure = new_figure(11, 5)
+    variants = list(OURS)[1:]
+    for at, (gpu, model) in enumerate(((gpu, model) for gpu in GPUS for model in MODELS), start=1):
+        axes = figure.add_subplot(len(GPUS), len(MODELS), at)
+        for place, variant in enumerate(variants):
+            found = {b: lost(data["rows"], gpu, model, b, variant) for b in BATCHES}
+            bars = {n + 0.2 * place: 100 * share for n, (_, share) in enumerate(found.items()) if share is not None}
+            axes.bar(list(bars), list(bars.values()), width=0.2, label=variant)
+            for n, batch in enumerate(BATCHES):
+                if (published := LOST.get((gpu, model, batch, variant))) is not None:
+                    axes.plot([n + 0.2 * place], [100 * published], "kx", label="published")
+        axes.set_xticks([n + 0.3 for n in range(len(BATCHES))], [str(batch) for batch in BATCHES])
+        axes.set(title=f"{gpu}, {model}", xlabel="batch", ylabel="% of throughput lost")
+    return with_one_legend(figure)

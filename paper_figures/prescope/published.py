@@ -26,3 +26,14 @@ TABLE3_TOKENS = {
 
 # Section 6.5 and Fig. 17, Mixtral on the A100: the gap between both sides' times of a layer, in seconds.
 FIG17_MEDIAN_GAP_S, FIG17_LARGEST_GAP_S = 8e-3, 14e-3
+
+# Section 6.2.1 and Fig. 13: how long an expert takes on the CPU, in milliseconds by tokens. The picture's values are
+# not in the text; these are of LayerScope (nezha-Anonymous, micro*.txt), public code for the same models and batches.
+CPU_EXPERT_MS = {
+    "deepseek-v2-lite": {1: 0.216, 8: 0.658, 16: 0.923, 32: 1.38, 64: 2.42},
+    "mixtral-8x7b": {1: 3.24, 8: 12.9, 16: 17.0, 32: 31.1, 64: 57.9},
+    "qwen3-30b-a3b": {1: 0.164, 8: 0.534, 16: 0.685, 32: 1.01, 64: 1.50},
+    "moonlight-16b-a3b": {1: 0.192, 8: 0.668, 16: 0.910, 32: 1.43, 64: 2.54},
+}
+# What the same code takes a small expert to cost on the V100, computed by Hugging Face's modules (tg in deepseek.py).
+GPU_EXPERT_MS = 0.95

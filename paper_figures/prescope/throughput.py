@@ -1,13 +1,17 @@
-"""Simulate PreScope's Fig. 12 and 14: tokens a second and seconds per output token, beside other systems."""
+"""Simulate PreScope's Figs. 12 to 14: throughput and seconds per output token beside other systems, and an expert's
+times."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paper_figures.prescope.cases import BATCHES, GPUS, MODELS, OTHERS, all_cases, computed, find
-from paper_figures.prescope.published import LATENCY_V100, THROUGHPUT_A100_64
-from paper_figures.support import markdown_table
+from paper_figures.prescope.published import CPU_EXPERT_MS, LATENCY_V100, THROUGHPUT_A100_64
+from paper_figures.support import markdown_table, new_figure, plain_logarithms, with_one_legend
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SYSTEMS = ("PreScope", *OTHERS)
 
@@ -20,7 +24,7 @@ def tables(data: dict[str, Any]) -> str:
     rows = data["rows"]
     parts = ["# PreScope, Fig. 12: tok/s, and published in brackets (simulated)\n"]
     parts += [_table(rows, gpu, model) for gpu in GPUS for model in MODELS]
-    return "\n".join([*parts, _latency(rows)])
+    return "\n".join([*parts, _latency(rows), _overheads(rows)])
 
 
 def _table(rows: Sequence[dict[str, Any]], gpu: str, model: str) -> str:
@@ -33,8 +37,27 @@ def _table(rows: Sequence[dict[str, Any]], gpu: str, model: str) -> str:
     columns: dict[str, Any] = {"system": str}
     for batch in BATCHES:
         columns[str(batch)] = lambda system, batch=batch: cell(system, batch)
-    columns["experts on the device, batch 64"] = lambda system: _hits(rows, system, gpu, model)
-    return f"## {gpu}, {model}\n\n{markdown_table(columns, SYSTEMS)}"
+    columns["active experts, batch 64"] = lambda system: _hits(rows, system, gpu, model)
+    seconds: dict[str, Any] = {"seconds per output token": str}
+    for batch in BATCHES:
+        seconds[str(batch)] = lambda system, batch=batch: (
+            f"{found['token_s']:.3g}" if (found := find(rows, system, gpu, model, batch)) else "-"
+        )
+    seconds["busy in decode, batch 64"] = lambda system: _busy(rows, system, gpu, model)
+    return (
+        f"## {gpu}, {model}\n\n{markdown_table(columns, SYSTEMS)}\n{markdown_table(seconds, SYSTEMS)}\n"
+        f"{_refused(rows, gpu, model)}"
+    )
+
+
+def _busy(rows: Sequence[dict[str, Any]], system: str, gpu: str, model: str) -> str:
+    found = find(rows, system, gpu, model, 64)
+    return ", ".join(f"{lane} {found['decode']['busy'][lane]:.0%}" for lane in ("gpu", "cpu", "h2d")) if found else "-"
+
+
+def _refused(rows: Sequence[dict[str, Any]], gpu: str, model: str) -> str:
+    mine = [r for r in rows if (r["gpu"], r["model"]) == (gpu, model) and "refused" in r]
+    return "".join(f"* {r['system']}, batch {r['batch']}: {r['refused'].splitlines()[0]}\n" for r in mine)
 
 
 def _hits(rows: Sequence[dict[str, Any]], system: str, gpu: str, model: str) -> str:
@@ -43,7 +66,8 @@ def _hits(rows: Sequence[dict[str, Any]], system: str, gpu: str, model: str) -> 
     if not found or not found["counted"]:
         return "-"
     counted = found["counted"]
-    ways = ", ".join(f"{way} {counted[way] / counted['active']:.0%}" for way in ("resident", "prefetched", "cpu"))
+    of = {way: counted[way] / counted["active"] for way in ("resident", "prefetched", "on_demand", "cpu")}
+    ways = ", ".join(f"{way.replace('_', ' ')} {share:.0%}" for way, share in of.items())
     return f"{ways}, wasted {counted['wasted_bytes'] / 1e9:.3g} GB"
 
 
@@ -54,3 +78,56 @@ def _latency(rows: Sequence[dict[str, Any]]) -> str:
         "here": lambda of: f"{found['token_s']:.3g}" if (found := find(rows, "PreScope", "V100", *of)) else "-",
     }
     return f"## Fig. 14, V100: seconds per output token of PreScope\n\n{markdown_table(columns, LATENCY_V100)}"
+
+
+def _overheads(rows: Sequence[dict[str, Any]]) -> str:
+    """Write Fig. 13: what bringing and computing an expert takes, as PreScope measured it on the simulated machines."""
+
+    def ms(of: tuple[str, str], way: str, tokens: int = 1) -> float:
+        found = find(rows, "PreScope", *of, 64)
+        assert found is not None
+        costs = found["plan"]["costs"]
+        if way == "io":
+            return float(1e3 * costs["io_s"])
+        if way == "gpu":
+            return float(1e3 * (costs["gpu_s"] + (tokens - 1) * costs["gpu_token_s"]))
+        return float(1e3 * (costs["cpu_start_s"] + tokens * costs["cpu_token_s"]))
+
+    columns: dict[str, Any] = {
+        "GPU, model": ", ".join,
+        "transfer": lambda of: f"{ms(of, 'io'):.3g}",
+        "GPU, 1 and 64 tokens": lambda of: f"{ms(of, 'gpu'):.2g}, {ms(of, 'gpu', 64):.2g}",
+    }
+    for tokens in (1, 8, 16, 32, 64):
+        columns[f"CPU, {tokens}"] = lambda of, tokens=tokens: (
+            f"{ms(of, 'cpu', tokens):.3g} ({CPU_EXPERT_MS[of[1]][tokens]:g})"
+        )
+    places = [(gpu, model) for gpu in GPUS for model in MODELS if find(rows, "PreScope", gpu, model, 64)]
+    told = "## Fig. 13: ms for an expert, by tokens; in brackets LayerScope's, on a host of its own"
+    return f"{told}\n\n{markdown_table(columns, places)}"
+
+
+def draw_throughput(data: dict[str, Any]) -> Figure:
+    """Draw Fig. 12: tokens a second over the batch, a panel for each GPU and model."""
+    return _by_batch(data, "tok_s", "tok/s", {("A100", m, 64): v for m, v in THROUGHPUT_A100_64.items()})
+
+
+def draw_latency(data: dict[str, Any]) -> Figure:
+    """Draw Fig. 14: seconds per output token over the batch."""
+    return _by_batch(data, "token_s", "s per output token", {("V100", *of): v for of, v in LATENCY_V100.items()})
+
+
+def _by_batch(data: dict[str, Any], fact: str, name: str, published: dict[tuple[str, str, int], float]) -> Figure:
+    figure = new_figure(11, 5.6)
+    for at, (gpu, model) in enumerate(((gpu, model) for gpu in GPUS for model in MODELS), start=1):
+        axes = figure.add_subplot(len(GPUS), len(MODELS), at)
+        for system in SYSTEMS:
+            found = [(b, r[fact]) for b in BATCHES if (r := find(data["rows"], system, gpu, model, b))]
+            if found:
+                axes.plot(*zip(*found, strict=True), marker="o", markersize=3, label=system)
+        for (of_gpu, of_model, batch), value in published.items():
+            if (of_gpu, of_model) == (gpu, model):
+                axes.plot([batch], [value], "kx", label="PreScope, published")
+        axes.set(title=f"{gpu}, {model}", xlabel="batch", ylabel=name, xscale="log", yscale="log")
+        plain_logarithms(axes, x=BATCHES)
+    return with_one_legend(figure)

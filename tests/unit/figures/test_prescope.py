@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import pytest
 
+from harness.machine.base import CPU, D2H, GPU, Span, Work
+from harness.record.passes import PassRecord
 from harness.settings import load_strategy, parse_settings
-from paper_figures.prescope import ablation, gap, throughput
+from paper_figures.prescope import ablation, cpu_rates, emulated, gap, launches, throughput
 from paper_figures.prescope.cases import OTHERS, OURS, Case, all_cases, find
-from paper_figures.prescope.published import LOST
+from paper_figures.prescope.published import LOST, THROUGHPUT_A100_64
 from paper_figures.support import composed
 
 
 def made(case: Case, tok_s: float) -> dict:
-    ways = {"resident": 6, "prefetched": 1, "cpu": 3, "active": 10, "wasted_bytes": 2e9}
+    ways = {"resident": 6, "prefetched": 1, "on_demand": 0, "cpu": 3, "active": 10, "wasted_bytes": 2e9}
     named = {"system": case.system, "gpu": case.gpu, "model": case.model, "batch": case.batch, "variant": ""}
-    return {**named, "tok_s": tok_s, "token_s": 1 / tok_s, "counted": ways}
+    costs = dict.fromkeys(("io_s", "gpu_s", "gpu_token_s", "cpu_start_s", "cpu_token_s"), 1e-3)
+    busy = {"busy": {"gpu": 0.1, "cpu": 0.5, "h2d": 0.9}}
+    plan = {"plan": {"costs": costs}, "decode": busy}
+    return {**named, "tok_s": tok_s, "token_s": 1 / tok_s, "counted": ways, **plan}
 
 
 @pytest.mark.parametrize("system", [*OURS, *OTHERS])
@@ -38,7 +43,7 @@ def test_what_is_lost_is_told_beside_what_is_published():
 def test_throughput_shows_what_was_simulated_and_nothing_else():
     case = Case(system="PreScope", gpu="A100", model="qwen3-30b-a3b", batch=64)
     text = throughput.tables({"rows": [made(case, 4.0)]})
-    assert "4 (13.3)" in text and "resident 60%, prefetched 10%, cpu 30%, wasted 2 GB" in text
+    assert "4 (13.3)" in text and "resident 60%, prefetched 10%, on demand 0%, cpu 30%, wasted 2 GB" in text
     assert find([{**made(case, 4.0), "refused": "no room"}], *case.key) is None
     assert "4 (13.3)" not in throughput.tables({"rows": []})
 
@@ -47,3 +52,60 @@ def test_the_gap_of_a_layer_is_between_both_sides():
     rows = [{"system": "PreScope", "layers_s": [(0.010, 0.004), (0.001, 0.003)]}]
     line = next(line for line in gap.tables({"rows": rows}).splitlines() if line.startswith("| PreScope"))
     assert [cell.strip() for cell in line.split("|")[2:-1]] == ["4", "5.6", "6"]
+
+
+def test_the_cpu_rates_table_shows_what_prediction_gains():
+    place, rate = cpu_rates.PLACES[0], cpu_rates.RATES_GFLOP_S[0]
+    cases = [cpu_rates.case(system, *place, rate) for system in cpu_rates.SYSTEMS]
+    assert len({case.key for case in cases}) == 3, "each row is found again"
+    assert cases[2].overrides[-1] == "strategy.prefetch_slots=null", "the last word is the larger table's"
+    rows = [{**made(case, tok_s), "variant": case.variant} for case, tok_s in zip(cases, (8.0, 6.4, 10.0), strict=True)]
+    text = cpu_rates.tables({"rows": rows})
+    assert "8: +25.0%, -20.0%" in text
+    assert "8: " not in cpu_rates.tables({"rows": rows[:2]})
+
+
+def test_published_numbers_stand_beside_both_simulations():
+    model, value = next(iter(THROUGHPUT_A100_64.items()))
+    case = Case(system="PreScope", gpu="A100", model=model, batch=64)
+    rows = [{**made(case, tok_s), "variant": way} for tok_s, way in zip((400.0, 40.0), launches.WAYS, strict=True)]
+    line = next(line for line in launches.tables({"rows": rows}).splitlines() if line.startswith(f"| {model}, A100"))
+    assert [cell.strip() for cell in line.split("|")[2:-1]] == [f"{value:g}", "400", "40"]
+
+
+def span(lane, kind: str, start_s: float, end_s: float) -> Span:
+    return Span(
+        lane=lane, kind=kind, layer=0, micro_batch=0, ticket=0, packet=0, num_packets=1, urgent=False, start_s=start_s,
+        end_s=end_s, cpu_s=0.0, work=Work(),
+    )  # fmt: skip
+
+
+def test_a_layers_times_count_from_the_routers_answer_in_passes_of_decode():
+    one = [
+        span(D2H, "fetch route", 0, 1),
+        span(CPU, "experts", 1, 4),
+        span(GPU, "experts", 1, 3),
+        span(GPU, "combine", 4, 5),
+    ]
+    later = [span(s.lane, s.kind, s.start_s + 10, s.end_s + 10) for s in one]
+    assert gap.layer_times_s([*later, *one], [(9.0, 20.0)]) == [(3.0, 2.0)]
+    assert gap.layer_times_s([*one, *later], [(0.0, 20.0)]) == [(3.0, 2.0), (3.0, 2.0)]
+    prefill, decode = (PassRecord(index=n, start_s=n, end_s=n + 1, **{f"num_{kind}_tokens": 1})
+                       for n, kind in enumerate(("prefill", "decode")))  # fmt: skip
+    assert gap.decode_windows_s([prefill, decode]) == [(1, 2)]
+
+
+def test_an_emulated_table_has_medians_and_says_its_label():
+    latency = {"p50": 0.02, "p90": 0.03}
+    counted = {"resident": 5, "prefetched": 1, "cached": 0, "on_demand": 1, "cpu": 3, "active": 10, "wasted_bytes": 4e6}
+    row = {
+        "strategy": "prescope", "model": "m", "weights": "random", "link_gb_s": 0.7, "predictions": "gate",
+        "label": "emulated", "code": "abc", "ttft_s": latency, "tpot_s": latency, "e2e_s": latency, "counted": counted,
+        "busy": {"gpu": 0.5, "cpu": 0.4, "h2d": 0.9}, "gap_s": {"50": 0.001, "90": 0.002}, "disturbed": None,
+        "verified": "8 checked, 0 mismatched", "without_core": 0.0,
+    }  # fmt: skip
+    other = row | {"strategy": "moelens", "counted": {}, "gap_s": {}, "disturbed": "something", "tok_s": 1.0}
+    text = emulated.tables({"rows": [*(row | {"tok_s": tok_s} for tok_s in (3.0, 9.0, 4.0)), other]})
+    assert text.startswith("# PreScope beside other systems (emulated)")
+    assert "| m | 0.7 | prescope | 3 | 4 (3-9) | 20 | 30 | 0.02 | 50% | 10% | 0% | 10% | 30% | 4 | 1 / 2 |" in text
+    assert "| m | 0.7 | moelens | 1 | 1 (1-1) | 20 | 30 | 0.02 | - | - | - | - | - | - | - |" in text
