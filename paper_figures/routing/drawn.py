@@ -180,10 +180,10 @@ def groups(given: Sequence[Column]) -> Figure:
 
 def _groups(axes: Axes, column: Column) -> None:
     lines = {
-        "information on the next favourite": (informed(column.study), "s-", "tab:purple"),
-        "load of the hottest quarter of experts": (hottest_quarter(column.study), "o-", "tab:blue"),
+        "information on the favourite": (informed(column.study), "s-", "tab:purple"),
+        "load of the hottest quarter": (hottest_quarter(column.study), "o-", "tab:blue"),
         "cosine of gating inputs": (cosines(column.study), "^-", "tab:red"),
-        "favourite's share of a token's weights": (favourite_weights(column.study), "d-", "tab:green"),
+        "weight of the favourite": (favourite_weights(column.study), "d-", "tab:green"),
     }
     for label, (values, form, colour) in lines.items():
         if values is not None:
