@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from paper_figures.moegen.published import FIG7_BEST_SHARE, FIG7_SEQUENCES, FIG7_SHAPE, INCONSISTENT
 from paper_figures.moegen.rows import Row, computed
 from paper_figures.moegen.settings import Case
-from paper_figures.moegen.text import number, percent
+from paper_figures.moegen.text import number, pair, percent
 from paper_figures.support import markdown_table, new_figure
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ def tables(data: dict[str, Any]) -> str:
         "busy: gpu": lambda r: percent(r["decode"]["busy"]["gpu"]),
         "cpu": lambda r: percent(r["decode"]["busy"]["cpu"]),
         "link": lambda r: percent(r["decode"]["busy"]["h2d"]),
+        "s a step": lambda r: number(r["decode"]["pass_s"]),
+        "GB a step: weights / KV": lambda r: pair(r["decode"]["link_gb"]["weights"], r["decode"]["link_gb"]["kv"]),
     }
     rows = [r for r in data["rows"] if "refused" not in r]
     best = "; ".join(f"{setting} {number(best_share(rows, setting))}" for setting in SETTINGS)

@@ -83,8 +83,11 @@ def draw(data: dict[str, Any]) -> Figure:
         for system in SYSTEMS:
             found = [(n, gb / 1e3) for n in places if (gb := dataset_gb(data["rows"], system, gpu, n)) is not None]
             if found:
-                axes.plot(*zip(*found, strict=True), marker="o", label=system)
+                cache = "in host memory" if system == SYSTEMS[0] else "on the GPU"
+                axes.plot(*zip(*found, strict=True), marker="o", label=f"{system}, cache {cache}")
         axes.set(xscale="log", yscale="log", xlabel="requests", title=name)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:,.10g}")
     blocks[0].set_ylabel("TB over the link")
     figure.legend(*blocks[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(SYSTEMS))
     return figure
