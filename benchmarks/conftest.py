@@ -82,7 +82,8 @@ def peer_pythons(pytestconfig: pytest.Config) -> dict[str, str]:
 
 
 @cache
-def _facts() -> dict[str, Any]:
+def machine_facts() -> dict[str, Any]:
+    """Return what a result says of the machine it was measured on."""
     from harness.record.provenance import environment
     from kernels import isa
 
@@ -95,7 +96,7 @@ def report(benchmark: Any, scale: Scale) -> Iterator[Any]:
 
     def add(rounds: Rounds, **values: Any) -> None:
         benchmark.extra_info.update(
-            {"label": "measured", "quick": scale.quick, "machine": _facts(), **rounds.summary(), **values}
+            {"label": "measured", "quick": scale.quick, "machine": machine_facts(), **rounds.summary(), **values}
         )
 
     yield add

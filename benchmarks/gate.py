@@ -1,0 +1,106 @@
+"""Measures the kernels and fails where one has become slower than its committed reference.
+
+    python benchmarks/gate.py                          # about three minutes on 2 cores; exit code 1 below 0.9
+    python benchmarks/gate.py --only linear --least 0.8
+
+Compared are ratios taken within one run, of a ceiling's or another implementation's time over ours, with those in
+results/reference/kernels from the same processor and code path: seconds would tell of the machine's other guests. What
+is below is measured once more, and its better run counts. A processor without a reference is told and passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.conftest import machine_facts  # noqa: E402
+from benchmarks.report_kernels import OUT, PARTS, folder_of, measure  # noqa: E402
+from benchmarks.support.tables import table  # noqa: E402
+
+ROUNDS = "9"  # of 27
+Ratios = dict[tuple[str, str], float]  # by test and contestant: its time over ours
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A ratio beside the reference's."""
+
+    test: str
+    contestant: str
+    ratio: float
+    reference: float
+
+    @property
+    def share(self) -> float:
+        """How much of the reference's ratio is left."""
+        return self.ratio / self.reference
+
+
+def ratios(rows: Iterable[Mapping[str, Any]]) -> Ratios:
+    """Return the ratios of a part's rows."""
+    return {(row["test"], contestant): value for row in rows for contestant, value in row["ratio"].items()}
+
+
+def compared(now: Ratios, reference: Ratios) -> list[Compared]:
+    """Return what both have, the worst first."""
+    both = [Compared(*key, ratio=now[key], reference=reference[key]) for key in now.keys() & reference.keys()]
+    return sorted(both, key=lambda each: (each.share, each.test, each.contestant))
+
+
+def gate(part: str, reference: Ratios, arguments: list[str], least: float) -> list[Compared]:
+    """Measure a part, and once more if anything is below; return each comparison's better run."""
+    found: dict[tuple[str, str], Compared] = {}
+    for _ in range(2):
+        result = measure(part, arguments)
+        for each in compared(ratios(result["rows"]) if result else {}, reference):
+            key = (each.test, each.contestant)
+            found[key] = max(found.get(key, each), each, key=lambda one: one.share)
+        if not found or min(each.share for each in found.values()) >= least:
+            break
+    return sorted(found.values(), key=lambda each: each.share)
+
+
+def told(found: Iterable[Compared], least: float) -> str:
+    rows = [
+        [each.test, each.contestant, f"{each.ratio:.2f}", f"{each.reference:.2f}", f"{each.share:.2f}",
+         "**below**" if each.share < least else "ok"]
+        for each in found
+    ]  # fmt: skip
+    return table([["benchmark", "time of / ours", "now", "reference", "share", f"at least {least:g}"], *rows])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", choices=sorted(PARTS), action="append", help="parts to run (default: all)")
+    parser.add_argument("--least", type=float, default=0.9, help="share of the reference's ratio (default: 0.9)")
+    parser.add_argument("--rounds", default=ROUNDS, help=f"rounds of each measurement (default: {ROUNDS})")
+    parser.add_argument("--reference", type=Path, default=OUT, help="folder with <machine>/<part>.json")
+    given = parser.parse_args(arguments)
+    folder = given.reference / folder_of(machine_facts())
+    if not folder.is_dir():
+        known = ", ".join(sorted(path.name for path in given.reference.iterdir() if path.is_dir()))
+        print(f"SKIPPED: no reference for {folder.name} (there are {known}); benchmarks/report_kernels.py makes one")
+        return 0
+    found, below = [], False
+    for part in given.only or PARTS:
+        path = folder / f"{part}.json"
+        if not path.exists():
+            print(f"SKIPPED {part}: {folder.name} has no reference of it")
+            continue
+        found = gate(part, ratios(json.loads(path.read_text())["rows"]), ["--rounds", given.rounds], given.least)
+        print(f"## {part}\n\n{told(found, given.least)}\n" if found else f"SKIPPED {part}: nothing to compare")
+        below = below or any(each.share < given.least for each in found)
+    print(f"below {given.least:g} of the reference" if below else "no kernel is below its reference")
+    return int(below)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
