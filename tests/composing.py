@@ -10,7 +10,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from tests.conftest import ROOT
 
@@ -44,9 +44,26 @@ def _by_hydra(overrides: tuple[str, ...]) -> DictConfig:
 
 @cache
 def _of_files(choices: tuple[str, ...]) -> bytes:
-    """Compose files once, which takes Hydra a quarter of a second. Pickle copies them four times as fast as
-    `deepcopy`."""
-    return pickle.dumps(_by_hydra(choices))
+    """Compose files once, which takes Hydra a tenth of a second. Where each choice alone changes nothing but its own
+    group, the groups are put together here. Pickle copies them four times as fast as `deepcopy`."""
+    parts = {choice.partition("=")[0]: _own_part(choice) for choice in choices} if len(choices) > 1 else {}
+    if len(parts) < max(2, len(choices)) or None in parts.values():
+        return pickle.dumps(_by_hydra(choices))
+    cfg: DictConfig = pickle.loads(_of_files(()))
+    with open_dict(cfg):
+        for group, part in parts.items():
+            cfg[group] = pickle.loads(part or b"")[group]
+    return pickle.dumps(cfg)
+
+
+@cache
+def _own_part(choice: str) -> bytes | None:
+    """Return the configuration with one choice; None where that changes more than its group."""
+    content, group = _of_files((choice,)), choice.partition("=")[0]
+    chosen, default = (OmegaConf.to_container(pickle.loads(each)) for each in (content, _of_files(())))
+    assert isinstance(chosen, dict) and isinstance(default, dict)
+    is_alone = list(chosen) == list(default) and all(chosen[key] == default[key] for key in default if key != group)
+    return content if is_alone else None
 
 
 def _set(choices: tuple[str, ...], settings: list[str]) -> DictConfig | None:

@@ -76,10 +76,10 @@ class AccumulatedMemory:
 class AccumulatedBatch:
     """Collects the normed hidden states of many tokens in pinned memory, and their experts' sums.
 
-    In a layer, `begin`, then `add` each micro-batch behind its router; then `begin_experts`, and run them by `expert`
-    or `expert_on_host`; then `take_sums` for each micro-batch, and `combine` adds them to the residual stream. Rows are
-    numbered from 0 in the order of `add`. Slices of an expert's tokens go round through the stagings. It is for an
-    engine of one GPU, the first of the machine. AssertionError where several GPUs share the model.
+    In a layer, `begin`, then `add` each micro-batch behind its router; then `begin_experts`, and run them by `expert`;
+    then `take_sums` for each micro-batch, and `combine` adds them to the residual stream. Rows are numbered from 0 in
+    the order of `add`. Slices of an expert's tokens go round through the stagings. It is for an engine of one GPU, the
+    first of the machine. AssertionError where several GPUs share the model.
     """
 
     def __init__(self, engine: Engine, emit: Emitter, memory: AccumulatedMemory) -> None:
@@ -139,14 +139,6 @@ class AccumulatedBatch:
         emit.submit(D2H, OffloadResults(spec, staging.results, staging.pinned_results, n, layer))
         emit.submit(CPU, AddWeighted(spec, staging.pinned_results, self._sums, tokens, weights, layer))
         return ran
-
-    def expert_on_host(self, part: PlacedPart, tokens: np.ndarray, weights: np.ndarray) -> Ticket:
-        """Run an expert that lies in host memory over rows `tokens`, by the CPU, in place."""
-        op = Expert(
-            self._family, self._spec, part, self._rows, self._sums, len(tokens),
-            layer=self._layer, tokens=tokens, weights=weights, on_host=True,
-        )  # fmt: skip
-        return self._emit.submit(CPU, op)
 
     def take_sums(self, it: InFlight, rows: range) -> Ticket:
         """Bring the sums of a micro-batch, whose rows are `rows`, to its `moe_out`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable
-from functools import partial
 
 import pytest
 import yaml
@@ -27,18 +26,20 @@ from harness.memory.tiers import device_tier
 from harness.plan.planning import make_plan
 from tests.composing import composed
 from tests.conftest import ROOT
+from tests.contract.placing import placed
 from tests.contract.running import CAPACITIES_BYTES, check_tokens, engine_on, requests, run_to_end, strategy_of
-from tests.contract.sketches import expert_placement, module_batching
 from tests.contract.watching import WatchingMachine, untouched
 
 YAMLS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "conf/strategy").glob("*.yaml"))}
 ON_GPU = {"attention": "gpu", "gpu_kv_staging_mb": 0.02}
 SMALL_DEVICE = 2_240_000  # does not hold the hidden states of a prefill
+ACCUMULATED = "attention on both sides, tokens accumulated in host memory"
+BY_LOT = "experts predicted and placed by lot"
 # Name: strategy, what differs from its defaults, GPUs, bytes of each one's memory.
 PLANNED = {"moelens": {"profile_repeats": 1}, "moegen_g": {"search": False}, "moegen_h": {"search": False}}  # at once
 RUNS: dict[str, tuple[str, dict, int, int]] = {
     **{name: (name, PLANNED.get(name, {}), 1, CAPACITIES_BYTES["device"]) for name in YAMLS},
-    "attention on both sides": (
+    ACCUMULATED: (
         "moegen_h",
         {
             "search": False,
@@ -78,14 +79,6 @@ RUNS: dict[str, tuple[str, dict, int, int]] = {
     "shares of layers": ("deepspeed_zero", {}, 2, CAPACITIES_BYTES["device"]),
 }
 
-ACCUMULATED = "tokens accumulated in host memory"
-PREDICTED = "experts that are predicted"
-SKETCHES = {
-    ACCUMULATED: module_batching.build,
-    "experts on both sides": expert_placement.build,
-    PREDICTED: partial(expert_placement.build, predictor="gate"),
-}
-
 # What ops declare and touch in none of these runs.
 EXCUSED = {
     ("PrefillAttention", "reads", "tokens"): "the kernel of a real GPU takes positions from there",
@@ -97,10 +90,10 @@ EXCUSED = {
 
 def watch(tiny, name: str, seed: int = 0, *, planner: bool = True) -> WatchingMachine:
     """Watch a run; without its `planner`, which tries out ops of the same classes, only what comes behind that."""
-    if name in SKETCHES:
+    if name == BY_LOT:
         machine = WatchingMachine(capacities_bytes=CAPACITIES_BYTES, seed=seed)
         work = requests(6, vocab_size=tiny.spec.vocab_size, longest=24, max_new_tokens=4, seed=5)
-        return watched(tiny, engine_on(machine, tiny, work, kv_blocks=400), SKETCHES[name], planner)
+        return watched(tiny, engine_on(machine, tiny, work, kv_blocks=400), placed, planner)
     strategy, change, num_gpus, device_bytes = RUNS[name]
     values = YAMLS[strategy] | change
     capacities = CAPACITIES_BYTES | {device_tier(rank): device_bytes for rank in range(num_gpus)}
@@ -133,7 +126,7 @@ def watched(tiny, engine: Engine, build: Callable[[Engine], Strategy], planner: 
 
 
 def test_every_op_touches_what_it_declares_and_nothing_else(tiny):
-    machines = [watch(tiny, name, planner=False) for name in (*RUNS, *SKETCHES)]
+    machines = [watch(tiny, name, planner=False) for name in (*RUNS, BY_LOT)]
     seen = {cls for machine in machines for cls in machine.seen}
     modules = collective, compute, data, expert_rows, experts, host, paged, predictions, memory_ops
     there = {cls for module in modules for cls in vars(module).values() if inspect.isclass(cls) and issubclass(cls, Op)}
@@ -282,9 +275,9 @@ FORGOTTEN = {
     "a route is fetched without its weights": forgets(
         ACCUMULATED, data.FetchRoute, "reads", lambda op: (op.acts.expert_weights,)
     ),
-    "experts are predicted undeclared": forgets(PREDICTED, predictions.PredictExperts, "writes", writes),
-    "experts are predicted from what is not read": forgets(PREDICTED, predictions.PredictExperts, "reads", reads),
-    "predictions are fetched unread": forgets(PREDICTED, predictions.FetchPrediction, "reads", reads),
+    "experts are predicted undeclared": forgets(BY_LOT, predictions.PredictExperts, "writes", writes),
+    "experts are predicted from what is not read": forgets(BY_LOT, predictions.PredictExperts, "reads", reads),
+    "predictions are fetched unread": forgets(BY_LOT, predictions.FetchPrediction, "reads", reads),
     "hidden states are sent unread": forgets("stages", collective.SendHidden, "reads", reads),
     "hidden states are sent undeclared": forgets("stages", collective.SendHidden, "writes", writes),
     "a member does not read the partial sums of others": forgets(

@@ -2,103 +2,91 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-import numpy as np
 import pytest
 
-from harness.engine.batch import PassPlan
-from harness.engine.sequences import Sequence
-from harness.memory.replacement import LeastRecentlyUsed
-from strategies.common.predictors import GatePredictor
-from strategies.expert_offload.deployment import Deployment, PlacementConfig
-from strategies.expert_offload.placement import LayerView, Placement
+from harness.engine.emitter import Emitter
+from harness.machine.base import CPU, GPU, H2D
 from strategies.expert_offload.policies import AbsentOnCpu, OnDemandOnly
-from tests.contract.running import check_tokens, emulated, engine_on, requests, run_to_end, shuffled
-
-
-class Slots(PlacementConfig):
-    """A config with slots for prefetches."""
-
-    def num_slots(self, spec) -> tuple[int, int]:
-        return 2, 4
-
-
-class Cache(PlacementConfig):
-    """A config whose prefetches share the slots of experts on demand, which are a cache."""
-
-    def num_slots(self, spec) -> tuple[int, int]:
-        return 5, 0
-
-
-@dataclass
-class Random:
-    """Places by lot, and prefetches experts by lot: most guesses are wrong."""
-
-    looks_ahead: int = 1
-    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
-
-    def place(self, view: LayerView) -> Placement:
-        on_cpu = [e for e in view.active if self.rng.random() < 0.4]
-        on_gpu = [e for e in view.active if e not in on_cpu]
-        self.rng.shuffle(on_gpu)
-        later = [layer for layer in range(view.layer + 1, min(view.layer + 3, view.num_layers))]
-        guesses = [(layer, int(self.rng.integers(view.num_experts))) for layer in later for _ in range(3)]
-        return Placement(on_gpu=on_gpu, on_cpu=on_cpu, prefetch=guesses)
-
-
-def built(engine, placer, *, slots=Slots, micro_batches=1):
-    config = slots(batch_size=4, max_pass_tokens=64, packet_mb=0.004, profile_tokens=24)
-    deployment = Deployment.of(
-        config,
-        engine,
-        predictor=GatePredictor(engine),
-        num_micro_batches=micro_batches,
-        replacement=LeastRecentlyUsed(),
-    )
-    deployment.fill_table()
-    strategy = deployment.strategy(placer)
-    if micro_batches > 1:
-        strategy.scheduler = InTwo(strategy.scheduler)
-    return strategy
-
-
-class InTwo:
-    """Lets the sequences of a pass go through each layer in two micro-batches."""
-
-    def __init__(self, scheduler) -> None:
-        self._scheduler = scheduler
-
-    @property
-    def num_waiting(self) -> int:
-        return self._scheduler.num_waiting
-
-    def next_pass(self) -> PassPlan | None:
-        plan = self._scheduler.next_pass()
-        if plan is not None:
-            cut: list[list[Sequence]] = [plan.sequences[::2], plan.sequences[1::2]]
-            plan.micro_batches = [part for part in cut if part]
-        return plan
-
-    def retire(self, plan, ended) -> None:
-        self._scheduler.retire(plan, ended)
-
+from tests.contract.placing import Cache, Slots, placed
+from tests.contract.running import CAPACITIES_BYTES, check_tokens, emulated, engine_on, requests, run_to_end, shuffled
+from tests.contract.simulating import expert_bytes, link_bytes, simulated_engine, tokens_by_expert, tokens_of
+from tests.fake_device import cuda_machine
 
 CASES = {
-    "on demand, shuffled": (lambda: shuffled(0), OnDemandOnly, Slots, 1),
-    "CPU, shuffled": (lambda: shuffled(1), AbsentOnCpu, Slots, 1),
-    "by lot, shuffled": (lambda: shuffled(2), Random, Slots, 2),
-    "by lot in a cache, shuffled": (lambda: shuffled(3), Random, Cache, 1),
-    "by lot, emulated": (lambda: emulated(h2d_gb_s=0.01), Random, Slots, 1),
+    "on demand, shuffled": (lambda: shuffled(0), OnDemandOnly(), Slots, 1, {"on_demand"}),
+    "CPU, shuffled": (lambda: shuffled(1), AbsentOnCpu(), Slots, 1, {"cpu"}),
+    "by lot, shuffled": (lambda: shuffled(2), None, Slots, 2, {"on_demand", "prefetched", "cpu"}),
+    "by lot in a cache, shuffled": (lambda: shuffled(3), None, Cache, 1, {"on_demand", "prefetched", "cpu", "wasted"}),
+    "by lot, emulated": (lambda: emulated(0.01), None, Slots, 1, {"on_demand", "prefetched", "cpu", "withdrawn"}),
+    "by lot, cuda": (lambda: cuda_machine(CAPACITIES_BYTES), None, Slots, 1, {"on_demand", "prefetched", "cpu"}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_exact(tiny, case):
-    machine, placer, slots, micro_batches = CASES[case]
-    work = requests(5, vocab_size=tiny.spec.vocab_size, longest=40, max_new_tokens=4)
+    machine, placer, slots, micro_batches, ways = CASES[case]
+    work, built = requests(5, vocab_size=tiny.spec.vocab_size, longest=40, max_new_tokens=4), []
     engine = engine_on(machine(), tiny, work, kv_blocks=40)
-    run_to_end(engine, lambda e: built(e, placer(), slots=slots, micro_batches=micro_batches))
+
+    def build(on):
+        built.append(placed(on, placer, slots=slots, micro_batches=micro_batches))
+        return built[0]
+
+    run_to_end(engine, build)
     report = check_tokens(tiny, engine.sequences)
     assert report.checked == len(work)
     assert report.ok, report.first_mismatch
+    counted = built[0].counted()
+    assert all(counted[way] > 0 for way in ways), counted
+
+
+def test_sums_of_the_host_never_overwrite_those_of_the_device(tiny, monkeypatch):
+    load = Emitter.load_expert_sums
+    monkeypatch.setattr(Emitter, "load_expert_sums", lambda emit, it, layer, to, **how: load(emit, it, layer, **how))
+    work = requests(2, vocab_size=tiny.spec.vocab_size)
+    with pytest.raises(AssertionError, match="`moe_out` holds sums"):
+        run_to_end(engine_on(shuffled(0), tiny, work, kv_blocks=40), placed)
+
+
+def test_experts_on_the_host_return_the_tickets_of_all_that_is_submitted(monkeypatch):
+    engine, _ = simulated_engine("deepseek-v2-lite", 2)
+    submitted, checked, submit, run = [], [], engine.machine.submit, Emitter.experts_on_host
+
+    def noted(*args, **how):
+        submitted.append(submit(*args, **how))
+        return submitted[-1]
+
+    def on_host(*given):
+        before = len(submitted)
+        tickets = run(*given)
+        assert tickets == submitted[before:]
+        checked.extend(tickets)
+        return tickets
+
+    engine.machine.submit = noted
+    monkeypatch.setattr(Emitter, "experts_on_host", on_host)
+    run_to_end(engine, lambda on: placed(on, predictor="none", packet_mb=1.0))
+    assert checked
+
+
+@pytest.mark.parametrize("cpu_share", [0.0, 0.5, 1.0])
+def test_chosen_experts_are_charged_by_what_the_router_said(cpu_share):
+    """Every lane's bytes are active experts times an expert's size, beside those of tokens: nothing is an average."""
+    engine, routing = simulated_engine("qwen3-30b-a3b", 6)
+    built = []
+
+    def build(on):
+        built.append(placed(on, cpu_share=cpu_share, predictor="none", batch_size=6, packet_mb=1.0))
+        return built[0]
+
+    run_to_end(engine, build)
+    counted, routed = built[0].counted(), tokens_by_expert(engine, routing)
+    on_gpu = counted["prefetched"] + counted["cached"] + counted["on_demand"]
+    assert on_gpu + counted["cpu"] == sum((each > 0).sum() for each in routed)
+    device, host = expert_bytes(engine, GPU), expert_bytes(engine, CPU)
+    assert (len(device), len(host)) == (on_gpu, counted["cpu"])
+    assert sum(map(tokens_of(engine), device + host)) == pytest.approx(sum(each.sum() for each in routed))
+    assert (counted["cpu"] > 0) == (cpu_share > 0) and (on_gpu > 0) == (cpu_share < 1)
+    size = engine.store.experts(0)[0].layout.nbytes
+    came = [round(nbytes) for nbytes in link_bytes(engine, "weights", H2D)]
+    assert came == [size] * (counted["on_demand"] + counted["issued"] - counted["withdrawn"])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from tests.contract.placing import placed
 from tests.contract.running import engine_on, requests, run_to_end, shuffled, strategy_of
-from tests.contract.sketches import expert_placement, module_batching
 from tests.contract.test_strategies import YAMLS
 from tests.contract.toy_family import INGREDIENTS, PlainToy, make_toy
 
 HOST_EXPERTS = {"batch_size": 4, "micro_batch_size": 2, "gpu_ffn": False, "resident_kv": 0.0}
+ACCUMULATED = {"on_device": False, "attention_batch": 2, "prefill_attention_batch": 2, "cpu_attention": 0.5}
 RUNS = {
     "attention on the host": ("moelens", {"n_real": 40}, 1),
     "attention over staged keys": ("moelens", {"attention": "gpu", "gpu_kv_staging_mb": 0.02, "n_real": 60}, 1),
@@ -17,8 +18,8 @@ RUNS = {
     "on two GPUs": ("ondemand", {}, 2),
     "experts on the host": ("moelightning", {"policy": HOST_EXPERTS | {"gpu_attention": False}}, 1),
     "attention on the device, experts on the host": ("flexgen", {"policy": HOST_EXPERTS | {"gpu_attention": True}}, 1),
+    "tokens that accumulate": ("moegen_h", {"search": False, "policy": ACCUMULATED}, 1),
 }
-SKETCHES = (module_batching, expert_placement)
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +55,9 @@ def test_the_device_keeps_attentions_own_weights_once(toy, work, name):
     assert engine.machine.tiers["device"].holders()["weights of attention itself"] == own_bytes
 
 
-@pytest.mark.parametrize("sketch", SKETCHES, ids=lambda module: module.__name__.rsplit(".", 1)[-1])
-def test_tokens_of_sketches(toy, work, expected, sketch):
+def test_tokens_where_experts_are_placed_by_lot(toy, work, expected):
     engine = engine_on(shuffled(1), toy, work, kv_blocks=40)
-    run_to_end(engine, sketch.build)
+    run_to_end(engine, placed)
     assert [sequence.generated for sequence in engine.sequences] == expected
 
 

@@ -28,7 +28,7 @@ from tests.contract.running import (
     run_to_end,
     strategy_of,
 )
-from tests.contract.test_sketches import expert_bytes, simulated_engine
+from tests.contract.simulating import expert_bytes, simulated_engine
 from tests.contract.test_strategies import YAMLS
 from tests.tiny_families import tiny_family
 from tests.unit.strategies.views import view_of

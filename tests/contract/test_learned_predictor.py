@@ -23,9 +23,9 @@ from harness.settings import parse_settings
 from harness.study.prediction import Learned
 from strategies.common.predictors import LearnedPredictor, PredictorConfig, build_predictor
 from tests.composing import composed
+from tests.contract.placing import placed
 from tests.contract.running import check_tokens, emulated, engine_on, requests, run_to_end, shuffled
-from tests.contract.sketches import expert_placement
-from tests.contract.test_sketches import simulated_engine
+from tests.contract.simulating import simulated_engine
 from tests.unit.study.texts import random_text
 
 
@@ -95,7 +95,7 @@ def predicted(monkeypatch):
 def test_predictions_are_what_the_network_computes_and_no_token_changes(tiny, folder, predicted, make):
     work = requests(6, vocab_size=tiny.spec.vocab_size, longest=20, max_new_tokens=4)
     engine = engine_on(make(), tiny, work, kv_blocks=40)
-    run_to_end(engine, partial(expert_placement.build, predictor="learned", path=str(folder)))
+    run_to_end(engine, partial(placed, predictor="learned", path=str(folder)))
     report = check_tokens(tiny, engine.sequences)
     assert report.ok and report.checked == 6, report.first_mismatch
     read = PredictorFolder.read(folder, tiny.spec, tiny.spec.hidden_dim)
@@ -114,7 +114,7 @@ def test_predictions_are_what_the_network_computes_and_no_token_changes(tiny, fo
 
 def test_a_simulation_charges_for_predictors_of_the_published_size():
     engine, _ = simulated_engine("qwen3-30b-a3b", 2, hit_rate=0.5)
-    run_to_end(engine, partial(expert_placement.build, predictor="learned"))
+    run_to_end(engine, partial(placed, predictor="learned", packet_mb=1.0))
     spec, shapes = engine.spec, stated_shapes(engine.spec)
     spans = [s for s in engine.machine.spans if s.kind == "predict experts, learned"]
     passes = sum(s.kind == "head" for s in engine.machine.spans)

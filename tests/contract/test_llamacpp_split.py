@@ -20,8 +20,8 @@ from harness.plan.planning import make_plan
 from tests.composing import composed
 from tests.conftest import ROOT
 from tests.contract.running import check_tokens, emulated, engine_on, requests, run_to_end, shuffled, strategy_of
+from tests.contract.simulating import simulated_engine
 from tests.contract.test_families import FAMILIES, check_run
-from tests.contract.test_sketches import simulated_engine
 from tests.tiny_families import runnable
 
 VALUES = yaml.safe_load((ROOT / "conf/strategy/llamacpp_split.yaml").read_text())

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from harness.engine import loop
+from harness.engine.accumulated import AccumulatedBatch, AccumulatedMemory
+from harness.engine.emitter import Emitter
 from harness.engine.ops.data import LoadKv
 from harness.engine.ops.experts import Expert
 from harness.engine.ops.host import AppendKv, DecodeAttention
-from harness.machine.base import LaneKind
+from harness.machine.base import D2H, H2D, LaneKind
 from harness.machine.simulated import SimulatedMachine
 from harness.machine.virtual.costs import LaneCost, Roofline
 from harness.machine.virtual.world import World
@@ -22,7 +24,8 @@ from harness.routing.kinds.uniform import UniformRouting
 from harness.settings import parse_settings
 from harness.workload.request import Request
 from tests.composing import composed
-from tests.contract.running import engine_on, strategy_of
+from tests.contract.running import engine_on, shuffled, strategy_of
+from tests.contract.simulating import link_bytes
 from tests.contract.test_strategies import YAMLS
 
 SPARSE, DENSE = "qwen3-30b-a3b", "mixtral-8x7b"  # 128 experts of which a token has 8, and 8 of which it has 2
@@ -116,6 +119,40 @@ def test_an_expert_runs_once_over_all_of_its_tokens(model, slice_tokens, on_devi
             for expert, sizes in ran.items():
                 assert sum(sizes) == tokens[expert]
                 assert len(sizes) == -(-tokens[expert] // slice_tokens)
+    spec, passes = run.engine.spec, range(len(run.passes))
+    routed = sum(run.tokens(number, layer).sum() for number in passes for layer in range(spec.num_layers))
+    if not on_device:  # every row comes once for each of its experts, whatever slice it is in
+        row_bytes = spec.hidden_dim * spec.dtype_bytes
+        assert sum(link_bytes(run.engine, "load rows", H2D)) == pytest.approx(routed * row_bytes)
+        assert sum(link_bytes(run.engine, "offload results", D2H)) == pytest.approx(routed * spec.hidden_dim * 4)
+        rows = routed / spec.experts_per_token
+        assert sum(link_bytes(run.engine, "offload rows", D2H)) == pytest.approx(rows * row_bytes)
+
+
+@pytest.mark.parametrize("step", ["begin_experts", "add"])
+def test_a_step_returns_the_ticket_of_all_that_it_submits(monkeypatch, step):
+    run = Watched({"on_device": False, "attention_batch": 2}, model="deepseek-v2-lite")
+    of_steps, plain = [], getattr(AccumulatedBatch, step)
+
+    def checked(*args):
+        before = len(run.tickets[-1])
+        result = plain(*args)
+        tickets = result[1] if isinstance(result, tuple) else result
+        assert (tickets if isinstance(tickets, list) else [tickets]) == run.tickets[-1][before:]
+        of_steps.extend(run.tickets[-1][before:])
+        return result
+
+    monkeypatch.setattr(AccumulatedBatch, step, checked)
+    run.run()
+    assert of_steps
+
+
+def test_tokens_of_several_gpus_do_not_accumulate(tiny):
+    engine = engine_on(shuffled(0), tiny, [], kv_blocks=40)
+    memory = AccumulatedMemory.reserve(engine.machine, tiny.spec, max_tokens=8, slice_tokens=4)
+    for several in (replace(engine, peers=(replace(engine, rank=1),)), replace(engine, rank=1)):
+        with pytest.raises(AssertionError, match="one GPU"):
+            AccumulatedBatch(several, Emitter(several), memory)
 
 
 def test_device_memory_does_not_grow_with_the_batch():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -18,15 +17,15 @@ from harness.engine.ops.data import MicroBatchOp
 from harness.machine.base import D2H, GPU, H2D, Work
 from harness.model.dimensions import Router
 from harness.model.functional import choose_experts, foresee_experts
+from strategies.expert_offload import pipeline
 from tests.conftest import ROOT
+from tests.contract.placing import placed
 from tests.contract.running import CAPACITIES_BYTES, check_tokens, emulated, engine_on, requests, run_to_end, shuffled
-from tests.contract.sketches import expert_placement
-from tests.contract.test_sketches import link_bytes, simulated_engine
+from tests.contract.simulating import link_bytes, simulated_engine
 from tests.contract.toy_family import PlainToy, make_toy
 from tests.fake_device import cuda_machine
 
 DOCUMENT = ROOT / "docs/experts.md"
-PREDICTING = partial(expert_placement.build, predictor="gate")
 
 
 class FetchNormed(MicroBatchOp):
@@ -64,10 +63,10 @@ def predicted(monkeypatch) -> list[tuple[int, np.ndarray, tuple[np.ndarray, np.n
     return found
 
 
-def run(machine, checkpoint, build: Callable = PREDICTING, count: int = 6) -> Engine:
+def run(machine, checkpoint, count: int = 6) -> Engine:
     work = requests(count, vocab_size=checkpoint.spec.vocab_size, longest=20, max_new_tokens=4)
     engine = engine_on(machine, checkpoint, work, kv_blocks=40)
-    run_to_end(engine, build)
+    run_to_end(engine, placed)
     return engine
 
 
@@ -124,7 +123,9 @@ def test_predictions_are_those_of_the_later_layers_router(tiny, predicted, make)
     assert {layer for layer, _, _ in predicted} == set(range(1, tiny.spec.num_layers))
     assert agree(tiny, predicted)
     account = engine.machine.tiers["device"].holders()
-    assert account["batch predicted ids"] == 512 * 2 * 8 and account["batch predicted chances"] == 512 * 2 * 4
+    most_tokens = 4 * max(len(sequence.request.prompt_ids) for sequence in engine.sequences)
+    assert account["activations 0 predicted ids"] == most_tokens * 2 * 8
+    assert account["activations 0 predicted chances"] == most_tokens * 2 * 4
 
 
 def test_a_correction_bias_and_groups_count_in_predictions(tiny, predicted, tmp_path, monkeypatch):
@@ -143,7 +144,7 @@ def test_all_experts_chances_sum_to_the_number_that_is_chosen(tiny, predicted, t
     """The toy's router has groups, a sigmoid and a bias."""
     checkpoint = make_toy(tiny, tmp_path / "toy", monkeypatch) if name == "toy" else tiny
     wide = lambda *given, **how: Activations(*given, **how | {"num_predicted": 8})  # noqa: E731
-    monkeypatch.setattr(expert_placement, "Activations", wide)
+    monkeypatch.setattr(pipeline, "Activations", wide)
     run(shuffled(0), checkpoint, count=3)
     assert predicted
     for layer, normed, (ids, likely) in predicted:
@@ -155,7 +156,7 @@ def test_all_experts_chances_sum_to_the_number_that_is_chosen(tiny, predicted, t
 
 def test_an_oracles_chances_sum_to_the_number_that_is_chosen(predicted):
     engine, _ = simulated_engine("qwen3-30b-a3b", 2, hit_rate=1.0)
-    run_to_end(engine, PREDICTING)
+    run_to_end(engine, partial(placed, packet_mb=1.0))
     assert predicted
     for _, _, (ids, likely) in predicted:
         assert expected_tokens(ids, likely, 128).sum() == pytest.approx(8 * len(ids))
@@ -210,8 +211,8 @@ def test_a_router_of_another_layer_is_caught(tiny, predicted, monkeypatch):
 def test_only_layers_with_a_router_ahead_are_predicted(tiny):
     engine = engine_on(shuffled(0), tiny, requests(1, vocab_size=tiny.spec.vocab_size), kv_blocks=40)
     last, part = tiny.spec.num_layers - 1, engine.store.layers[0]["attention_out"]
-    pipeline = PREDICTING(engine).pipeline
-    it = InFlight(OpBench(engine, None).batch(Shape(prompts=(3,))), pipeline._acts)
+    pipeline = placed(engine).pipeline
+    it = InFlight(OpBench(engine, None).batch(Shape(prompts=(3,))), pipeline.acts[0])
     for layer, distance in ((last, 1), (0, 0), (0, last + 1)):
         with pytest.raises(AssertionError, match="no router ahead"):
             Emitter(engine).predict(it, layer, part, distance=distance)
@@ -224,7 +225,7 @@ def test_predictions_cost_time_where_nothing_is_computed():
     """The router's matrix and the tokens' rows are read, and what the world predicts comes over the link. Nobody
     transfers the routers again, which stay on the device."""
     engine, _ = simulated_engine("qwen3-30b-a3b", 2, hit_rate=0.5)
-    run_to_end(engine, PREDICTING)
+    run_to_end(engine, partial(placed, packet_mb=1.0))
     spec, spans = engine.spec, list(engine.machine.spans)
     computed = [s for s in spans if s.kind == "predict experts"]
     passes = sum(s.kind == "head" for s in spans)

@@ -17,7 +17,7 @@ from harness.settings import load_strategy, parse_settings
 from strategies.common import predictors
 from tests.composing import composed
 from tests.contract.running import check_tokens, emulated, engine_on, requests, run_to_end
-from tests.contract.test_sketches import expert_bytes, tokens_by_expert, tokens_of
+from tests.contract.simulating import expert_bytes, tokens_by_expert, tokens_of
 
 RATES = LaneCost(overhead_s=1e-5, flops_s=1e12, device_bytes_s=1e11, host_bytes_s=6e9, link_bytes_s=1e10)
 NO_TABLE = {"table": "none", "profile_tokens": 64}
