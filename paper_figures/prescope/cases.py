@@ -63,13 +63,19 @@ class Case:
         return (self.system, self.gpu, self.model, self.batch, self.variant)
 
     @property
+    def named(self) -> dict[str, Any]:
+        """The fields by which a row is found again, as the row has them."""
+        return dict(zip(_FIELDS, self.key, strict=True))
+
+    @property
+    def command(self) -> str:
+        return f"python -m harness.plan {' '.join(self.overrides)}"
+
+    @property
     def overrides(self) -> list[str]:
         """The overrides as `python -m harness.plan` takes them."""
-        own = (
-            "strategy=prescope",
-            f"strategy.batch_size={self.batch}",
-            f"strategy.prefetch_slots={ACTIVE[self.model]}",
-        )
+        slots = f"strategy.prefetch_slots={ACTIVE[self.model]}"
+        own = ("strategy=prescope", "strategy.predictor=learned", f"strategy.batch_size={self.batch}", slots)
         return [
             *((*own, *OURS[self.system]) if self.system in OURS else OTHERS[self.system]),
             *(f"model={self.model}", *GPUS[self.gpu], "dataset=sharegpt", "dataset.synthetic=lengths"),
@@ -88,10 +94,7 @@ def all_cases(systems: Iterable[str], batches: Sequence[int] = BATCHES) -> list[
 def row(case: Case) -> dict[str, Any]:
     """Simulate a case. Where it does not fit, the row says why and has no numbers."""
     began_s = time.monotonic()
-    named = {
-        **dict(zip(_FIELDS, case.key, strict=True)), "code": code_version(),
-        "command": f"python -m harness.plan {' '.join(case.overrides)}",
-    }  # fmt: skip
+    named = {**case.named, "code": code_version(), "command": case.command}
     try:
         plan = planned(case.overrides)
     except DoesNotFit as error:
@@ -112,13 +115,15 @@ def row(case: Case) -> dict[str, Any]:
 def computed(name: str, cases: Iterable[Case]) -> list[dict[str, Any]]:
     """Simulate cases one after another, and keep what is done in the report's file.
 
-    A row of the same case that stands in the file of any report is taken from there.
+    A row with the same command that stands in the file of any report is taken from there.
     """
     path, rows = FOLDER / f"{name}.json", []
     others = [each for each in FOLDER.glob("*.json") if each != path]
-    kept = {key_of(r): r for each in (*others, path) if each.exists() for r in read_json(each)["rows"] if "batch" in r}
+    read = (r for each in (*others, path) if each.exists() for r in read_json(each)["rows"])
+    kept = {r["command"]: r for r in read if "command" in r}
     for case in cases:
-        rows.append(kept.get(case.key) or row(case))
+        found = kept.get(case.command)
+        rows.append({**found, **case.named} if found else row(case))
         told = rows[-1].get("refused") or f"{rows[-1]['tok_s']:.4g} tok/s, {rows[-1]['token_s']:.3g} s a token"
         print(f"{case.gpu}, {case.model}, {case.batch}, {case.system} {case.variant}: {told}", flush=True)
         write_json(path, {"label": "simulated", "rows": rows})

@@ -25,7 +25,7 @@ from harness.record.files import RecordError
 from harness.record.passes import PassRecord
 from harness.record.store import Run, list_runs
 from harness.record.trace import TraceError, read_trace
-from paper_figures.prescope.gap import decode_windows_s, layer_times_s
+from paper_figures.prescope.gap import decode_windows_s, gaps_s, layer_times_s
 from paper_figures.support import REFERENCE, markdown_table, read_json, write_json
 
 FOLDER = REFERENCE / "prescope-emulated"
@@ -55,13 +55,13 @@ def _report(given: Namespace) -> int:
 
 
 def row(run: Run) -> Row:
-    """Take what the report needs from a run's records. Its gaps are those between both sides of a layer, in decode."""
+    """Take what the report needs from a run's records. Its gaps are those of layers in decode."""
     config, summary = run.config, run.summary
     assert summary is not None, "a run that ended well has a summary"
     passes = [PassRecord(**{each.name: line[each.name] for each in fields(PassRecord)}) for line in run.passes]
     trace = next(run.folder.glob("trace.json*"))
     times_s = layer_times_s(read_trace(trace), decode_windows_s(passes))
-    gaps_s = [abs(cpu_s - gpu_s) for cpu_s, gpu_s in times_s if cpu_s or gpu_s]
+    found_s = gaps_s(times_s, with_link=True)
     latency, counted = summary["latency"], summary["counted"]
     return {
         "strategy": summary["strategy"],
@@ -78,7 +78,7 @@ def row(run: Run) -> Row:
         "counted": {
             name: counted[name] for name in (*_WAYS, "active", "issued", "withdrawn", "wasted_bytes") if counted
         },
-        "gap_s": {str(share): float(np.percentile(gaps_s, share)) for share in (50, 90) if counted and gaps_s},
+        "gap_s": {str(share): float(np.percentile(found_s, share)) for share in (50, 90) if counted and found_s},
         "verified": f"{summary['verify']['checked']} checked, {summary['verify']['mismatched']} mismatched",
         "without_core": summary["stolen_core_share"],
         "disturbed": summary["disturbed"],
@@ -136,7 +136,8 @@ def tables(data: Mapping[str, Any]) -> str:
     failed = "".join(f"* failed: {text}\n" for text in data.get("failed", []))
     return (
         f"# PreScope beside other systems ({labels})\n\n{markdown_table(columns, ordered)}\n"
-        f"Medians over the runs of a row; active experts by where they ran, and the busy share of lanes.\n\n"
+        "Medians over the runs of a row: active experts by where they ran, the gap in a layer between CPU and GPU "
+        "with its transfers, and the busy share of lanes.\n\n"
         f"{weights}{told}* code: {code}\n{failed}"
     )
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from harness.machine.base import CPU, D2H, GPU, Span, Work
+from harness.machine.base import CPU, D2H, GPU, H2D, Span, Work
 from harness.record.passes import PassRecord
 from harness.settings import load_strategy, parse_settings
-from paper_figures.prescope import ablation, cpu_rates, emulated, gap, launches, throughput
+from paper_figures.prescope import ablation, cases, cpu_rates, emulated, gap, launches, throughput
 from paper_figures.prescope.cases import OTHERS, OURS, Case, all_cases, find
 from paper_figures.prescope.published import LOST, THROUGHPUT_A100_64
 from paper_figures.support import composed
@@ -49,17 +51,17 @@ def test_throughput_shows_what_was_simulated_and_nothing_else():
 
 
 def test_the_gap_of_a_layer_is_between_both_sides():
-    rows = [{"system": "PreScope", "layers_s": [(0.010, 0.004), (0.001, 0.003)]}]
+    rows = [{"system": "PreScope", "layers_s": [(0.010, 0.004, 0.009), (0.001, 0.003, 0.002)]}]
     line = next(line for line in gap.tables({"rows": rows}).splitlines() if line.startswith("| PreScope"))
-    assert [cell.strip() for cell in line.split("|")[2:-1]] == ["4", "5.6", "6"]
+    assert [cell.strip() for cell in line.split("|")[2:-1]] == ["1.5", "4", "1.9", "5.6", "2", "6"]
 
 
 def test_the_cpu_rates_table_shows_what_prediction_gains():
     place, rate = cpu_rates.PLACES[0], cpu_rates.RATES_GFLOP_S[0]
-    cases = [cpu_rates.case(system, *place, rate) for system in cpu_rates.SYSTEMS]
-    assert len({case.key for case in cases}) == 3, "each row is found again"
-    assert cases[2].overrides[-1] == "strategy.prefetch_slots=null", "the last word is the larger table's"
-    rows = [{**made(case, tok_s), "variant": case.variant} for case, tok_s in zip(cases, (8.0, 6.4, 10.0), strict=True)]
+    three = [cpu_rates.case(system, *place, rate) for system in cpu_rates.SYSTEMS]
+    assert len({case.key for case in three}) == 3, "each row is found again"
+    assert three[2].overrides[-1] == "strategy.prefetch_slots=null", "the last word is the larger table's"
+    rows = [{**made(case, tok_s), "variant": case.variant} for case, tok_s in zip(three, (8.0, 6.4, 10.0), strict=True)]
     text = cpu_rates.tables({"rows": rows})
     assert "8: +25.0%, -20.0%" in text
     assert "8: " not in cpu_rates.tables({"rows": rows[:2]})
@@ -82,17 +84,30 @@ def span(lane, kind: str, start_s: float, end_s: float) -> Span:
 
 def test_a_layers_times_count_from_the_routers_answer_in_passes_of_decode():
     one = [
-        span(D2H, "fetch route", 0, 1),
-        span(CPU, "experts", 1, 4),
-        span(GPU, "experts", 1, 3),
-        span(GPU, "combine", 4, 5),
-    ]
-    later = [span(s.lane, s.kind, s.start_s + 10, s.end_s + 10) for s in one]
-    assert gap.layer_times_s([*later, *one], [(9.0, 20.0)]) == [(3.0, 2.0)]
-    assert gap.layer_times_s([*one, *later], [(0.0, 20.0)]) == [(3.0, 2.0), (3.0, 2.0)]
+        span(D2H, "fetch route", 0, 1), span(CPU, "experts", 1, 4), span(GPU, "experts", 1, 3),
+        span(GPU, "combine", 4, 5), span(H2D, "weights", 3, 6),
+    ]  # fmt: skip
+    later = [replace(s, start_s=s.start_s + 10, end_s=s.end_s + 10, ticket=1) for s in one]
+    assert gap.layer_times_s([*later, *one], [(9.0, 20.0)]) == [(3.0, 2.0, 5.0)]
+    assert gap.layer_times_s([*one, *later], [(0.0, 20.0)]) == [(3.0, 2.0, 5.0)] * 2
+    assert gap.gaps_s([(3.0, 2.0, 5.0)], with_link=True) == [2.0]
+    assert gap.gaps_s([(3.0, 2.0, 5.0)], with_link=False) == [1.0]
     prefill, decode = (PassRecord(index=n, start_s=n, end_s=n + 1, **{f"num_{kind}_tokens": 1})
                        for n, kind in enumerate(("prefill", "decode")))  # fmt: skip
     assert gap.decode_windows_s([prefill, decode]) == [(1, 2)]
+
+
+def test_a_row_is_computed_once_for_all_reports(monkeypatch, tmp_path):
+    """A row is known by its command: a case whose settings have changed is simulated again."""
+    monkeypatch.setattr(cases, "FOLDER", tmp_path)
+    asked = []
+    monkeypatch.setattr(cases, "row", lambda case: asked.append(case) or made(case, 1.0) | {"command": case.command})
+    case = Case(system="PreScope", gpu="A100", model="mixtral-8x7b", batch=4)
+    cases.computed("one", [case])
+    [again] = cases.computed("another", [replace(case, variant="named otherwise")])
+    assert (len(asked), again["variant"]) == (1, "named otherwise")
+    cases.computed("another", [replace(case, more=("seed=1",))])
+    assert len(asked) == 2
 
 
 def test_an_emulated_table_has_medians_and_says_its_label():
