@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import ceil
 
 import numpy as np
 
@@ -39,6 +40,7 @@ from strategies.moegen.policy import Policy
 
 Cost = Callable[[Lane, Op], float]  # seconds
 Build = Callable[[Engine, Policy, WorkloadShape], Pipeline]
+_SAMPLES = 4  # of each expert, at the least, in the layers whose time counts
 _FEW_EXPERTS = 8  # in a layer: a part of one still matters
 _ROOM_BYTES = 1 << 60  # of each tier: what a policy holds is counted elsewhere
 
@@ -101,13 +103,17 @@ class HashedRouting:
         return (begins[:, None] + steps[:, None] * np.arange(self._chosen)) % self._num_experts
 
 
-def few_layers(spec: ModelSpec, dense_slots: int) -> ModelSpec:
+def few_layers(spec: ModelSpec, dense_slots: int, num_tokens: int) -> ModelSpec:
     """Return the model with only the first layers, among which three have experts.
 
-    Four have where a window holds for every second layer. One has none, if any layer has none. There are more layers
-    than have a slot, unless all have one.
+    There are more where a layer has few tokens: those between the first and the last one choose as many experts as
+    would be all of a layer's several times over. They are an even number where a window holds for every second layer.
+    One layer has no experts, if any has none. There are more layers than have a slot, unless all have one.
     """
-    num_moe = 3 + (spec.sliding_window is not None and spec.sliding_layers == "even")
+    chosen = num_tokens * spec.experts_per_token
+    between = max(1, ceil(_SAMPLES * spec.num_experts / max(chosen, 1)))
+    alternate = spec.sliding_window is not None and spec.sliding_layers == "even"
+    num_moe = 2 + between + (alternate and between % 2)
     dense = set(spec.dense_layers)
     count = 0
     while count < spec.num_layers:
@@ -267,7 +273,8 @@ class PassTimes:
     def of(self, policy: Policy, batch: Batch) -> PassTime:
         """Return the time of a pass. Of the experts that stay on the device each layer has as many; between two small
         whole numbers it is a straight line."""
-        spec, few = self.engine.spec, few_layers(self.engine.spec, policy.dense_slots)
+        spec, num_tokens = self.engine.spec, batch.num_sequences * (1 if batch.decodes else batch.tokens)
+        few = few_layers(spec, policy.dense_slots, num_tokens)
         resident = policy.resident_experts / spec.num_moe_layers  # in each layer
         low = int(resident) if resident < _FEW_EXPERTS else round(resident)
         resident = resident if resident < _FEW_EXPERTS else low

@@ -168,6 +168,17 @@ def test_few_layers_tell_the_time_of_all(share):
         assert few.seconds == pytest.approx(whole.seconds, rel=0.03)
 
 
+def test_the_experts_of_one_token_are_drawn_in_many_layers():
+    """A quarter of the experts lies on the device, so a quarter of those that a token chooses does: of one layer's two,
+    that would be none, half or all."""
+    _, search, start, _ = prepared(None, "model.spec.num_layers=32", "kv_cache_gb=1", "hardware.device_memory_gb=6")
+    link_s = {}
+    for resident in (0, 2, 8):  # of each layer
+        policy = replace(start, resident_experts=32 * resident)
+        link_s[resident] = search.times.of(policy, search.decode_batch(1)).busy["h2d"]
+    assert (link_s[0] - link_s[2]) / (link_s[0] - link_s[8]) == pytest.approx(0.25, abs=0.15)
+
+
 UNIFORM = ("dataset.lengths.mean=200", "dataset.lengths.max=200", "dataset.max_new_tokens=3")
 
 
