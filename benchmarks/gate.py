@@ -40,7 +40,7 @@ class Compared:
 
     @property
     def share(self) -> float:
-        """How much of the reference's ratio is left."""
+        """The share of the reference's ratio that is left."""
         return self.ratio / self.reference
 
 
