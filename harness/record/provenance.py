@@ -16,21 +16,24 @@ from typing import Any
 import harness
 
 _SOURCE_SUFFIXES = {".py", ".cpp", ".h", ".yaml"}
+_CODE = ("--", ".", ":(exclude)results")  # a report that grows does not change what computes it
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "numpy", "hydra-core", "wandb")
 
 
 def code_version(root: Path | None = None) -> str:
-    """Return the short commit of the checkout, with `+` and a hash of what differs from it (changed and untracked
-    files). Where there is no git or no checkout, it is the package's version, which does not tell two such runs apart.
+    """Return the short commit of the checkout, with `+` and a hash of what differs from it.
+
+    Changed and untracked files count, but for those below results/. Where there is no git or no checkout, it is the
+    package's version, which does not tell two such runs apart.
     """
     folder = root or Path(harness.__file__).parents[1]
     if not (folder / ".git").exists():
         return f"v{harness.__version__}"
     commit = _git(folder, "rev-parse", "--short=10", "HEAD")
-    untracked = _git(folder, "ls-files", "--others", "--exclude-standard", "-z")
+    untracked = _git(folder, "ls-files", "--others", "--exclude-standard", "-z", *_CODE)
     if untracked is None:
         return f"v{harness.__version__}"
-    changes = _git(folder, "diff", "--no-ext-diff", "HEAD") if commit else b""
+    changes = _git(folder, "diff", "--no-ext-diff", "HEAD", *_CODE) if commit else b""
     dirty = hashlib.sha256(changes or b"")
     names = sorted(name for name in untracked.split(b"\0") if name)
     for name in names:

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from harness.plan.planning import DoesNotFit
 from harness.record.provenance import code_version
 from paper_figures.moegen.measuring import MOVED, Pass, batch_passes, link_gb, over_passes, phase_facts
@@ -79,7 +81,7 @@ def row(case: Case) -> Row:
         return {**named, "refused": str(error)}
     passes = batch_passes(plan)
     prefill, decode = [p for p in passes if p.step is None], [p for p in passes if p.step is not None]
-    num_sequences = sum(p.record.num_sequences for p in prefill)
+    num_sequences = round(over_passes(prefill, lambda p: p.record.num_sequences))
     counted = plan.strategy.counted()
     return {
         **named,
@@ -95,15 +97,13 @@ def row(case: Case) -> Row:
 
 def _times(prefill: Sequence[Pass], decode: Sequence[Pass], num_sequences: int) -> Row:
     """Return throughput, time to the first token and per output token, and percentiles of the gaps between tokens."""
-    prefill_s = sum(p.length_s for p in prefill)
-    decode_s = over_passes(decode, lambda p: p.length_s)
-    gaps = sorted(p.length_s for p in decode)
+    prefill_s, decode_s = (over_passes(phase, lambda p: p.length_s) for phase in (prefill, decode))
+    gaps = np.sort(np.repeat([p.length_s for p in decode], [round(p.count) for p in decode]))
     return {
         "tok_s": num_sequences * G / (prefill_s + decode_s),
         "first_token_s": prefill_s,
         "token_s": decode_s / (G - 1),
-        "gap_p50_s": gaps[len(gaps) // 2],
-        "gap_max_s": gaps[-1],
+        **{f"gap_p{share}_s": float(np.percentile(gaps, share)) for share in (50, 90, 99)},
     }
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from paper_figures.latency import systems, where
-from paper_figures.latency.grid import Case
+from paper_figures.latency.grid import Case, G
+from paper_figures.latency.grid import row as computed_row
+from paper_figures.moegen.measuring import batch_passes
+from paper_figures.passes import planned
 
 
 def row(system: str, tok_s: float, token_s: float, batch: int = 4, variant: str = "") -> dict:
@@ -47,3 +51,16 @@ def test_klotski_has_two_batches_of_the_size(system, number):
     overrides = Case(system=system, model="mixtral-8x7b", gpu="V100", batch=4).overrides
     assert f"dataset.num_requests={number}" in overrides and "strategy.batch_size=4" in overrides
     assert "routing.hit_rates=[[0.82]]" in overrides and "model.dtype=float16" in overrides
+
+
+def test_a_row_counts_passes_that_others_stand_for():
+    """Of eight equal passes of prefill three are simulated, of 63 steps a few: beside them all."""
+    case = Case(system="fiddler", model="deepseek-v2-lite", gpu="A100", batch=8, more=("strategy.max_pass_tokens=512",))
+    found, passes = computed_row(case), batch_passes(planned(case.overrides), whole=True)
+    prefill, decode = ([p.length_s for p in passes if (p.step is None) == first] for first in (True, False))
+    assert (len(prefill), len(decode)) == (8, G - 1)
+    assert found["sequences"] == 8
+    assert found["first_token_s"] == pytest.approx(sum(prefill), rel=0.02)
+    assert found["tok_s"] == pytest.approx(8 * G / (sum(prefill) + sum(decode)), rel=0.02)
+    for share, expected in ((50, np.median(decode)), (99, np.percentile(decode, 99))):
+        assert found[f"gap_p{share}_s"] == pytest.approx(expected, rel=0.1)

@@ -56,9 +56,21 @@ def test_runs_anywhere_below_results_leave_the_code_clean(checkout):
         folder.mkdir(parents=True)
         (folder / "summary.json").write_text("{}")
         assert code_version(checkout) == clean, place
-    (checkout / "results" / "reference").mkdir()
-    (checkout / "results" / "reference" / "new.json").write_text("{}")
-    assert code_version(checkout) != clean, "what is to be committed counts"
+
+
+def test_a_committed_report_that_grows_leaves_the_code_clean(checkout):
+    """Its rows say which code computed them, and the first would make the second one's another."""
+    (checkout / ".gitignore").unlink()
+    report = checkout / "results" / "reference" / "rows.json"
+    report.parent.mkdir(parents=True)
+    report.write_text("[]")
+    for arguments in (("add", "."), ("commit", "-q", "-m", "a report")):
+        subprocess.run(["git", "-C", str(checkout), *arguments], check=True)
+    clean = code_version(checkout)
+    assert len(clean) == 10
+    report.write_text("[1]")
+    report.with_name("new.json").write_text("{}")
+    assert code_version(checkout) == clean
 
 
 def test_without_a_commit_or_without_git(tmp_path):
