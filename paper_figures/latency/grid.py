@@ -28,6 +28,8 @@ BATCHES = (4, 8, 16, 32, 64)
 SYSTEMS = ("prescope", "hybrimoe", "fiddler", "klotski", "fate", "expert_cache", "ondemand")
 PROMPT, G = 512, 64
 _GATE_HITS = {"mixtral-8x7b": ("trained_mixtral", 0.82)}  # results/reference/routing/mixtral.md, by one layer ahead
+TRACES = {"mixtral-8x7b": "mixtral", "deepseek-v2-lite": "deepseek", "moonlight-16b-a3b": "deepseek"}  # of their form
+RECORDED = "recorded trace"  # the variant that has its routing and predictions from these
 _OTHER_GATE_HITS = ("trained_deepseek", 0.85)  # results/reference/routing/deepseek.md
 _ROOM_IN_EACH = 2  # batches of Klotski, whose KV cache is on the device as well
 
@@ -57,13 +59,16 @@ class Case:
     @property
     def overrides(self) -> list[str]:
         """The overrides as `python -m harness.plan` takes them."""
-        routing, hits = _GATE_HITS.get(self.model, _OTHER_GATE_HITS)
+        name, hits = _GATE_HITS.get(self.model, _OTHER_GATE_HITS)
+        routing = (f"routing={name}", f"routing.hit_rates=[[{hits:g}]]")
+        if self.variant == RECORDED:
+            routing = ("routing=trace", f"routing.path=results/reference/routing/{TRACES[self.model]}.jsonl.gz")
         own = [] if self.system == "ondemand" else [f"strategy.batch_size={self.batch}"]
         return [
             *(f"strategy={self.system}", f"model={self.model}", *GPUS[self.gpu], *own, "strategy.packet_mb=10"),
             *("dataset=sharegpt", "dataset.synthetic=lengths", f"dataset.max_prompt_tokens={PROMPT}"),
             *(f"dataset.max_new_tokens={G}", f"dataset.num_requests={self.num_sequences}"),
-            *(f"routing={routing}", f"routing.hit_rates=[[{hits:g}]]", "kv_cache_gb=20", *self.more),
+            *(*routing, "kv_cache_gb=20", *self.more),
         ]
 
 

@@ -6,7 +6,19 @@ from collections.abc import Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from paper_figures.latency.grid import BATCHES, GPUS, MODELS, PROMPT, SYSTEMS, Case, Row, computed, find
+from paper_figures.latency.grid import (
+    BATCHES,
+    GPUS,
+    MODELS,
+    PROMPT,
+    RECORDED,
+    SYSTEMS,
+    TRACES,
+    Case,
+    Row,
+    computed,
+    find,
+)
 from paper_figures.latency.published import A100_BATCH_64_TOK_S, MOST_GAINED, V100_TOKEN_S
 from paper_figures.support import markdown_table, new_figure, plain_logarithms, with_one_legend
 
@@ -14,19 +26,28 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NOTE = (
-    f"prompts of {PROMPT} tokens, 64 generated; routing fitted to small trained models, the gate's hit rates as "
-    "recorded of them; Klotski has two batches of the size; published: PreScope, Sections 6.2.2 and 6.2.3"
+    f"prompts of {PROMPT} tokens, 64 generated; routing fitted to small trained models and the gate's hit rates as "
+    "recorded of them, or both as in a recorded trace; Klotski has two batches of the size; published: PreScope, "
+    "Sections 6.2.2 and 6.2.3"
 )
+
+RECORDED_BATCHES = (4, 32)
+_SAME = ("model", "gpu", "batch", "variant")
 
 
 def cases(
     models: Sequence[str] = MODELS, gpus: Sequence[str] = tuple(GPUS), batches: Sequence[int] = BATCHES,
     systems: Sequence[str] = SYSTEMS,
 ) -> list[Case]:  # fmt: skip
-    return [
+    fitted = [
         Case(system=system, model=model, gpu=gpu, batch=batch)
         for model, gpu, batch, system in product(models, gpus, batches, systems)
     ]
+    recorded = [
+        Case(system=system, model=model, gpu="A100", batch=batch, variant=RECORDED)
+        for model, batch, system in product(TRACES, RECORDED_BATCHES, systems)
+    ]
+    return fitted + recorded
 
 
 def compute(chosen: Sequence[Case] | None = None) -> dict[str, Any]:
@@ -36,40 +57,45 @@ def compute(chosen: Sequence[Case] | None = None) -> dict[str, Any]:
 def tables(data: dict[str, Any]) -> str:
     """Write throughput and time per token by batch, who was busy, and the published gains beside those here."""
     rows = data["rows"]
-    found = sorted({(r["model"], r["gpu"]) for r in rows})
+    found = sorted({(r["variant"], r["model"], r["gpu"]) for r in rows})
     text = "# Systems for small batches (simulated)\n\n" + NOTE + ".\n"
-    for model, gpu in found:
-        text += f"\n## {model}, {gpu}\n\n"
-        text += _by_batch(rows, model, gpu, "tok_s", "tok/s") + "\n"
-        text += _by_batch(rows, model, gpu, "token_s", "seconds per output token, in decode") + "\n"
-        text += _busy(rows, model, gpu) + "\n"
+    for variant, model, gpu in found:
+        mine = [r for r in rows if (r["variant"], r["model"], r["gpu"]) == (variant, model, gpu)]
+        text += f"\n## {model}, {gpu}{variant and f', {variant}'}\n\n"
+        text += _by_batch(mine, "tok_s", "tok/s") + "\n"
+        text += _by_batch(mine, "token_s", "seconds per output token, in decode") + "\n"
+        text += _by_batch(mine, "gap_p99_s", "99th percentile of the seconds between tokens") + "\n"
+        text += _busy(mine) + "\n"
     return text + "\n## PreScope's largest gains: published / here, in percent\n\n" + gains(rows)
 
 
-def _by_batch(rows: Sequence[Row], model: str, gpu: str, fact: str, name: str) -> str:
+def _by_batch(rows: Sequence[Row], fact: str, name: str) -> str:
+    """Write a fact of the rows of one model on one machine."""
+    model, gpu, variant = (rows[0][field] for field in ("model", "gpu", "variant"))
+
     def cell(system: str, batch: int) -> str:
-        one = find(rows, system=system, model=model, gpu=gpu, batch=batch)
+        one = find(rows, system=system, batch=batch)
         published = None
         if system == "prescope" and (gpu, fact) == ("A100", "tok_s") and batch == 64:
             published = A100_BATCH_64_TOK_S.get(model)
         if system == "prescope" and (gpu, fact) == ("V100", "token_s"):
             published = V100_TOKEN_S.get((model, batch))
         here = "" if one is None else f"{one[fact]:.3g}"
-        return here if published is None else f"{here} (published {published:g})"
+        return here if published is None or variant else f"{here} (published {published:g})"
 
     batches = sorted({r["batch"] for r in rows})
     columns: dict[str, Any] = {name: str}
     columns |= {str(batch): lambda system, batch=batch: cell(system, batch) for batch in batches}
-    return markdown_table(columns, [s for s in SYSTEMS if find(rows, system=s, model=model, gpu=gpu)])
+    return markdown_table(columns, [s for s in SYSTEMS if find(rows, system=s)])
 
 
-def _busy(rows: Sequence[Row], model: str, gpu: str) -> str:
+def _busy(rows: Sequence[Row]) -> str:
     """Write, for the smallest and the largest batch, where experts were and which lanes were busy in decode."""
-    batches = sorted({r["batch"] for r in rows if (r["model"], r["gpu"]) == (model, gpu)})
+    batches = sorted({r["batch"] for r in rows})
     chosen = [
         one
         for batch, system in product(sorted({batches[0], batches[-1]}), SYSTEMS)
-        if (one := find(rows, system=system, model=model, gpu=gpu, batch=batch)) is not None
+        if (one := find(rows, system=system, batch=batch)) is not None
     ]
 
     def share(one: Row, way: str) -> str:
@@ -91,7 +117,7 @@ def gains(rows: Sequence[Row]) -> str:
 
     def pairs(system: str) -> list[tuple[Row, Row]]:
         ours = [r for r in rows if r["system"] == "prescope" and "refused" not in r]
-        both = [(r, find(rows, system=system, **{n: r[n] for n in ("model", "gpu", "batch")})) for r in ours]
+        both = [(r, find(rows, system=system, **{n: r[n] for n in _SAME})) for r in ours]
         return [(mine, dict(other)) for mine, other in both if other is not None]
 
     def faster(system: str) -> str:
@@ -108,7 +134,7 @@ def gains(rows: Sequence[Row]) -> str:
 
 def draw(data: dict[str, Any]) -> Figure:
     """Draw throughput over the batch, a panel for each model and machine that has rows."""
-    rows = [r for r in data["rows"] if "refused" not in r]
+    rows = [r for r in data["rows"] if "refused" not in r and not r["variant"]]
     panels = sorted({(r["gpu"], r["model"]) for r in rows})
     figure = new_figure(3.2 * len(panels), 3.2)
     for at, (gpu, model) in enumerate(panels, start=1):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paper_figures.latency import systems, where
-from paper_figures.latency.grid import Case, G
+from paper_figures.latency.grid import RECORDED, Case, G
 from paper_figures.latency.grid import row as computed_row
 from paper_figures.moegen.measuring import batch_passes
 from paper_figures.passes import planned
@@ -17,7 +17,8 @@ def row(system: str, tok_s: float, token_s: float, batch: int = 4, variant: str 
     counted = {"active": 8, "resident": 4, "cached": 0, "prefetched": 0, "on_demand": 2, "cpu": 2}
     return {
         "system": system, "model": "deepseek-v2-lite", "gpu": "A100", "batch": batch, "variant": variant,
-        "tok_s": tok_s, "token_s": token_s, "counted": counted, "decode": {"busy": lanes, "link_gb": {"weights": 1.5}},
+        "tok_s": tok_s, "token_s": token_s, "gap_p99_s": 2 * token_s, "counted": counted,
+        "decode": {"busy": lanes, "link_gb": {"weights": 1.5}},
     }  # fmt: skip
 
 
@@ -64,3 +65,14 @@ def test_a_row_counts_passes_that_others_stand_for():
     assert found["tok_s"] == pytest.approx(8 * G / (sum(prefill) + sum(decode)), rel=0.02)
     for share, expected in ((50, np.median(decode)), (99, np.percentile(decode, 99))):
         assert found[f"gap_p{share}_s"] == pytest.approx(expected, rel=0.1)
+
+
+def test_rows_of_a_recorded_trace_stand_apart():
+    """They have its routing and its predictions, and no published value beside them."""
+    overrides = Case(system="fate", model="moonlight-16b-a3b", gpu="A100", batch=4, variant=RECORDED).overrides
+    assert "routing=trace" in overrides and not [each for each in overrides if "hit_rates" in each]
+    rows = [row("prescope", 12.3, 0.1, batch=64), row("prescope", 4.56, 0.2, batch=64, variant=RECORDED)]
+    fitted, recorded = systems.tables({"label": "simulated", "rows": rows}).split(f"A100, {RECORDED}\n")
+    assert "12.3 (published 37.4)" in fitted and "4.56" not in fitted
+    assert "| prescope | 4.56 |" in recorded.split("largest gains")[0]
+    assert {case.variant for case in systems.cases()} == {"", RECORDED}
