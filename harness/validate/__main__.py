@@ -38,7 +38,7 @@ from harness.plan.planning import make_plan
 from harness.record.provenance import code_version, environment, fingerprint, shown_command
 from harness.run.experiment import run_experiment
 from harness.settings import parse_settings
-from harness.validate.report import AIMS, aggregates, compared, figures, markdown, verdict
+from harness.validate.report import AIMS, LINKS, aggregates, compared, figures, markdown, verdict
 
 ROOT = Path(harness.__file__).resolve().parents[1]
 SOURCES = ("harness", "kernels", "strategies", "conf")  # what a run's numbers depend on
@@ -93,10 +93,13 @@ def _emulated_once(setting: Setting) -> dict[str, Any]:
     return figures(summary) | {"taken_share": summary["others_core_share"] or 0.0}
 
 
-def simulated(setting: Setting) -> dict[str, Any]:
+def in_simulation(setting: Setting, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Simulate the setting and compare it with its emulated runs."""
     plan = make_plan(composed_values([f"strategy={setting.strategy}", *SIMULATED, *setting.overrides]))
     assert plan.summary is not None
-    return figures(plan.summary)
+    link_bytes_s = {link: getattr(plan.settings.hardware, f"{link}_gb_s") * 1e9 for link in LINKS}
+    found = figures(plan.summary)
+    return compared(setting.name, runs, found, strategy=setting.strategy, link_bytes_s=link_bytes_s)
 
 
 def made(header: Mapping[str, Any]) -> str:
@@ -157,7 +160,7 @@ def _validate(command: str, args: Namespace) -> int:
     measure_all(everything, report, args.out, repeats=args.repeats, resume=args.resume)
     rows: list[dict[str, Any]] = []
     for setting in everything:
-        rows.append(compared(setting.name, report.runs[setting.name], simulated(setting)))
+        rows.append(in_simulation(setting, report.runs[setting.name]))
         report.write(rows)
     print((args.out / "validation.md").read_text())
     met, text = verdict(rows)
