@@ -19,7 +19,7 @@ GROUPS = ("strategy", "model", "dataset", "machine", "hardware", "routing", "exp
 
 
 CHOICE = re.compile(rf"({'|'.join(GROUPS)})=[\w-]+")  # of a file, which Hydra composes
-SETTING = re.compile(r"[\w.]+=[\w.+,:/ -]*")  # of a plain value, which comes after all files
+SETTING = re.compile(r"[\w.]+=(\[\]|[\w.+,:/ -]*)")  # of a plain value, which comes after all files
 
 
 def composed(*overrides: str) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def test_every_machine_is_built_as_the_profile_says(name):
     [
         ["dataset.num_requests=7", "experiment=balanced", "seed=3", "hardware.h2d_gb_s=1e-1"],
         ["strategy=flexgen", "strategy.policy.batch_size=3", "dataset.path=null", "machine.poison=true"],
-        ["model=mixtral-8x7b", "model.spec.num_layers=2", "hardware=t4x2", "results_dir=/a b/c-d_0"],
+        ["model=deepseek-v2", "model.spec.dense_layers=[]", "hardware=t4x2", "results_dir=/a b/c-d_0"],
     ],
 )
 def test_tests_compose_as_hydra_does(overrides):

@@ -26,19 +26,20 @@ FINE = {  # small experts and a large vocabulary, as Qwen3 has them
 LATENT = [  # without a layer of its own kind in front
     *("model=deepseek-v2-lite", "model.spec.dense_layers=[]", "model.spec.dense_dim=0"),
 ]
+MOELENS = ["strategy.n_real=2000", "strategy.profile_repeats=1"]
 CASES = {
     "deepspeed_zero": [],
     "fastdecode": [],
     "flexgen": [],
     "flexgen_c": [],
     "llamacpp_split": ["strategy.cpu_moe_layers=1", "strategy.slots=64"],
-    "moelens": ["strategy.n_real=2000"],
-    "moelens on the gpu": ["strategy.n_real=2000", "strategy.attention=gpu"],
+    "moelens": MOELENS,
+    "moelens on the gpu": [*MOELENS, "strategy.attention=gpu"],
     "moelightning": [],
     "flexgen, padded": ["strategy.padding=true"],
     "flexgen, padded, on the device": ["strategy.padding=true", "strategy.policy.resident_kv=0.9"],
-    "moelens, latents": ["strategy.n_real=2000", *LATENT],
-    "moelens on the gpu, latents": ["strategy.n_real=2000", "strategy.attention=gpu", *LATENT],
+    "moelens, latents": [*MOELENS, *LATENT],
+    "moelens on the gpu, latents": [*MOELENS, "strategy.attention=gpu", *LATENT],
     "deepspeed_zero, latents": LATENT,
     "flexgen, latents, padded, on the device": ["strategy.padding=true", "strategy.policy.resident_kv=0.9", *LATENT],
     "ondemand": [],
@@ -88,7 +89,7 @@ def submitted(monkeypatch: pytest.MonkeyPatch, name: str, num_requests: int) -> 
     model = [] if any(each.startswith("model=") for each in CASES[name]) else ["model=mixtral-8x7b"]
     overrides = [
         *(f"strategy={name.split()[0].strip(',')}", "machine=simulated", *model, "hardware=a40"),
-        *("model.spec.num_layers=2", "hardware.device_memory_gb=20", "kv_cache_gb=4", "dataset.max_new_tokens=3"),
+        *("model.spec.num_layers=2", "hardware.device_memory_gb=20", "kv_cache_gb=4", "dataset.max_new_tokens=2"),
         *(f"dataset.num_requests={num_requests}", *CASES[name]),
     ]
     with monkeypatch.context() as patch:

@@ -10,10 +10,10 @@ from harness.machine.base import GPU, MachineError
 from harness.machine.device import issuing
 from tests.conftest import ROOT
 from tests.contract.running import CAPACITIES_BYTES, check_tokens, engine_on, requests, run_to_end, strategy_of
-from tests.contract.test_strategies import CASES, IDS, YAMLS
+from tests.contract.test_strategies import CASES, IDS, PLANNED, YAMLS
 from tests.fake_device import FakeDevice, cuda_machine
 
-PLANNED_MOELENS = YAMLS["moelens"] | {"n_real": 60, "profile_repeats": 1}
+pytestmark = pytest.mark.usefixtures("short_probes")
 
 
 def outcome(tiny, values, seed: int = 0, **settings) -> str:
@@ -37,13 +37,13 @@ def outcome(tiny, values, seed: int = 0, **settings) -> str:
 
 @pytest.mark.parametrize(("name", "change"), CASES, ids=IDS)
 def test_every_strategy_gives_the_same_tokens(tiny, name, change):
-    assert outcome(tiny, YAMLS[name] | change) == "right"
+    assert outcome(tiny, PLANNED[name] | change) == "right"
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("settings", [{}, {"copies_in_flight": 1, "gpu_ops_in_flight": 1, "launch_mb": 0.0}])
 def test_however_far_the_launching_threads_run_ahead(tiny, seed, settings):
-    assert outcome(tiny, YAMLS["moelens"] | {"packet_mb": 0.02, "n_real": 40}, seed, **settings) == "right"
+    assert outcome(tiny, PLANNED["moelens"] | {"packet_mb": 0.02, "n_real": 40}, seed, **settings) == "right"
 
 
 def forgets_streams(monkeypatch):
@@ -73,7 +73,7 @@ def forgets_to_fill(monkeypatch):
 @pytest.mark.parametrize("plant", [forgets_streams, forgets_the_gpu, forgets_to_fill])
 def test_what_is_forgotten_shows(tiny, monkeypatch, plant):
     plant(monkeypatch)
-    assert any(outcome(tiny, PLANNED_MOELENS, seed) != "right" for seed in range(3))
+    assert any(outcome(tiny, PLANNED["moelens"] | {"n_real": 60}, seed) != "right" for seed in range(3))
 
 
 @pytest.mark.parametrize("name", YAMLS)
@@ -82,7 +82,7 @@ def test_nothing_blocks_or_allocates_within_a_pass(tiny, name):
     machine = cuda_machine(CAPACITIES_BYTES, device=device, poison=False)
     engine = engine_on(machine, tiny, requests(6, vocab_size=tiny.spec.vocab_size), kv_blocks=60)
     try:
-        strategy = strategy_of(engine, YAMLS[name])
+        strategy = strategy_of(engine, PLANNED[name])
         machine.drain()
         assert {"allocate", "pin"} <= set(device.blocking)
         assert next(span.kind for span in machine.spans if span.lane == GPU) == "warm up", "before any other work"

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Hashable
 
 import pytest
-import yaml
 
 import harness.engine.gpus.collectives as collective
 import harness.engine.ops.compute as compute
@@ -25,30 +24,28 @@ from harness.memory.kv_cache import KVCache
 from harness.memory.tiers import device_tier
 from harness.plan.planning import make_plan
 from tests.composing import composed
-from tests.conftest import ROOT
 from tests.contract.placing import placed
 from tests.contract.running import CAPACITIES_BYTES, check_tokens, engine_on, requests, run_to_end, strategy_of
+from tests.contract.test_strategies import PLANNED
 from tests.contract.watching import WatchingMachine, untouched
 
-YAMLS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "conf/strategy").glob("*.yaml"))}
+pytestmark = pytest.mark.usefixtures("short_probes")
 ON_GPU = {"attention": "gpu", "gpu_kv_staging_mb": 0.02}
 SMALL_DEVICE = 2_240_000  # does not hold the hidden states of a prefill
 ACCUMULATED = "attention on both sides, tokens accumulated in host memory"
 BY_LOT = "experts predicted and placed by lot"
 # Name: strategy, what differs from its defaults, GPUs, bytes of each one's memory.
-PLANNED = {"moelens": {"profile_repeats": 1}, "moegen_g": {"search": False}, "moegen_h": {"search": False}}  # at once
 RUNS: dict[str, tuple[str, dict, int, int]] = {
-    **{name: (name, PLANNED.get(name, {}), 1, CAPACITIES_BYTES["device"]) for name in YAMLS},
+    **{name: (name, {}, 1, CAPACITIES_BYTES["device"]) for name in PLANNED},
     ACCUMULATED: (
         "moegen_h",
         {
-            "search": False,
             "policy": {"on_device": False, "attention_batch": 2, "expert_batch": 3, "cpu_attention": 0.5},
         },
         1,
         CAPACITIES_BYTES["device"],
     ),
-    "moelens on the gpu": ("moelens", PLANNED["moelens"] | ON_GPU, 1, CAPACITIES_BYTES["device"]),
+    "moelens on the gpu": ("moelens", ON_GPU, 1, CAPACITIES_BYTES["device"]),
     "experts on the cpu": (
         "fastdecode",
         {"policy": {"batch_size": 6, "micro_batch_size": 2, "gpu_ffn": False}},
@@ -73,7 +70,7 @@ RUNS: dict[str, tuple[str, dict, int, int]] = {
         1,
         SMALL_DEVICE,
     ),
-    "recording": ("moelens", PLANNED["moelens"], 1, CAPACITIES_BYTES["device"]),
+    "recording": ("moelens", {}, 1, CAPACITIES_BYTES["device"]),
     "tensor parallel": ("moelightning", {}, 2, CAPACITIES_BYTES["device"]),
     "stages": ("flexgen", {}, 2, CAPACITIES_BYTES["device"]),
     "shares of layers": ("deepspeed_zero", {}, 2, CAPACITIES_BYTES["device"]),
@@ -95,7 +92,7 @@ def watch(tiny, name: str, seed: int = 0, *, planner: bool = True) -> WatchingMa
         work = requests(6, vocab_size=tiny.spec.vocab_size, longest=24, max_new_tokens=4, seed=5)
         return watched(tiny, engine_on(machine, tiny, work, kv_blocks=400), placed, planner)
     strategy, change, num_gpus, device_bytes = RUNS[name]
-    values = YAMLS[strategy] | change
+    values = PLANNED[strategy] | change
     capacities = CAPACITIES_BYTES | {device_tier(rank): device_bytes for rank in range(num_gpus)}
     machine = WatchingMachine(capacities_bytes=capacities, seed=seed)
     is_small = device_bytes == SMALL_DEVICE

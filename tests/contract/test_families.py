@@ -30,9 +30,10 @@ from tests.contract.layerwise import (
     weights_of,
 )
 from tests.contract.running import check_tokens, emulated, engine_on, requests, run_to_end, shuffled, strategy_of
-from tests.contract.test_strategies import YAMLS
+from tests.contract.test_strategies import PLANNED, YAMLS
 from tests.tiny_families import VOCAB_SIZE, folder_of, runnable, tiny_family
 
+pytestmark = pytest.mark.usefixtures("short_probes")
 FAMILIES = [name for name in runnable() if "-" not in name]
 ONE_OF_A_PACKAGE = {values["package"]: name for name, values in YAMLS.items()}  # its others differ in settings only
 SEARCHED = ("mixtral", "deepseek_v3")  # keys and values are cached, or latents: elsewhere memory alone gives the policy
@@ -67,15 +68,13 @@ def check_checkpoint(machine, checkpoint, values, **given):
 
 @pytest.mark.parametrize(("variant", "strategy"), CELLS)
 def test_tokens_on_the_shuffled_machine(variant, strategy):
-    values = YAMLS[strategy]
-    if "search" in values and variant not in SEARCHED:
-        values = values | {"search": False}
+    values = (YAMLS if variant in SEARCHED else PLANNED)[strategy]
     check_run(shuffled(seed=len(variant + strategy)), variant, values)
 
 
 @pytest.mark.parametrize("variant", [name for name in FAMILIES if name != "mixtral"])  # see test_strategies.py
 def test_tokens_on_the_emulated_machine(variant):
-    check_run(emulated(), variant, YAMLS["moelens"])
+    check_run(emulated(), variant, PLANNED["moelens"])
 
 
 @pytest.mark.parametrize("variant", FAMILIES)
@@ -112,7 +111,7 @@ def test_a_choice_within_one_group_is_replayed(tmp_path):
 
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_keys_and_values_staged_on_the_device(variant):
-    check_run(shuffled(3), variant, YAMLS["moelens"] | {"attention": "gpu", "gpu_kv_staging_mb": 0.02, "n_real": 60})
+    check_run(shuffled(3), variant, PLANNED["moelens"] | {"attention": "gpu", "gpu_kv_staging_mb": 0.02, "n_real": 60})
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
-import yaml
 
 from harness.config import ConfigError
 from harness.machine.base import CPU, HOST_KINDS, PIN, LaneKind
 from harness.machine.shuffled import ShuffledMachine
 from harness.memory.tiers import device_tier
-from tests.conftest import ROOT
 from tests.contract.running import check_tokens, emulated, engine_on, requests, run_to_end, shuffled, strategy_of
+from tests.contract.test_strategies import PLANNED
 
-YAMLS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "conf/strategy").glob("*.yaml"))}
+pytestmark = pytest.mark.usefixtures("short_probes")
 SEVERAL = [
     ("moelightning", {}),
     ("moelightning", {"policy": {"gpu_attention": True, "resident_weights": 0.4}}),
@@ -31,7 +30,7 @@ SEVERAL = [
 
 
 def run(tiny, machine, name: str, change: dict, num_gpus: int, *, count=12, kv_blocks=200, longest=40):
-    values = YAMLS[name] | change
+    values = PLANNED[name] | change
     work = requests(count, vocab_size=tiny.spec.vocab_size, longest=longest, seed=6)
     engine = engine_on(machine, tiny, work, kv_blocks=kv_blocks, values=values, num_gpus=num_gpus)
     built = []

@@ -8,7 +8,22 @@ import yaml
 from tests.conftest import ROOT
 from tests.contract.running import check_tokens, emulated, engine_on, requests, run_to_end, shuffled, strategy_of
 
+pytestmark = pytest.mark.usefixtures("short_probes")
 YAMLS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "conf/strategy").glob("*.yaml"))}
+PLACED = {"table": "none", "profile_tokens": 24}  # experts come and go; a tiny model's would all stay on the device
+OFFLOADED = {
+    "extended_model": False,
+    "policy": {"batch_size": 3, "micro_batch_size": 2, "gpu_ffn": True, "resident_weights": 0.3, "resident_kv": 0.0},
+}
+AT_ONCE = {  # what keeps a planner from measuring and searching for long
+    "moelens": {"profile_repeats": 1},
+    "moegen_g": {"search": False},
+    "moegen_h": {"search": False},
+    **dict.fromkeys(("moelightning", "fastdecode", "flexgen", "flexgen_c"), OFFLOADED),
+    **dict.fromkeys(("prescope", "fiddler", "hybrimoe", "klotski", "fate"), PLACED),
+    "expert_cache": PLACED | {"cache_slots": 12},
+}
+PLANNED = {name: values | AT_ONCE.get(name, {}) for name, values in YAMLS.items()}
 VARIANTS = {
     "moelens": [
         {"overlap_prefill_decode": False, "n_real": 20},
@@ -59,11 +74,10 @@ IDS = [f"{name}-{'-'.join(f'{k}={v}' for k, v in change.items())}" for name, cha
 
 
 @pytest.mark.parametrize(("name", "change"), CASES, ids=IDS)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_shuffled_machine(tiny, name, change, seed):
-    machine = shuffled(seed)
+def test_shuffled_machine(tiny, name, change):
+    machine = shuffled(seed=len(str(change)))
     work = requests(8, vocab_size=tiny.spec.vocab_size, longest=40, max_new_tokens=4)
-    values = YAMLS[name] | change
+    values = PLANNED[name] | change
     engine = engine_on(machine, tiny, work, kv_blocks=40, values=values)
     run_to_end(engine, lambda e: strategy_of(e, values))
     report = check_tokens(tiny, engine.sequences)
@@ -96,10 +110,10 @@ def test_a_request_that_can_never_fit_is_rejected_with_the_reason(tiny):
     work = requests(3, vocab_size=tiny.spec.vocab_size, longest=10)
     long = requests(1, vocab_size=tiny.spec.vocab_size, seed=9)[0]
     too_long = type(long)(request_id=99, prompt_ids=tuple([5] * 200), max_new_tokens=4, text=None)
-    for name in YAMLS:
-        engine = engine_on(shuffled(0), tiny, [too_long, *work], kv_blocks=20, values=YAMLS[name])
+    for values in PLANNED.values():
+        engine = engine_on(shuffled(0), tiny, [too_long, *work], kv_blocks=20, values=values)
         given = engine.kv
-        run_to_end(engine, lambda e, name=name: strategy_of(e, YAMLS[name]))
+        run_to_end(engine, lambda e, values=values: strategy_of(e, values))
         if engine.kv is not given:
             continue  # the strategy sizes its own cache
         rejected = [s for s in engine.sequences if s.reject_reason]
