@@ -96,8 +96,11 @@ def tell(error: Exception) -> int:
     if (mistake := explained(error, sys.argv[1:])) is not None:
         print(f"error: {mistake}", file=sys.stderr)
         return USAGE_ERROR
+    if (plugin := plugin_behind(error)) is not None:  # a launcher whose system is not here, say
+        print(f"error: {plugin}: {error}", file=sys.stderr)
+        return FAILED
     from harness.record.files import RecordError
-    from harness.run.experiment import RunFailed  # takes seconds, for which a misspelt setting need not wait
+    from harness.run.experiment import RunFailed  # takes seconds, for which neither of the above need wait
 
     match error:
         case RunFailed():
@@ -110,8 +113,6 @@ def tell(error: Exception) -> int:
             print(f"error: the system has no more: {error}", file=sys.stderr)
         case RuntimeError() if "can't start new thread" in str(error):
             print(f"error: the system has no more: {error}", file=sys.stderr)
-        case _ if (plugin := plugin_behind(error)) is not None:  # a launcher whose system is not here, say
-            print(f"error: {plugin}: {error}", file=sys.stderr)
         case _:
             raise error
     return FAILED
