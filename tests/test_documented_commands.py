@@ -62,6 +62,7 @@ NOT_RUN = {  # the command begins so -> why it is only parsed
     "python -m paper_figures.moelens table1": "it simulates for minutes",
     "python -m paper_figures.moegen": "it simulates for minutes",
     "python -m paper_figures.prescope.prediction": "it writes the committed page again",
+    "python -m paper_figures.prescope.emulated": "it needs what a sweep recorded",
     "python -m paper_figures.moegen.part": "it simulates for minutes",
     "python -m paper_figures.latency": "it simulates for hours",
     "python -m paper_figures.latency.part": "it simulates for hours",

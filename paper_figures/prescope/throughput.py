@@ -43,6 +43,9 @@ def _table(rows: Sequence[dict[str, Any]], gpu: str, model: str) -> str:
         seconds[str(batch)] = lambda system, batch=batch: (
             f"{found['token_s']:.3g}" if (found := find(rows, system, gpu, model, batch)) else "-"
         )
+    seconds["to the first, batch 64"] = lambda system: (
+        f"{found['prefill_s']:.3g}" if (found := find(rows, system, gpu, model, 64)) else "-"
+    )
     seconds["busy in decode, batch 64"] = lambda system: _busy(rows, system, gpu, model)
     return (
         f"## {gpu}, {model}\n\n{markdown_table(columns, SYSTEMS)}\n{markdown_table(seconds, SYSTEMS)}\n"

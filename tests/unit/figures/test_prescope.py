@@ -20,7 +20,7 @@ def made(case: Case, tok_s: float) -> dict:
     named = {"system": case.system, "gpu": case.gpu, "model": case.model, "batch": case.batch, "variant": ""}
     costs = dict.fromkeys(("io_s", "gpu_s", "gpu_token_s", "cpu_start_s", "cpu_token_s"), 1e-3)
     busy = {"busy": {"gpu": 0.1, "cpu": 0.5, "h2d": 0.9}}
-    plan = {"plan": {"costs": costs}, "decode": busy}
+    plan = {"plan": {"costs": costs}, "decode": busy, "prefill_s": 2.0}
     return {**named, "tok_s": tok_s, "token_s": 1 / tok_s, "counted": ways, **plan}
 
 
