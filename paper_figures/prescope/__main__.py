@@ -25,7 +25,7 @@ REPORTS = {
     "cpu-rates": Report(compute=cpu_rates.compute, tables=cpu_rates.tables, note=NOTE, folder=FOLDER),
     "launches": Report(compute=launches.compute, tables=launches.tables, note=NOTE, folder=FOLDER),
     "gap": Report(
-        compute=gap.compute, tables=gap.tables, note=NOTE, folder=FOLDER, pictures={"fig17-gap": gap.draw}
+        compute=gap.compute, tables=gap.tables, note=gap.NOTE, folder=FOLDER, pictures={"fig17-gap": gap.draw}
     ),
 }  # fmt: skip
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CASE = Case(system="PreScope", gpu="A100", model="mixtral-8x7b", batch=64, generated=5)
+NOTE = "Mixtral-8x7B, batch 64; the layers of four steps of decode behind prompts of 512 tokens"
 SHARES = (50, 90, 100)  # percentiles of layers
 
 
