@@ -15,7 +15,6 @@ from harness.record.summary import accuracy
 from paper_figures.moegen.differences import differences
 from paper_figures.moegen.emulated import FOLDER as EMULATED
 from paper_figures.moegen.rows import FOLDER, stored
-from paper_figures.moegen.settings import spec_of
 from paper_figures.moegen.text import number, percent
 from paper_figures.support import markdown_table
 
@@ -32,11 +31,10 @@ def compute(folder: Path = FOLDER, emulated: Path = EMULATED) -> dict[str, Any]:
 def _simulated(report: str, row: dict[str, Any]) -> dict[str, Any]:
     fields = ("system", "setting", "model", "prompt", "g", "variant")
     predicted_tok_s = _of_the_batch(row)
-    found = differences(row, spec_of(row["model"]).num_moe_layers)
     return {
         "report": report, **{name: row[name] for name in fields}, "observed_tok_s": row["tok_s"], "by": "simulated",
         "predicted_tok_s": predicted_tok_s, "accuracy": accuracy(predicted_tok_s, row["tok_s"]),
-        "differences": [vars(difference) for difference in found],
+        "differences": [vars(difference) for difference in differences(row)],
     }  # fmt: skip
 
 

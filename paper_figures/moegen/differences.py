@@ -40,14 +40,14 @@ class Difference:
     share: float  # of the simulated pass, by which the prediction is more
 
 
-def differences(row: Mapping[str, Any], num_moe_layers: int) -> Iterator[Difference]:
+def differences(row: Mapping[str, Any]) -> Iterator[Difference]:
     """Yield what a row of a report tells of its search's passes; nothing where there was no search."""
     for phase in PHASES:
         predicted, simulated = row.get("search"), row.get(phase)
         if not predicted or not simulated or f"{phase}_pass_s" not in predicted:
             continue
         pass_s, busy_s = simulated["pass_s"], predicted[f"{phase}_busy_s"]
-        of_lanes = {lane: (busy_s.get(lane, 0.0) * num_moe_layers, simulated["busy"][lane] * pass_s) for lane in LANES}
+        of_lanes = {lane: (busy_s.get(lane, 0.0), simulated["busy"][lane] * pass_s) for lane in LANES}
         for lane, (told_s, took_s) in {_PASS: (predicted[f"{phase}_pass_s"], pass_s), **of_lanes}.items():
             yield Difference(
                 phase=phase, lane=lane, predicted_s=told_s, simulated_s=took_s, share=(told_s - took_s) / pass_s
@@ -73,7 +73,7 @@ def _show(given: Namespace) -> int:
         "simulated s a pass": lambda d: number(d.simulated_s),
         "difference / simulated pass": lambda d: f"{d.share:+.1%}",
     }
-    print(markdown_table(columns, list(differences(row, plan.engine.spec.num_moe_layers))))
+    print(markdown_table(columns, list(differences(row))))
     return 0
 
 

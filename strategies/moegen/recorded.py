@@ -61,7 +61,7 @@ class Batch:
 @dataclass(frozen=True, kw_only=True)
 class PassTime:
     """The time of a pass of all layers, and of its parts. `bound` has the seconds of a layer with experts that each
-    kind of op takes on the critical path, by lane and kind; `busy` those of each lane in all."""
+    kind of op takes on the critical path, by lane and kind; `busy` those of each lane in all layers."""
 
     seconds: float
     moe_layer_s: float
@@ -209,6 +209,7 @@ def pass_time(recorded: Recorded, cost: Cost, spec: ModelSpec) -> PassTime:
     if sum(busiest.values()) > moe_layer_s:
         moe_layer_s, bound = sum(busiest.values()), busiest
     dense_layer_s = layers_s[few.dense_layers[-1]] if few.dense_layers else 0.0
+    on_lanes_dense = _on_lanes(graph, seconds, few.dense_layers[-1:])
     sampled_s = max(end_s for end_s, op in zip(ends_s, graph.ops, strict=True) if isinstance(op, FetchSampled))
     ends_only_s = embed_s + sampled_s - layer_ends_s[-1]
     layers_all_s = spec.num_moe_layers * moe_layer_s + len(spec.dense_layers) * dense_layer_s
@@ -218,7 +219,11 @@ def pass_time(recorded: Recorded, cost: Cost, spec: ModelSpec) -> PassTime:
         dense_layer_s=dense_layer_s,
         ends_s=ends_only_s,
         bound=dict(sorted(bound.items(), key=lambda item: -item[1])),
-        busy={lane: sum(kinds.values()) for lane, kinds in on_lanes.items()},
+        busy={
+            lane: spec.num_moe_layers * sum(kinds.values())
+            + len(spec.dense_layers) * sum(on_lanes_dense.get(lane, {}).values())
+            for lane, kinds in on_lanes.items()
+        },
     )
 
 
