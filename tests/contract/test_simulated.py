@@ -22,13 +22,16 @@ CASES = [
 
 LAYERS = {"mixtral-8x7b": 20}  # more than the device holds, as of the others are 12
 WHOLE = "ondemand"  # runs all layers of every model; they add nothing to what the others do
-BESIDE_PRESCOPE = {"fiddler", "hybrimoe", "klotski", "fate", "expert_cache"}  # they share its pipeline
+SHARING = {  # PreScope's pipeline, and MoE-Lightning's planner and lanes: two models are enough for these
+    *("fiddler", "hybrimoe", "klotski", "fate", "expert_cache"),
+    *("fastdecode", "flexgen", "flexgen_c"),
+}
 SMALL_EXPERTS = CASES[3]
 CELLS = [
     (name, *case)
     for case in CASES
     for name in (YAMLS if case is CASES[0] else ONE_OF_A_PACKAGE.values())
-    if name not in BESIDE_PRESCOPE or case in (CASES[0], SMALL_EXPERTS)
+    if name not in SHARING or case in (CASES[0], SMALL_EXPERTS)
 ]
 
 
