@@ -24,7 +24,7 @@ from paper_figures.moegen import (
 )
 from paper_figures.moegen.differences import differences, main
 from paper_figures.moegen.measuring import batch_passes
-from paper_figures.moegen.rows import facts, find, key_of, row
+from paper_figures.moegen.rows import facts, find, key_of, predicted_passes, row
 from paper_figures.moegen.settings import SYSTEMS, Case, most_sequences, ram_gb, spec_of
 from paper_figures.passes import planned
 from paper_figures.support import write_json
@@ -218,6 +218,18 @@ def test_differences_of_a_policy_on_the_command_line(capsys):
     assert capsys.readouterr().out.count("| decode |") == 5
     assert main(["strategy=moelens", *more[1:]]) == 2
     assert "strategy: must be moegen_g or moegen_h" in capsys.readouterr().err
+
+
+def test_lanes_are_predicted_to_be_busy_in_layers_without_experts_too():
+    """One of three layers is such, and has a third of what comes over the link for a step."""
+    plan = planned([
+        *("strategy=moegen_h", "model=deepseek-v2-lite", "model.spec.num_layers=3", "model.spec.dense_dim=90000"),
+        *("hardware=a5000", "dataset.num_requests=40", "dataset.max_new_tokens=3", "kv_cache_gb=1"),
+        *("strategy.policy.cpu_attention=1", "strategy.policy.resident_experts=0", "strategy.policy.dense_slots=1"),
+    ])  # fmt: skip
+    made = {**facts(plan, batch_passes(plan)), "search": predicted_passes(plan.strategy.plan)}
+    found = {(each.phase, each.lane): each for each in differences(made)}
+    assert found["decode", "h2d"].share == pytest.approx(0, abs=0.03)
 
 
 def test_some_rows_are_computed_again_and_others_kept(tiny):
