@@ -78,7 +78,8 @@ def main() -> None:
     for name in (*ALWAYS, *DECODES.values()):
         setattr(gpu, name, counted(name))
     gpu.serves = lambda tensor, kernel: True  # type: ignore[assignment]
-    profiler._PROBE_TOKENS, profiler._MAX_STEPS = 16, 1  # how long the interpreter takes is of no interest
+    known = profiler.Profile(seconds_per_token=1e-6, fixed_s=0.0, layer_transfer_s=1e-3, samples=())
+    profiler.PipelineProfiler.measure = lambda self: known  # how long the interpreter takes is of no interest
     for run, (family, strategy, change) in RUNS.items():
         checkpoint = small_checkpoint(family)
         calls.clear()
