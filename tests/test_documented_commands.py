@@ -64,6 +64,7 @@ NOT_RUN = {  # the command begins so -> why it is only parsed
     "python -m paper_figures.prescope.prediction": "it writes the committed page again",
     "python -m paper_figures.prescope.emulated": "it needs what a sweep recorded",
     "python -m paper_figures.moegen.part": "it simulates for minutes",
+    "python -m paper_figures.routing --out results/reference/routing": "the same runs, without --out",
     "python -m paper_figures.latency": "it simulates for hours",
     "python -m paper_figures.latency.part": "it simulates for hours",
     "python -m paper_figures.prescope": "it simulates for an hour",
@@ -159,13 +160,13 @@ def size_of(words: list[str]) -> list[str]:
     (model,) = [word for word in words if word.startswith("model=")] or [""]
     is_one = model and "," not in model and "routing=trace" not in words  # a recorded trace has all layers
     layers = ["model.spec.num_layers=6"] if is_one and {"machine=simulated", "model=deepseek-r1"} & {*words} else []
+    search = ["strategy.search=false"] if any("moegen" in word for word in words) else []  # test_families.py searches
     match words[:2]:
         case ["run.py", *_]:
-            search = ["strategy.search=false"] if "strategy=moegen_h" in words else []  # the plan's command has it
             recipe = ["model.recipe.num_layers=2", "model.recipe.expert_dim=64"] if "-mini" in model else []
             return [*SMALL, *search, *recipe, *layers, *(() if model else ("model=mixtral-tiny",))]
         case ["-m", "harness.plan"]:
-            return ["dataset.num_requests=20", *layers, "--max-simulated-ops", "1"]
+            return ["dataset.num_requests=20", *search, *layers, "--max-simulated-ops", "1"]
         case ["-m", str(module)] if module.startswith("paper_figures") and not module.endswith("table2"):
             return ["--out", "picture.png" if module.endswith("timelines") else "figures"]
     return []

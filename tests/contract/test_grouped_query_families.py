@@ -15,6 +15,8 @@ from harness.model.zoo import ensure
 from tests.conftest import ROOT
 from tests.contract.running import check_tokens, engine_on, requests, run_to_end, shuffled, strategy_of
 
+pytestmark = pytest.mark.usefixtures("short_probes")
+
 TINY = yaml.safe_load((ROOT / "conf/model/qwen3-tiny.yaml").read_text())
 STRATEGIES = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / "conf/strategy").glob("*.yaml")}
 ALL_EXPERTS = {"dense_layers": [], "dense_dim": 0}  # in every layer

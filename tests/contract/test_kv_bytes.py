@@ -21,6 +21,8 @@ from tests.contract.running import CAPACITIES_BYTES, engine_on, requests, run_to
 from tests.contract.test_strategies import YAMLS
 from tests.tiny_families import VARIANTS, VOCAB_SIZE, tiny_family
 
+pytestmark = pytest.mark.usefixtures("short_probes")
+
 BLOCK_SIZE, NUM_BLOCKS = 4, 60
 ON_HOST = {"policy": {"resident_kv": 0.0}}
 PLACES = {  # strategy, what differs from its defaults, whether the device attends, whether it has the cache

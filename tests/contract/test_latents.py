@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import yaml
 
 import harness.engine.ops.compute as compute
 import harness.engine.ops.data as data
@@ -15,13 +14,14 @@ from harness.machine.base import MachineError
 from harness.model.checkpoint import Checkpoint, part_views
 from harness.model.config import ModelConfig
 from harness.model.loading import load_model
-from tests.conftest import ROOT
 from tests.contract.running import check_tokens, engine_on, requests, run_to_end, shuffled, strategy_of
 from tests.contract.test_declared import EXCUSED, forgets, watch
+from tests.contract.test_strategies import PLANNED
 from tests.contract.watching import untouched
 from tests.tiny_families import VARIANTS, VOCAB_SIZE, tiny_family
 
-YAMLS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "conf/strategy").glob("*.yaml"))}
+pytestmark = pytest.mark.usefixtures("short_probes")
+
 ON_GPU = {"attention": "gpu", "gpu_kv_staging_mb": 0.02}
 SHAPES = {  # what is widest: kv_lora_rank, qk_nope_head_dim, v_head_dim
     "values": (40, 24, 48),
@@ -31,7 +31,7 @@ SHAPES = {  # what is widest: kv_lora_rank, qk_nope_head_dim, v_head_dim
 
 
 def run(checkpoint: Checkpoint, strategy: str, change: dict | None = None, *, seed: int = 0, num_gpus: int = 1) -> None:
-    work, values = requests(6, vocab_size=VOCAB_SIZE, longest=30, seed=seed), YAMLS[strategy] | (change or {})
+    work, values = requests(6, vocab_size=VOCAB_SIZE, longest=30, seed=seed), PLANNED[strategy] | (change or {})
     machine = shuffled(seed, num_gpus=num_gpus)
     engine = engine_on(machine, checkpoint, work, kv_blocks=60, num_gpus=num_gpus, values=values)
     run_to_end(engine, lambda e: strategy_of(e, values))
@@ -91,7 +91,7 @@ def test_a_share_of_the_cache_on_the_device(seed):
     engine = engine_on(shuffled(seed), checkpoint, work, kv_blocks=60)
     block_bytes = 4 * checkpoint.spec.kv_bytes_per_token
     place_kv(engine, host_bytes=30 * block_bytes, device_bytes=30 * block_bytes)
-    values = YAMLS["moelens"] | {"overlap_prefill_decode": False, "n_real": 60, "profile_repeats": 1}
+    values = PLANNED["moelens"] | {"overlap_prefill_decode": False, "n_real": 60, "profile_repeats": 1}
     run_to_end(engine, lambda e: strategy_of(e, values))
     assert_right(checkpoint, engine)
 

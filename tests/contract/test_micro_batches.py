@@ -16,6 +16,8 @@ from strategies.offloading.pipeline import MicroBatchPipeline
 from tests.conftest import ROOT
 from tests.contract.running import CAPACITIES_BYTES, check_tokens, engine_on, requests, run_to_end, strategy_of
 
+pytestmark = pytest.mark.usefixtures("short_probes")
+
 NAMES = ("moelightning", "fastdecode", "flexgen_c", "flexgen")
 YAMLS = {name: yaml.safe_load((ROOT / f"conf/strategy/{name}.yaml").read_text()) for name in NAMES}
 SMALL_DEVICE = CAPACITIES_BYTES | {"device": 2_240_000}

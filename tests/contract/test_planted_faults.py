@@ -26,6 +26,8 @@ from strategies.moelens import vslpipe
 from tests.conftest import ROOT
 from tests.contract.running import CAPACITIES_BYTES, check_tokens, engine_on, requests, run_to_end, strategy_of
 
+pytestmark = pytest.mark.usefixtures("short_probes")
+
 SEEDS = (0, 1, 2)
 MANY_SEEDS = range(30)
 MOELENS = yaml.safe_load((ROOT / "conf/strategy/moelens.yaml").read_text()) | {"n_real": 60, "profile_repeats": 1}

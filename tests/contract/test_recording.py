@@ -22,9 +22,11 @@ from tests.contract.running import (
     shuffled,
     strategy_of,
 )
-from tests.contract.test_strategies import YAMLS
+from tests.contract.test_strategies import PLANNED
 from tests.fake_device import FakeDevice, cuda_machine
 from tests.tiny_families import runnable, tiny_family
+
+pytestmark = pytest.mark.usefixtures("short_probes")
 
 SHARE = 0.4
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
@@ -74,28 +76,28 @@ def check(checkpoint, sequences, sample):
             assert np.abs(of_each - expected[layer, ROUTER].numpy()).max() < tolerance, f"layer {layer}"
 
 
-@pytest.mark.parametrize(("name", "change"), [*((name, {}) for name in YAMLS), ("moelightning", {"padding": True})])
+@pytest.mark.parametrize(("name", "change"), [*((name, {}) for name in PLANNED), ("moelightning", {"padding": True})])
 def test_every_strategy(tiny, name, change):
-    check(tiny, *record(shuffled(2), tiny, YAMLS[name] | change)[:2])
+    check(tiny, *record(shuffled(2), tiny, PLANNED[name] | change)[:2])
 
 
 @pytest.mark.parametrize("variant", [name for name in runnable() if name != "mixtral"])
 def test_every_family(variant):
     checkpoint = tiny_family(variant)
-    check(checkpoint, *record(shuffled(3), checkpoint, YAMLS["moelens"])[:2])
+    check(checkpoint, *record(shuffled(3), checkpoint, PLANNED["moelens"])[:2])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_emulated_machine(dtype):
     checkpoint = tiny_family("qwen3_moe", dtype)
-    check(checkpoint, *record(emulated(), checkpoint, YAMLS["moelightning"])[:2])
+    check(checkpoint, *record(emulated(), checkpoint, PLANNED["moelightning"])[:2])
 
 
 def test_the_code_of_the_cuda_machine(tiny):
     device = FakeDevice(1)
     machine = cuda_machine(CAPACITIES_BYTES, device=device)
     try:
-        check(tiny, *record(machine, tiny, YAMLS["moelens"] | {"n_real": 60, "profile_repeats": 1})[:2])
+        check(tiny, *record(machine, tiny, PLANNED["moelens"] | {"n_real": 60, "profile_repeats": 1})[:2])
     finally:
         machine.close()
         device.close()
@@ -103,12 +105,12 @@ def test_the_code_of_the_cuda_machine(tiny):
 
 @pytest.mark.parametrize("name", ["moelightning", "flexgen", "deepspeed_zero"])
 def test_several_gpus(tiny, name):
-    check(tiny, *record(shuffled(5, num_gpus=2), tiny, YAMLS[name], num_gpus=2, kv_blocks=200)[:2])
+    check(tiny, *record(shuffled(5, num_gpus=2), tiny, PLANNED[name], num_gpus=2, kv_blocks=200)[:2])
 
 
 def test_a_position_that_was_computed_twice_is_recorded_once(tiny):
     work = requests(12, vocab_size=tiny.spec.vocab_size, longest=30, max_new_tokens=30)
-    values = YAMLS["moelens"] | {"n_real": 200}
+    values = PLANNED["moelens"] | {"n_real": 200}
     sequences, sample, passes = record(shuffled(3), tiny, values, kv_blocks=24, work=work)
     assert sum(p.num_preemptions for p in passes) > 0
     check(tiny, sequences, sample)

@@ -18,6 +18,8 @@ from harness.memory.tiers import device_tier
 from tests.conftest import ROOT
 from tests.contract.running import check_tokens, emulated, engine_on, requests, run_to_end, shuffled, strategy_of
 
+pytestmark = pytest.mark.usefixtures("short_probes")
+
 ONDEMAND = yaml.safe_load((ROOT / "conf/strategy/ondemand.yaml").read_text())
 
 
