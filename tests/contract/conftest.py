@@ -1,4 +1,4 @@
-"""Shared by contract tests: planners that measure briefly."""
+"""Let planners measure briefly where a contract test does not ask what they find."""
 
 from __future__ import annotations
 
