@@ -16,7 +16,7 @@ from paper_figures.support import REFERENCE
 FOLDER = REFERENCE / "latency-simulated"
 REPORTS = {
     "systems": Report(
-        compute=systems.compute, tables=systems.tables, pictures={"fig12-throughput": systems.draw},
+        compute=systems.compute, tables=systems.tables, pictures={"fig12-14-systems": systems.draw},
         note=systems.NOTE, folder=FOLDER,
     ),
     "where": Report(

@@ -133,16 +133,18 @@ def gains(rows: Sequence[Row]) -> str:
 
 
 def draw(data: dict[str, Any]) -> Figure:
-    """Draw throughput over the batch, a panel for each model and machine that has rows."""
+    """Draw throughput and seconds per token over the batch: two rows of panels for each machine, a column a model."""
     rows = [r for r in data["rows"] if "refused" not in r and not r["variant"]]
-    panels = sorted({(r["gpu"], r["model"]) for r in rows})
-    figure = new_figure(3.2 * len(panels), 3.2)
-    for at, (gpu, model) in enumerate(panels, start=1):
-        axes = figure.add_subplot(1, len(panels), at)
+    gpus, models = (sorted({r[name] for r in rows}) for name in ("gpu", "model"))
+    facts = {"tok_s": "tok/s", "token_s": "seconds a token"}
+    figure = new_figure(3.0 * len(models), 4.4 * len(gpus))
+    panels = product(gpus, facts, models)
+    for at, (gpu, fact, model) in enumerate(panels, start=1):
+        axes = figure.add_subplot(len(gpus) * len(facts), len(models), at)
         for system in SYSTEMS:
             mine = (r for r in rows if (r["system"], r["gpu"], r["model"]) == (system, gpu, model))
-            points = sorted((r["batch"], r["tok_s"]) for r in mine)
+            points = sorted((r["batch"], r[fact]) for r in mine)
             axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=system) if points else None
-        axes.set(title=f"{model}, {gpu}", xlabel="batch", ylabel="tok/s", xscale="log", yscale="log")
+        axes.set(title=f"{model}, {gpu}", xlabel="batch", ylabel=facts[fact], xscale="log", yscale="log")
         plain_logarithms(axes, x=sorted({r["batch"] for r in rows}))
     return with_one_legend(figure)
