@@ -139,18 +139,18 @@ def run_module(words: list[str]) -> object:
 
 
 def shortened(words: list[str]) -> list[str]:
-    """Cut the first list that is swept over to its first and last value, and others to their last one; what is left out
-    only makes a configuration."""
+    """Cut the first list that is swept over to its first and last value, and others to their first one. What is left
+    out only makes a configuration."""
     if words[:2] != ["run.py", "-m"]:
         return words
     lists = {name: values.split(",") for name, _, values in (word.partition("=") for word in words[2:])}
     swept = next((name for name, values in lists.items() if len(values) > 1), None)
-    kept = {name: [values[0]] * (name == swept) + values[-1:] for name, values in lists.items()}
-    last = {name: values[-1] for name, values in lists.items()}
+    kept = {name: values[:1] + values[-1:] * (name == swept) for name, values in lists.items()}
+    first = {name: values[0] for name, values in lists.items()}
     for name, values in lists.items():
         for value in values:
             if value not in kept[name]:
-                chosen = {**last, name: value}
+                chosen = {**first, name: value}
                 load_strategy(parse_settings(composed(*(f"{key}={chosen[key]}" for key in chosen))).strategy)
     return [*words[:2], *(f"{name}={','.join(values)}" for name, values in kept.items())]
 
