@@ -56,6 +56,7 @@ NOT_RUN = {  # the command begins so -> why it is only parsed
     "python run.py machine=simulated hardware=a40 routing.hit_rates_path": "it needs what that training measured",
     "python -m harness.validate": "it runs for half an hour",
     "python -m harness.study --out results/reference/routing": "it needs recorded runs of a trained model",
+    "python -m harness.study --out FOLDER": "it needs recorded runs of a trained model",
     "python -m harness.study.excerpt --out results/reference/routing/mixtral.jsonl.gz": "it needs the same runs",
     "python run.py model=checkpoint model.path=models/mixtral-trained": "it needs a model that was trained for minutes",
     "python -m paper_figures.moelens.simulate": "it simulates for minutes",
