@@ -4,7 +4,7 @@ Runs every setting of every `strategies/*/validation.yaml` on the emulated machi
 table for each model, and reports the errors and whether they meet the aims (exit code 1 where they do not). No setting
 is used to calibrate: a calibration measures ops and lanes together, never a strategy. Repeats are interleaved (the
 calibrations, all settings once, and all of it again), so that a machine whose speed drifts is measured at the same
-times; what counts is the median. A run beside which others had the cores is made again once. Takes about half an hour,
+times; what counts is the median. A run beside which others had the cores is made again once. Takes more than an hour,
 in which nothing else should run. Everything is written as it is finished; `--resume` goes on with the rest, if the code
 is the same.
 """
@@ -138,7 +138,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "results/reference/validation", metavar="FOLDER")
     parser.add_argument("--repeats", type=whole_number(1), default=3, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--limit", type=whole_number(1), metavar="N", help="only the first so many settings")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only settings that contain it, such as model=")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[""],
+        metavar="TEXT",
+        help="only settings that contain one of these, such as model=",
+    )
     parser.add_argument("--resume", action="store_true", help="keep the runs that --out has, if the code is the same")
     given = sys.argv[1:] if arguments is None else arguments
     return parser.run(partial(_validate, shown_command("-m harness.validate", given)), given)
@@ -154,9 +160,10 @@ def _validate(command: str, args: Namespace) -> int:
         "labels": "emulated runs, simulated with a table calibrated on the same computer",
     }
     report = Report(args.out, header, resume=args.resume)
-    everything = [setting for setting in settings_of() if args.only in setting.name][: args.limit]
+    everything = [each for each in settings_of() if any(text in each.name for text in args.only)][: args.limit]
     if not everything:
-        raise ConfigError("--only", f"must be part of a setting in strategies/*/validation.yaml, got {args.only!r}")
+        told = ", ".join(map(repr, args.only))
+        raise ConfigError("--only", f"must be part of a setting in strategies/*/validation.yaml, got {told}")
     measure_all(everything, report, args.out, repeats=args.repeats, resume=args.resume)
     rows: list[dict[str, Any]] = []
     for setting in everything:
