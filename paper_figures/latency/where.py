@@ -1,12 +1,13 @@
 """Ask when a cache is enough, when prefetching pays, and when the CPU is the better place for experts.
 
-One model runs over link rate, batch and memory for experts, under four systems: `expert_cache` keeps experts, `fate`
-keeps and prefetches, `fiddler` keeps and computes on the CPU, `hybrimoe` does all three.
+One model runs over link rate, batch and memory for experts. `expert_cache` keeps experts alone, with LRU or ARC; `fate`
+and `hybrimoe` are there with and without their prefetches, so that each pair differs in these alone; `fiddler`,
+`hybrimoe` and `prescope` compute on the CPU as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -21,44 +22,60 @@ MODEL, GPU = "deepseek-v2-lite", "A100"
 LINKS_GB_S = (6, 12, 25, 50)
 BATCHES = (4, 32)
 MEMORIES_GB = (10, 20, 30)
-SYSTEMS = ("expert_cache", "fate", "fiddler", "hybrimoe")
+NO_PREFETCH = ("strategy.predictor=none",)
+WAYS: Mapping[tuple[str, str], tuple[str, ...]] = {  # (system, what is changed in it) -> overrides
+    ("expert_cache", ""): (),
+    ("expert_cache", "ARC"): ("strategy.policy=arc",),
+    ("fate", "no prefetch"): NO_PREFETCH,
+    ("fate", ""): (),
+    ("fiddler", ""): (),
+    ("hybrimoe", "no prefetch"): NO_PREFETCH,
+    ("hybrimoe", ""): (),
+    ("prescope", ""): (),
+}
+SYSTEMS = tuple(dict.fromkeys(system for system, _ in WAYS))  # by their colour
+NAMES = {way: ", ".join(filter(None, way)) for way in WAYS}
 
 
 def cases() -> list[Case]:
     return [
         Case(
-            system=system, model=MODEL, gpu=GPU, batch=batch, variant=f"{link} GB/s, {memory} GB",
-            more=(f"hardware.h2d_gb_s={link}", f"hardware.device_memory_gb={memory}"),
+            system=way[0], model=MODEL, gpu=GPU, batch=batch, variant=_variant(way, link, memory),
+            more=(f"hardware.h2d_gb_s={link}", f"hardware.device_memory_gb={memory}", *WAYS[way]),
         )
-        for link, batch, memory, system in product(LINKS_GB_S, BATCHES, MEMORIES_GB, SYSTEMS)
+        for link, batch, memory, way in product(LINKS_GB_S, BATCHES, MEMORIES_GB, WAYS)
     ]  # fmt: skip
+
+
+def _variant(way: tuple[str, str], link: int, memory: int) -> str:
+    return ", ".join(filter(None, (f"{link} GB/s", f"{memory} GB", way[1])))
 
 
 def compute(chosen: Sequence[Case] | None = None) -> dict[str, Any]:
     return {"label": "simulated", "rows": computed(cases() if chosen is None else chosen)}
 
 
-def _token_s(data: dict[str, Any], system: str, batch: int, link: int, memory: int) -> float | None:
-    one = find(data["rows"], system=system, batch=batch, variant=f"{link} GB/s, {memory} GB")
+def _token_s(data: dict[str, Any], way: tuple[str, str], batch: int, link: int, memory: int) -> float | None:
+    one = find(data["rows"], system=way[0], batch=batch, variant=_variant(way, link, memory))
     return None if one is None else float(one["token_s"])
 
 
 def tables(data: dict[str, Any]) -> str:
     """Write seconds per output token; the best of each line is the answer there."""
     lines = [
-        key for key in product(BATCHES, MEMORIES_GB, LINKS_GB_S) if any(_token_s(data, s, *_of(key)) for s in SYSTEMS)
+        key for key in product(BATCHES, MEMORIES_GB, LINKS_GB_S) if any(_token_s(data, w, *_of(key)) for w in WAYS)
     ]
 
-    def cell(system: str, key: tuple[int, int, int]) -> str:
-        times = {each: _token_s(data, each, *_of(key)) for each in SYSTEMS}
-        found = times[system]
+    def cell(way: tuple[str, str], key: tuple[int, int, int]) -> str:
+        times = {each: _token_s(data, each, *_of(key)) for each in WAYS}
+        found = times[way]
         best = min((value for value in times.values() if value is not None), default=None)
         return "" if found is None else f"**{found:.3g}**" if found == best else f"{found:.3g}"
 
     columns: dict[str, Any] = {
         "batch": lambda key: str(key[0]), "memory GB": lambda key: str(key[1]), "link GB/s": lambda key: str(key[2]),
     }  # fmt: skip
-    columns |= {system: lambda key, system=system: cell(system, key) for system in SYSTEMS}
+    columns |= {NAMES[way]: lambda key, way=way: cell(way, key) for way in WAYS}
     return (
         f"# Cache, prefetch or CPU: seconds per output token (simulated)\n\n{NOTE}.\n\n{markdown_table(columns, lines)}"
     )
@@ -74,11 +91,11 @@ def draw(data: dict[str, Any]) -> Figure:
     figure = new_figure(9, 5)
     for at, (batch, memory) in enumerate(product(BATCHES, MEMORIES_GB), start=1):
         axes = figure.add_subplot(len(BATCHES), len(MEMORIES_GB), at)
-        for system in SYSTEMS:
-            points = [
-                (link, s) for link in LINKS_GB_S if (s := _token_s(data, system, batch, link, memory)) is not None
-            ]
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=system) if points else None
+        for way in WAYS:
+            points = [(link, s) for link in LINKS_GB_S if (s := _token_s(data, way, batch, link, memory)) is not None]
+            if points:
+                drawn = axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=NAMES[way])
+                drawn[0].set(linestyle="--" if way[1] else "-", color=f"C{SYSTEMS.index(way[0])}")
         axes.set(
             title=f"batch {batch}, {memory} GB", xlabel="link GB/s", ylabel="s a token", xscale="log", yscale="log"
         )

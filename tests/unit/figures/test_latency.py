@@ -44,7 +44,14 @@ def test_tables_show_where_experts_were_and_the_published_value_beside_ours():
 def test_the_best_of_each_line_is_marked():
     rows = [row(system, 1, token_s, variant="6 GB/s, 10 GB") for system, token_s in (("fate", 0.2), ("fiddler", 0.1))]
     text = where.tables({"label": "simulated", "rows": rows})
-    assert "| 4 | 10 | 6 |  | 0.2 | **0.1** |  |" in text and text.count("**") == 2
+    assert "| 4 | 10 | 6 |  |  |  | 0.2 | **0.1** |  |  |  |" in text and text.count("**") == 2
+
+
+def test_a_system_stands_beside_itself_without_prefetches():
+    alike = [case for case in where.cases() if case.system == "fate" and case.batch == 4]
+    without, prefetching = (case.overrides for case in alike[:2])
+    assert without == [*prefetching, "strategy.predictor=none"] and len(alike) == 24
+    assert len({case.key for case in where.cases()}) == len(where.cases())
 
 
 @pytest.mark.parametrize(("system", "number"), [("klotski", 8), ("fate", 4)])
