@@ -69,5 +69,5 @@ def build(config: Config, engine: Engine) -> Strategy:
         return deployment.strategy(FixedPrefetching(costs=costs, group=group, looks_ahead=ahead))
     return deployment.strategy(
         PreSched(costs=costs, group=group, looks_ahead=ahead, hit_rates=validation),
-        {"prefetch_group": group, "hit_rates_validated": bool(validation.validation)},
+        {"prefetch_group": group, "hit_rates_validated": validation.source},
     )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from strategies.expert_offload.costs import ExpertCosts
 from strategies.expert_offload.placement import Forecast, LayerView, Placement
@@ -20,11 +21,13 @@ Validated = tuple[Forecast, np.ndarray]  # of a layer's tokens: what was predict
 class HitRates:
     """Tells how likely an expert gets tokens that is predicted to have the most but so many (P_hit by rank).
 
-    The predictor's own validation says so: predictions and answers for the profile run's tokens, of which batches of
-    any size are drawn. Where there are none, what the predictor itself says of the expert holds.
+    The predictions and answers of the profile run say so, of whose tokens batches of any size are drawn. These tokens
+    have random ids: a learned predictor's own validation, `hit_by_rank` in its folder, is of text but not of batches,
+    and is not read. Where there is no profile, what the predictor itself says of the expert holds.
     """
 
     validation: Mapping[int, Sequence[Validated]]  # by layers ahead
+    source: str | None = None  # what the validation is of; None where there is none
     _known: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
 
     @classmethod
@@ -35,17 +38,27 @@ class HitRates:
             for later in views[at + 1 : at + 1 + _MOST_AHEAD]:
                 if later.layer in view.ahead:
                     found.setdefault(later.layer - view.layer, []).append((view.ahead[later.layer], later.ids))
-        return cls(found)
+        num_tokens = sum(view.num_tokens for view in views) // max(1, len({view.layer for view in views}))
+        return cls(found, f"a profile run of {num_tokens} random tokens" if found else None)
 
-    def at(self, forecast: Forecast, num_tokens: int, distance: int) -> Sequence[float]:
-        """Return the probabilities by rank for a batch of so many tokens, about which `forecast` speaks."""
+    def at(self, forecast: Forecast, num_tokens: int, distance: int) -> NDArray[np.float64]:
+        """Return the probability [experts] of each expert for a batch of so many tokens, about which `forecast` speaks.
+
+        An expert's rank is that among all experts of the forecast, wherever they are.
+        """
         if distance not in self.validation:
-            order = np.argsort(-forecast.expected, kind="stable")
-            return [float(chance) for chance in forecast.likely[order]]
+            return forecast.likely
         size = 1 << max(0, num_tokens - 1).bit_length()  # sizes up to the next power of two are alike
         if (size, distance) not in self._known:
             self._known[size, distance] = _drawn(self.validation[distance], size)
-        return [float(rate) for rate in self._known[size, distance]]
+        rates = np.empty(forecast.num_experts)
+        rates[_ranked(forecast)] = self._known[size, distance]
+        return rates
+
+
+def _ranked(forecast: Forecast) -> NDArray[np.int64]:
+    """Return all experts of a forecast, the one that is expected to get most tokens first."""
+    return np.argsort(-forecast.expected, kind="stable")
 
 
 def _drawn(validation: Sequence[Validated], size: int) -> np.ndarray:
@@ -56,7 +69,7 @@ def _drawn(validation: Sequence[Validated], size: int) -> np.ndarray:
             rows = rng.choice(len(chosen), size=size)
             drawn = Forecast(forecast.ids[rows], forecast.chances[rows], forecast.num_experts)
             is_active = np.bincount(chosen[rows].ravel(), minlength=forecast.num_experts) > 0
-            hits.append(is_active[np.argsort(-drawn.expected, kind="stable")])
+            hits.append(is_active[_ranked(drawn)])
     return np.mean(hits, axis=0)
 
 
@@ -76,23 +89,27 @@ class PreSched:
         busy_s = view.link_busy_s(self.costs.io_s)
         gpu_busy_s = sum(self.costs.gpu_s(view.tokens[e]) for e in view.there)
 
-        def scheduled(layer: int, following: Sequence[Pending], between_s: float) -> Schedule:
-            rates: Sequence[float] = []
-            if following:
-                rates = self.hit_rates.at(view.ahead[layer], view.num_tokens, layer - view.layer)
+        def scheduled(following: Sequence[Pending], between_s: float) -> Schedule:
             return schedule(
                 self.costs, current, following, busy_s=busy_s, attention_s=between_s, gpu_busy_s=gpu_busy_s,
-                hit_rate=rates.__getitem__, most_prefetches=self.group,
+                most_prefetches=self.group,
             )  # fmt: skip
 
-        following = _pending(view, target)
-        found = scheduled(target, following, attention_s)
+        following = self._pending(view, target)
+        found = scheduled(following, attention_s)
         prefetch = found.prefetch
         if not found.queued and target + 1 in view.ahead:  # Q4: nothing is to be had from the next layer
             target += 1
             between_s = 2 * attention_s + sum(each.cpu_s(self.costs) for each in following)
-            prefetch = scheduled(target, _pending(view, target), between_s).prefetch
+            prefetch = scheduled(self._pending(view, target), between_s).prefetch
         return _placement(view, found.on_demand, [(target, expert) for expert in prefetch])
+
+    def _pending(self, view: LayerView, layer: int) -> list[Pending]:
+        """Return what is wanted of a later layer, with the probability that each expert gets tokens."""
+        if not (wanted := _wanted(view, layer)):
+            return []
+        chances = self.hit_rates.at(view.ahead[layer], view.num_tokens, layer - view.layer)
+        return [Pending(expert=e, tokens=n, chance=float(chances[e])) for e, n in wanted.items()]
 
     def _attention_s(self, view: LayerView) -> float:
         return self.costs.between_routers_s(view.num_tokens, is_prefill=view.is_prefill)
@@ -117,16 +134,18 @@ class FixedPrefetching:
             if costs.io_s + costs.gpu_s(view.tokens[e]) < costs.cpu_s(view.tokens[e])
         ]  # fmt: skip
         target = view.layer + 1
-        hottest = sorted(_pending(view, target), key=lambda each: -each.tokens)[: self.group]
-        return _placement(view, on_demand, [(target, each.expert) for each in hottest])
+        wanted = _wanted(view, target)
+        hottest = sorted(wanted, key=lambda expert: -wanted[expert])[: self.group]
+        return _placement(view, on_demand, [(target, expert) for expert in hottest])
 
 
-def _pending(view: LayerView, layer: int) -> list[Pending]:
-    """Return the experts of a later layer that are predicted to get tokens, and are neither there nor on their way."""
+def _wanted(view: LayerView, layer: int) -> dict[int, float]:
+    """Return the experts of a later layer that are predicted to get tokens, and are neither there nor on their way,
+    with these tokens."""
     if (forecast := view.ahead.get(layer)) is None:
-        return []
-    wanted = [int(e) for e in np.flatnonzero(forecast.expected > 0) if not view.holds((layer, int(e)))]
-    return [Pending(expert=e, tokens=float(forecast.expected[e]), chance=float(forecast.likely[e])) for e in wanted]
+        return {}
+    predicted = np.flatnonzero(forecast.expected > 0).tolist()
+    return {expert: float(forecast.expected[expert]) for expert in predicted if not view.holds((layer, expert))}
 
 
 def _placement(view: LayerView, on_demand: Sequence[int], prefetch: Sequence[tuple[int, int]]) -> Placement:

@@ -7,7 +7,7 @@ of the next one, but for the last (premise 5).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,7 +27,7 @@ class Costs(Protocol):
 class Pending:
     """Names an expert that is not on the device, with its tokens: those it has, or those it is expected to have.
 
-    `chance` is the probability that it has any; on the CPU it costs its start-up only then.
+    `chance` is the probability that it has any (P_hit); on the CPU it costs its start-up only then.
     """
 
     expert: int
@@ -90,14 +90,13 @@ def _moved(costs: Costs, tokens: Sequence[float], cpu_s: Sequence[float], *, bus
 
 def schedule(
     costs: Costs, current: Sequence[Pending], following: Sequence[Pending], *, busy_s: float, attention_s: float,
-    gpu_busy_s: float = 0.0, hit_rate: Callable[[int], float] = lambda rank: 1.0, most_prefetches: int | None = None,
+    gpu_busy_s: float = 0.0, most_prefetches: int | None = None,
 ) -> Schedule:  # fmt: skip
     """Place the experts of the current layer that are not on the device, and choose what to prefetch (Algorithm 1).
 
     `current` and `following` have the experts of both layers that are neither there nor on their way, in any order.
     `busy_s` (d) is how long the link is still bound, `attention_s` (T_attn) what lies between the two layers' experts,
-    `gpu_busy_s` what the GPU computes without waiting for the link. `hit_rate` tells how likely the expert predicted to
-    have the most tokens but `rank` gets any. There is room for `most_prefetches`.
+    `gpu_busy_s` what the GPU computes without waiting for the link. There is room for `most_prefetches`.
     """
     current = sorted(current, key=lambda each: (each.tokens, -each.expert))
     following = sorted(following, key=lambda each: (each.tokens, -each.expert))
@@ -107,25 +106,26 @@ def schedule(
     loaded, left = current[len(current) - moved :], current[: len(current) - moved]
     layer_s = _layer_s(costs, left, loaded, busy_s=busy_s, gpu_busy_s=gpu_busy_s)
     link_free_s = busy_s + moved * costs.io_s
-    number = num_prefetches(costs, layer_s + attention_s - link_free_s, queued, hit_rate)
+    worth = following[::-1][:queued]
+    number = num_prefetches(costs, layer_s + attention_s - link_free_s, worth)
     return Schedule(
         on_demand=tuple(each.expert for each in reversed(loaded)),
-        prefetch=tuple(each.expert for each in reversed(following[len(following) - number :])),
+        prefetch=tuple(each.expert for each in worth[:number]),
         queued=queued,
         layer_s=layer_s,
     )
 
 
-def num_prefetches(costs: Costs, gap_s: float, queued: int, hit_rate: Callable[[int], float]) -> int:
-    """Answer Q2 and Q3: return how many of the queued prefetches to issue into a gap of the link.
+def num_prefetches(costs: Costs, gap_s: float, queued: Sequence[Pending]) -> int:
+    """Answer Q2 and Q3: return how many of the queued prefetches, the first ones, to issue into a gap of the link.
 
     The last one may overrun the gap by `o` and then delays the next layer's experts on demand: it is worth it only if
     it is likely enough to be right.
     """
-    number = max(0, min(queued, _nearest(gap_s / costs.io_s)))  # (6)
+    number = max(0, min(len(queued), _nearest(gap_s / costs.io_s)))  # (6)
     overrun_s = number * costs.io_s - gap_s
     if number and overrun_s > 0:
-        likely = hit_rate(number - 1)
+        likely = queued[number - 1].chance
         gain_s = likely * (costs.io_s - overrun_s) - (1 - likely) * overrun_s  # (7)
         number -= gain_s <= 0
     return number

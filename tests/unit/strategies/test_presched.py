@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from itertools import chain, combinations, product
 
 import numpy as np
@@ -10,6 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.bench.fitting import Plane
+from harness.memory.expert_slots import Key
+from strategies.expert_offload.costs import ExpertCosts
+from strategies.expert_offload.placement import Forecast, LayerView
+from strategies.prescope.placer import FixedPrefetching, HitRates, PreSched
 from strategies.prescope.presched import Pending, num_prefetches, schedule
 
 
@@ -110,11 +116,15 @@ def test_a_faster_link_takes_experts_from_the_cpu(slow):
 
 def test_the_last_prefetch_needs_a_chance_above_its_overrun():
     """Equation 7: with an overrun of 0.4 of a transfer, it is issued from a hit rate above 0.4 on."""
+
+    def queued(*chances: float) -> list[Pending]:
+        return [Pending(expert=number, tokens=1.0, chance=chance) for number, chance in enumerate(chances)]
+
     for rate, number in ((0.39, 1), (0.41, 2)):
-        assert num_prefetches(Costs(), 1.6, 5, lambda rank, rate=rate: 1.0 if rank == 0 else rate) == number
-    assert num_prefetches(Costs(), 1.4, 5, lambda rank: 0.0) == 1, "no overrun, whatever the chance"
-    assert num_prefetches(Costs(), 9.0, 3, lambda rank: 1.0) == 3
-    assert num_prefetches(Costs(), -1.0, 3, lambda rank: 1.0) == 0
+        assert num_prefetches(Costs(), 1.6, queued(1.0, rate, 1.0)) == number
+    assert num_prefetches(Costs(), 1.4, queued(0.0, 0.0)) == 1, "no overrun, whatever the chance"
+    assert num_prefetches(Costs(), 9.0, queued(1.0, 1.0, 1.0)) == 3
+    assert num_prefetches(Costs(), -1.0, queued(1.0, 1.0, 1.0)) == 0
 
 
 def test_heavy_experts_of_the_next_layer_are_prefetched_before_light_ones_of_this_layer_are_loaded():
@@ -140,3 +150,65 @@ def test_this_layer_does_not_wait_for_prefetches_that_have_no_room():
         )  # fmt: skip
         reached_s[most] = layer_end_s(costs, first, found.on_demand, 0.0)
     assert reached_s[0] == reached_s[1] == best_layer_s(costs, first, 0.0) < reached_s[None]
+
+
+NUM_EXPERTS = 8
+# Of an expert of a later layer 0.2 s on the GPU and 0.4 s of attention hide 0.6 s of a transfer: it needs P_hit > 0.4.
+COSTS = ExpertCosts(
+    io_s=1.0, cpu=Plane(fixed=0.0, weights=(10.0,)), gpu=Plane(fixed=0.2, weights=(0.0,)), attention_s=0.4,
+    prefill_token_s=0.0,
+)  # fmt: skip
+CHANCES = (0.9, 0.8, 0.3, 0.2)
+
+
+def forecast(chances=CHANCES) -> Forecast:
+    """Predict experts 0, 1, ... for one token, with these chances."""
+    return Forecast(np.arange(len(chances), dtype=np.int64)[None], np.array([chances]), NUM_EXPERTS)
+
+
+def view(held: Iterable[Key] = (), *, there: bool = True, ahead=(1,)) -> LayerView:
+    """Show layer 0 of a step with one token, for expert 0; the same is predicted of all layers ahead."""
+    return LayerView(
+        layer=0, num_layers=4, num_experts=NUM_EXPERTS, is_prefill=False, ids=np.array([[0]]),
+        weights=np.ones((1, 1), dtype=np.float32), there={0: True} if there else {}, holds=set(held).__contains__,
+        ahead=dict.fromkeys(ahead, forecast()),
+    )  # fmt: skip
+
+
+def presched(rates: HitRates) -> PreSched:
+    return PreSched(costs=COSTS, group=1, looks_ahead=2, hit_rates=rates)
+
+
+def test_a_hit_rate_is_that_of_the_rank_among_all_experts():
+    predicted = Forecast(np.array([[3, 1, 0]]), np.array([[0.9, 0.6, 0.2]]), NUM_EXPERTS)
+    assert HitRates({}).at(predicted, 1, 1).tolist() == predicted.likely.tolist(), "none measured: the predictor's own"
+    measured = HitRates({1: [(predicted, np.array([[3, 0]]))]})
+    moved = Forecast((predicted.ids + 4) % NUM_EXPERTS, predicted.chances, NUM_EXPERTS)
+    for each, experts in ((predicted, [3, 1, 0]), (moved, [7, 5, 4])):
+        assert measured.at(each, 1, 1)[experts].tolist() == [1.0, 0.0, 1.0]
+    assert measured.at(predicted, 1, 2).tolist() == predicted.likely.tolist(), "nothing measured two layers ahead"
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_experts_that_are_there_do_not_lend_the_others_their_hit_rate(measured):
+    """Of the four that are predicted the first two hit: where they are resident, the third is no better for that."""
+    rates = HitRates({1: [(forecast(), np.array([[0, 1]]))]} if measured else {})
+    assert list(presched(rates).place(view()).prefetch) == [(1, 0)]
+    assert list(presched(rates).place(view([(1, 0)])).prefetch) == [(1, 1)]
+    assert list(presched(rates).place(view([(1, 0), (1, 1)])).prefetch) == []
+
+
+def test_a_layer_further_is_asked_where_the_next_one_wants_nothing():
+    rates, next_layer = HitRates({}), [(1, expert) for expert in range(len(CHANCES))]
+    assert list(presched(rates).place(view(ahead=(1, 2))).prefetch) == [(1, 0)]
+    assert list(presched(rates).place(view(next_layer, ahead=(1, 2))).prefetch) == [(2, 0)]
+    assert list(presched(rates).place(view(next_layer)).prefetch) == [], "nothing is predicted of it"
+
+
+def test_fixed_prefetching_fills_the_group_whatever_the_chance():
+    fixed = FixedPrefetching(costs=COSTS, group=2, looks_ahead=1)
+    assert list(fixed.place(view([(1, 0)])).prefetch) == [(1, 1), (1, 2)]
+    absent = fixed.place(view(there=False))
+    assert (list(absent.on_gpu), list(absent.on_cpu)) == ([0], []), "its transfer takes less than the CPU's 10 s"
+    cheap = FixedPrefetching(costs=replace(COSTS, io_s=10.0), group=2, looks_ahead=1).place(view(there=False))
+    assert (list(cheap.on_gpu), list(cheap.on_cpu)) == ([], [0])
