@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,12 +41,13 @@ class _Totals(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class Pass:
     """A simulated pass has its record and what its lanes did. `step` numbers those of decode, from 0. It stands for
-    `count` passes, itself included."""
+    `count` passes, itself included. `counted` has what the strategy counted in it."""
 
     record: PassRecord
     did: Mapping[tuple[str, str], Totals]  # by lane and kind of op
     step: int | None
     count: float = 1
+    counted: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def length_s(self) -> float:
@@ -81,6 +82,7 @@ class _Watcher:
         self._pipeline = plan.strategy.pipeline
         self._steps = _chosen_steps(num_steps)
         self._before: TotalsByKind = {}
+        self._counted = self._counts()
         self._step = 0
         self._prompts: list[list[tuple[int, int]]] = []  # of the passes of prefill: lengths and padding
         self._stood_for = False  # whether the last pass was not simulated
@@ -104,13 +106,16 @@ class _Watcher:
         now = self._machine.totals()
         did = {(str(lane), kind): _less(total, self._before.get((lane, kind))) for (lane, kind), total in now.items()}
         self._before = now
+        before, self._counted = self._counted, self._counts()
         if self._stood_for:
             self.passes[-1] = replace(self.passes[-1], count=self.passes[-1].count + 1)
             return
         is_decode = bool(record.num_decode_tokens) and not record.num_prefill_tokens
         if not (self._whole or is_decode) and any(p.step is not None for p in self.passes):
             raise _Enough  # the next batch begins
-        self.passes.append(Pass(record=record, did=did, step=self._step if is_decode else None))
+        counted = {name: count - before.get(name, 0) for name, count in self._counted.items()}
+        step = self._step if is_decode else None
+        self.passes.append(Pass(record=record, did=did, step=step, counted=counted))
         if self._whole:
             self._step += is_decode
         if self._whole or not is_decode:
@@ -120,6 +125,10 @@ class _Watcher:
             raise _Enough
         self._skip(later[0] - self._step - 1)
         self._step = later[0]
+
+    def _counts(self) -> dict[str, int]:
+        """Return what the strategy has counted until now, without its shares."""
+        return {name: count for name, count in self._plan.strategy.counted().items() if isinstance(count, int)}
 
     def _skip(self, num_steps: int) -> None:
         """Make the contexts of all running sequences longer by so many tokens, or to their last but one."""
@@ -162,6 +171,12 @@ def _for_all_steps(passes: Sequence[Pass], num_steps: int) -> Iterator[Pass]:
 def over_passes(passes: Iterable[Pass], value: Callable[[Pass], float]) -> float:
     """Return the sum of a value over passes, each as often as it stands for."""
     return sum(p.count * value(p) for p in passes)
+
+
+def counts(passes: Sequence[Pass]) -> dict[str, float]:
+    """Return what the strategy counted over passes, each as often as it stands for."""
+    names = passes[0].counted if passes else ()
+    return {name: over_passes(passes, lambda p, name=name: p.counted[name]) for name in names}
 
 
 def phase_facts(plan: Plan, passes: Sequence[Pass]) -> dict[str, Any] | None:

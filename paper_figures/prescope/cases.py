@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.plan.planning import DoesNotFit
 from harness.record.provenance import code_version
-from paper_figures.moegen.measuring import batch_passes
+from paper_figures.moegen.measuring import batch_passes, counts
 from paper_figures.moegen.rows import facts
 from paper_figures.passes import planned
 from paper_figures.prescope.published import ACTIVE, TABLE3_TOKENS
@@ -99,14 +99,15 @@ def row(case: Case) -> dict[str, Any]:
         plan = planned(case.overrides)
     except DoesNotFit as error:
         return {**named, "refused": str(error)}
-    found = facts(plan, batch_passes(plan))
+    passes = batch_passes(plan)
+    found = facts(plan, passes)
     kept = {name: found[name] for name in ("sequences", "tok_s", "prefill_s", "decode_s", "decode")}
     decoded = case.generated - 1
     return {
         **named,
         **kept,
         "token_s": found["decode_s"] / decoded,
-        "counted": plan.strategy.counted(),
+        "decode_counts": counts([p for p in passes if p.step is not None]),
         "plan": plan.strategy.plan if case.system in OURS else {},
         "simulation_s": round(time.monotonic() - began_s, 1),
     }

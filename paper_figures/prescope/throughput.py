@@ -37,7 +37,7 @@ def _table(rows: Sequence[dict[str, Any]], gpu: str, model: str) -> str:
     columns: dict[str, Any] = {"system": str}
     for batch in BATCHES:
         columns[str(batch)] = lambda system, batch=batch: cell(system, batch)
-    columns["active experts, batch 64"] = lambda system: _hits(rows, system, gpu, model)
+    columns["active experts in decode, batch 64"] = lambda system: _hits(rows, system, gpu, model)
     seconds: dict[str, Any] = {"seconds per output token": str}
     for batch in BATCHES:
         seconds[str(batch)] = lambda system, batch=batch: (
@@ -64,11 +64,10 @@ def _refused(rows: Sequence[dict[str, Any]], gpu: str, model: str) -> str:
 
 
 def _hits(rows: Sequence[dict[str, Any]], system: str, gpu: str, model: str) -> str:
-    """Tell where active experts were, and the bytes of prefetches that came to nothing."""
+    """Tell where active experts of all steps of decode were, and the bytes of prefetches that came to nothing."""
     found = find(rows, system, gpu, model, 64)
-    if not found or not found["counted"]:
+    if not found or not (counted := found.get("decode_counts")):
         return "-"
-    counted = found["counted"]
     of = {way: counted[way] / counted["active"] for way in ("resident", "prefetched", "on_demand", "cpu")}
     ways = ", ".join(f"{way.replace('_', ' ')} {share:.0%}" for way, share in of.items())
     return f"{ways}, wasted {counted['wasted_bytes'] / 1e9:.3g} GB"

@@ -21,7 +21,7 @@ def made(case: Case, tok_s: float) -> dict:
     costs = dict.fromkeys(("io_s", "gpu_s", "gpu_token_s", "cpu_start_s", "cpu_token_s"), 1e-3)
     busy = {"busy": {"gpu": 0.1, "cpu": 0.5, "h2d": 0.9}}
     plan = {"plan": {"costs": costs}, "decode": busy, "prefill_s": 2.0}
-    return {**named, "tok_s": tok_s, "token_s": 1 / tok_s, "counted": ways, **plan}
+    return {**named, "tok_s": tok_s, "token_s": 1 / tok_s, "decode_counts": ways, **plan}
 
 
 @pytest.mark.parametrize("system", [*OURS, *OTHERS])
