@@ -11,6 +11,7 @@ from harness.interrupts import exit_code
 from paper_figures import reports
 from paper_figures.moegen import (
     accuracy,
+    as_built,
     claims,
     datasets,
     emulated,
@@ -48,6 +49,7 @@ REPORTS = {
     "extrapolation": Report(
         compute=extrapolation.compute, tables=extrapolation.tables, note=extrapolation.NOTE, folder=FOLDER
     ),
+    "as_built": Report(compute=as_built.compute, tables=as_built.tables, note=as_built.NOTE, folder=FOLDER),
     "regret": Report(compute=regret.compute, tables=regret.tables, note=regret.NOTE, folder=FOLDER),
     "emulated": Report(
         compute=emulated.compute, tables=emulated.tables, note=emulated.NOTE, folder=emulated.FOLDER

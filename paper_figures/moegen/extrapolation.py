@@ -20,6 +20,9 @@ BATCHES = (
     Case(system="MoE-Gen(H)", setting="C1", model="mixtral-8x7b"),
     Case(system="MoE-Lightning", setting="C1", model="mixtral-8x7b"),
     Case(system="DeepSpeed", setting="C1", model="mixtral-8x7b"),
+    Case(system="MoE-Lens", setting="C1", model="mixtral-8x7b"),
+    Case(system="FlexGen", setting="C1", model="mixtral-8x7b"),
+    Case(system="vLLM", setting="C1", model="mixtral-8x7b", num_requests=368),
     Case(system="MoE-Gen(G)", setting="C1", model="deepseek-v2-lite", g=64, num_requests=400),
 )
 

@@ -18,7 +18,16 @@ from harness.cli.arguments import CommandParser
 from harness.interrupts import exit_code
 from harness.record.provenance import shown_command
 from paper_figures import reports
-from paper_figures.moegen import datasets, extrapolation, long_contexts, omega, small_batches, throughput, traffic
+from paper_figures.moegen import (
+    as_built,
+    datasets,
+    extrapolation,
+    long_contexts,
+    omega,
+    small_batches,
+    throughput,
+    traffic,
+)
 from paper_figures.moegen.__main__ import REPORTS
 from paper_figures.moegen.rows import FOLDER, Row, computed, key_of, stored
 from paper_figures.moegen.settings import SETTINGS, SYSTEMS, Case
@@ -32,6 +41,7 @@ CASES = {
     "throughput": throughput.cases,
     "datasets": datasets.cases,
     "extrapolation": extrapolation.cases,
+    "as_built": as_built.cases,
 }
 
 

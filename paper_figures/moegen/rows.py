@@ -49,7 +49,8 @@ def facts(plan: Plan, passes: Sequence[Pass], *, whole: bool = False) -> Row:
     """Sum up a batch: its throughput by phase, and what the strategy's own model says of the whole."""
     prefill = [p for p in passes if p.record.num_prefill_tokens]
     decode = [p for p in passes if p.step is not None]
-    num_sequences = round(over_passes(prefill, lambda p: p.record.num_sequences - p.record.num_decode_tokens))
+    begun = over_passes(prefill, lambda p: p.record.num_sequences - p.record.num_decode_tokens)
+    num_sequences = len(plan.engine.sequences) if whole else round(begun)  # a run may begin one again
     generated = num_sequences * plan.settings.dataset.max_new_tokens
 
     prefill_s, decode_s = (over_passes(phase, lambda p: p.length_s) for phase in (prefill, decode))

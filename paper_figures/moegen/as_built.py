@@ -1,0 +1,92 @@
+"""Simulate the baselines with what the other reports switch off or fix in them, beside the same systems as there.
+
+Those reports time prefill and decode apart, for which vLLM and MoE-Lens run static batches, and give FlexGen and
+MoE-Lightning the policies that their papers describe. Here vLLM batches continuously and MoE-Lens overlaps prefill with
+decode, in runs of all passes over two batches' requests, and the other two search for all of their policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from paper_figures.moegen.rows import Row, computed, find
+from paper_figures.moegen.settings import Case, most_sequences, spec_of
+from paper_figures.moegen.text import number, percent
+from paper_figures.support import markdown_table
+
+NOTE = "Mixtral-8x7B, prompts of 512 tokens (synthetic), 256 to decode; rates as in throughput.md"
+AS_BUILT = "as built"
+OURS = "MoE-Gen(H)"
+SETTINGS = ("C1", "C2")
+_VLLM_REQUESTS = 368  # two batches of what its cache holds
+_BUILT: Mapping[str, tuple[str, ...]] = {
+    "vLLM": ("strategy.continuous_batching=true",),
+    "FlexGen": ("strategy.policy.gpu_ffn=null", "strategy.policy.resident_kv=null"),
+    "MoE-Lightning": ("strategy.policy.gpu_ffn=null", "strategy.policy.resident_kv=null"),
+    "MoE-Lens": ("strategy.overlap_prefill_decode=true",),
+}
+_MIXES_PHASES = ("vLLM", "MoE-Lens")  # all passes of a run are simulated, as no one batch tells it
+
+
+def limited(system: str, setting: str) -> Case:
+    """Return the case of the other reports."""
+    return Case(system=system, setting=setting, model="mixtral-8x7b")
+
+
+def built(system: str, setting: str) -> Case:
+    """Return the case of a system as it was built, with requests for two batches."""
+    case = limited(system, setting)
+    most = most_sequences(setting, spec_of(case.model), case.prompt, case.g)
+    num_requests = _VLLM_REQUESTS if system == "vLLM" else 2 * most
+    whole = system in _MIXES_PHASES
+    return replace(case, variant=AS_BUILT, more=_BUILT[system], num_requests=num_requests, whole=whole)
+
+
+def cases() -> list[Case]:
+    found = []
+    for setting in SETTINGS:
+        found.append(limited(OURS, setting))
+        for system in _BUILT:
+            found += [limited(system, setting), built(system, setting)]
+    return found
+
+
+def compute(chosen: Sequence[Case] | None = None) -> dict[str, Any]:
+    return {"label": "simulated", "rows": computed(cases() if chosen is None else chosen)}
+
+
+def tables(data: Mapping[str, Any]) -> str:
+    rows = data["rows"]
+    pairs = [
+        (first, second, ours)
+        for setting in SETTINGS
+        if (ours := find(rows, limited(OURS, setting)))
+        for system in _BUILT
+        if (first := find(rows, limited(system, setting))) and (second := find(rows, built(system, setting)))
+    ]
+    columns = {
+        "setting": lambda of: of[0]["setting"],
+        "system": lambda of: of[0]["system"],
+        "as in the other reports, tok/s": lambda of: number(of[0]["tok_s"]),
+        "as built, tok/s": lambda of: number(of[1]["tok_s"]),
+        "as built: changed": lambda of: "; ".join(_BUILT[of[0]["system"]]).replace("strategy.", ""),
+        "policy found": lambda of: _policy(of[1]),
+        "sequences": lambda of: f"{of[1]['sequences']:,}",
+        "MoE-Gen(H), tok/s": lambda of: number(of[2]["tok_s"]),
+        "MoE-Gen(H) / as built": lambda of: number(of[2]["tok_s"] / of[1]["tok_s"]),
+    }
+    return (
+        f"# Baselines as built (simulated)\n\n{markdown_table(columns, pairs)}\n"
+        "Tokens a second are over both phases. vLLM and MoE-Lens as built are runs of all passes over these sequences; "
+        "FlexGen's and MoE-Lightning's are the first batch.\n"
+    )
+
+
+def _policy(row: Row) -> str:
+    policy = row["policy"]
+    if "gpu_ffn" not in policy:
+        return ""
+    ffn = "GPU" if policy["gpu_ffn"] else "CPU"
+    return f"experts on the {ffn} in decode, {percent(policy['resident_kv'])} of the KV cache on the device"
