@@ -12,7 +12,7 @@ from statistics import mean
 from typing import Any
 
 from harness.record.summary import accuracy
-from paper_figures.moegen.differences import differences
+from paper_figures.moegen.differences import PHASES, differences
 from paper_figures.moegen.emulated import FOLDER as EMULATED
 from paper_figures.moegen.rows import FOLDER, stored
 from paper_figures.moegen.text import number, percent
@@ -34,7 +34,7 @@ def _simulated(report: str, row: dict[str, Any]) -> dict[str, Any]:
     return {
         "report": report, **{name: row[name] for name in fields}, "observed_tok_s": row["tok_s"], "by": "simulated",
         "predicted_tok_s": predicted_tok_s, "accuracy": accuracy(predicted_tok_s, row["tok_s"]),
-        "differences": [vars(difference) for difference in differences(row)],
+        "decided_by": _decided_by(row), "differences": [vars(difference) for difference in differences(row)],
     }  # fmt: skip
 
 
@@ -43,6 +43,12 @@ def _of_the_batch(row: dict[str, Any]) -> float:
     requests that did not fit it too."""
     search = row.get("search")
     return float(row["g"] / search["request_s"] if search else row["predicted_tok_s"])
+
+
+def _decided_by(row: dict[str, Any]) -> dict[str, str]:
+    """Return, by phase, what decided the predicted time of a layer; nothing where no search told it."""
+    search = row.get("search") or {}
+    return {phase: search[name] for phase in PHASES if (name := f"{phase}_decided_by") in search}
 
 
 def _emulated(row: dict[str, Any]) -> dict[str, Any]:
@@ -82,10 +88,23 @@ def tables(data: dict[str, Any]) -> str:
     return (
         f"# How right the search is ({data['label']})\n\n{markdown_table(columns, groups)}\n"
         f"## MoE-Gen\n\n{markdown_table(ours, [r for r in rows if r['system'].startswith('MoE-Gen')])}\n"
-        f"## Where its critical path and the simulator differ\n\n{_by_lane(rows)}\n"
+        f"## What decides a layer's time\n\n{_deciding(rows)}\n"
+        "The critical path of a layer's ops, or the sum of its busiest lane's where that is more.\n\n"
+        f"## Where its prediction and the simulator differ\n\n{_by_lane(rows)}\n"
         "Predicted less simulated seconds of a pass, as a share of the simulated pass. A lane's seconds are those in "
         "which it has an op running. Why they differ is said in docs/architecture.md.\n"
     )
+
+
+def _deciding(rows: Sequence[Mapping[str, Any]]) -> str:
+    told = [(phase, by) for r in rows for phase, by in r.get("decided_by", {}).items()]
+    columns = {
+        "phase": lambda phase: phase,
+        "policies": lambda phase: str(sum(of == phase for of, _ in told)),
+        "critical path": lambda phase: str(told.count((phase, "path"))),
+        "busiest lane's sum": lambda phase: str(told.count((phase, "lane"))),
+    }
+    return markdown_table(columns, PHASES)
 
 
 def _by_lane(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -16,11 +16,11 @@ from paper_figures.moegen.settings import Case, most_sequences, spec_of
 from paper_figures.moegen.text import number, percent
 from paper_figures.support import markdown_table
 
-NOTE = "Mixtral-8x7B, prompts of 512 tokens (synthetic), 256 to decode; rates as in throughput.md"
+NOTE = "prompts of 512 tokens (synthetic), 256 to decode; rates as in throughput.md"
 AS_BUILT = "as built"
 OURS = "MoE-Gen(H)"
-SETTINGS = ("C1", "C2")
-_VLLM_REQUESTS = 368  # two batches of what its cache holds
+WORKLOADS = (("C1", "mixtral-8x7b"), ("C2", "mixtral-8x7b"), ("C2", "mixtral-8x22b"), ("C2", "deepseek-v2"))
+_VLLM_REQUESTS = {"mixtral-8x7b": 368, "mixtral-8x22b": 198, "deepseek-v2": 416}  # twice what its cache holds
 _BUILT: Mapping[str, tuple[str, ...]] = {
     "vLLM": ("strategy.continuous_batching=true",),
     "FlexGen": ("strategy.policy.gpu_ffn=null", "strategy.policy.resident_kv=null"),
@@ -30,26 +30,26 @@ _BUILT: Mapping[str, tuple[str, ...]] = {
 _MIXES_PHASES = ("vLLM", "MoE-Lens")  # all passes of a run are simulated, as no one batch tells it
 
 
-def limited(system: str, setting: str) -> Case:
+def limited(system: str, setting: str, model: str) -> Case:
     """Return the case of the other reports."""
-    return Case(system=system, setting=setting, model="mixtral-8x7b")
+    return Case(system=system, setting=setting, model=model)
 
 
-def built(system: str, setting: str) -> Case:
+def built(system: str, setting: str, model: str) -> Case:
     """Return the case of a system as it was built, with requests for two batches."""
-    case = limited(system, setting)
-    most = most_sequences(setting, spec_of(case.model), case.prompt, case.g)
-    num_requests = _VLLM_REQUESTS if system == "vLLM" else 2 * most
+    case = limited(system, setting, model)
+    most = most_sequences(setting, spec_of(model), case.prompt, case.g)
+    num_requests = _VLLM_REQUESTS[model] if system == "vLLM" else 2 * most
     whole = system in _MIXES_PHASES
     return replace(case, variant=AS_BUILT, more=_BUILT[system], num_requests=num_requests, whole=whole)
 
 
 def cases() -> list[Case]:
     found = []
-    for setting in SETTINGS:
-        found.append(limited(OURS, setting))
+    for workload in WORKLOADS:
+        found.append(limited(OURS, *workload))
         for system in _BUILT:
-            found += [limited(system, setting), built(system, setting)]
+            found += [limited(system, *workload), built(system, *workload)]
     return found
 
 
@@ -61,13 +61,14 @@ def tables(data: Mapping[str, Any]) -> str:
     rows = data["rows"]
     pairs = [
         (first, second, ours)
-        for setting in SETTINGS
-        if (ours := find(rows, limited(OURS, setting)))
+        for workload in WORKLOADS
+        if (ours := find(rows, limited(OURS, *workload)))
         for system in _BUILT
-        if (first := find(rows, limited(system, setting))) and (second := find(rows, built(system, setting)))
+        if (first := find(rows, limited(system, *workload))) and (second := find(rows, built(system, *workload)))
     ]
     columns = {
         "setting": lambda of: of[0]["setting"],
+        "model": lambda of: of[0]["model"],
         "system": lambda of: of[0]["system"],
         "as in the other reports, tok/s": lambda of: number(of[0]["tok_s"]),
         "as built, tok/s": lambda of: number(of[1]["tok_s"]),

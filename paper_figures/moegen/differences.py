@@ -1,4 +1,4 @@
-"""Show where the search's critical path and the simulator differ, by phase and lane.
+"""Show where the search's prediction and the simulator differ, by phase and lane.
 
     python -m paper_figures.moegen.differences strategy=moegen_h model=mixtral-8x7b hardware=a5000 kv_cache_gb=4
 

@@ -8,6 +8,8 @@ from harness.engine.strategy import Prediction
 from strategies.moegen.policy import Policy
 from strategies.moegen.search import Search
 
+_DECIDED = {"path": "their critical path (Eq. 4)", "lane": "the sum of the busiest lane"}
+
 
 def predict(search: Search, policy: Policy) -> Prediction:
     """Return the throughput of the workload under a policy. The last batch may be smaller than B, and so may the last
@@ -21,12 +23,15 @@ def predict(search: Search, policy: Policy) -> Prediction:
         if shape.new_tokens > 1:
             decode_s += (shape.new_tokens - 1) * search.times.of(policy, search.decode_batch(size)).seconds
     first = search.times.of(policy, search.prefill_batch(min(policy.prefill.batch_size, sizes[0])))
+    told = f"prefill by {_DECIDED[first.decided_by]}"
     terms = {"batches": len(sizes), "prefill_s": prefill_s, "decode_s": decode_s, "prefill_layer_s": first.moe_layer_s}
     if shape.new_tokens > 1:
-        terms["decode_layer_s"] = search.times.of(policy, search.decode_batch(sizes[0])).moe_layer_s
+        step = search.times.of(policy, search.decode_batch(sizes[0]))
+        terms["decode_layer_s"] = step.moe_layer_s
+        told += f", decode by {_DECIDED[step.decided_by]}"
     return Prediction(
         throughput_tok_s=shape.num_requests * shape.new_tokens / (prefill_s + decode_s),
-        model="MoE-Gen, critical path of the recorded ops (Eq. 4)",
+        model=f"MoE-Gen, from the recorded ops: {told}",
         terms=terms,
     )
 

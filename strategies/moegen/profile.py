@@ -1,6 +1,8 @@
 """Profile a layer's modules on the machine: what each op takes over batch sizes and lengths (MoE-Gen, Appendix B).
 
-Every machine is profiled alike, by ops of one layer in buffers that are given back. Ops on the way to the device are
+Every machine is profiled alike, by ops of one layer in buffers that are given back. Numbers of tokens and rows vary.
+Prompts have the workload's mean length, contexts the one halfway through the generation, and less where a micro-batch
+has no room for it; what other lengths cost is extrapolated. Ops on the way to the device are
 timed alone, all others while weights are on their way, as in the run. `costs` interpolates between the points.
 """
 
@@ -42,7 +44,10 @@ _MOST_COPIES = 256  # of an expert, which keep the link busy
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """The costs of ops, and the device memory that all modules together took for each token of a micro-batch."""
+    """The costs of ops, which were timed, and the device memory of all modules together for a token of a micro-batch.
+
+    The memory is counted from what was reserved for them before any op ran; it is not measured.
+    """
 
     costs: ModuleCosts
     device_bytes_per_token: float

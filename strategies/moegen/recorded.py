@@ -1,10 +1,10 @@
-"""Find how long a pass takes under a policy: the T of Eq. 1, as the critical path of the ops that the pipeline submits.
+"""Find how long a pass takes under a policy: the T of Eq. 1, from the ops that the pipeline submits.
 
 The pipeline itself runs on a recording machine, over a model of few layers. The first layer fills the pipeline, and
 the last one lets it run empty: nobody loads keys and values for a layer behind it. The time of a layer is the end of
-one between them minus the end of the one before it, and at least what the busiest lane needs for a layer: experts that
-the link has brought ahead while the pipeline filled do not last for long. That of a pass is the sum over all layers,
-with embedding and head.
+one between them on the critical path minus the end of the one before it, or what the busiest lane needs for a layer
+where that is more: experts that the link has brought ahead while the pipeline filled do not last for long. The time of
+a pass is the sum over all layers, with embedding and head.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
+from typing import Literal
 
 import numpy as np
 
@@ -40,6 +41,7 @@ from strategies.moegen.policy import Policy
 
 Cost = Callable[[Lane, Op], float]  # seconds
 Build = Callable[[Engine, Policy, WorkloadShape], Pipeline]
+DecidedBy = Literal["path", "lane"]
 _SAMPLES = 4  # of each expert, at the least, in the layers whose time counts
 _FEW_EXPERTS = 8  # in a layer: a part of one still matters
 _ROOM_BYTES = 1 << 60  # of each tier: what a policy holds is counted elsewhere
@@ -60,13 +62,18 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class PassTime:
-    """The time of a pass of all layers, and of its parts. `bound` has the seconds of a layer with experts that each
-    kind of op takes on the critical path, by lane and kind; `busy` those of each lane in all layers."""
+    """The time of a pass of all layers, and of its parts.
+
+    A layer with experts takes what its critical path does or, where that is more, the sum of the ops of its busiest
+    lane: `decided_by` says which. `bound` has the seconds of that path or lane, by lane and kind of op; `busy` those of
+    each lane in all layers.
+    """
 
     seconds: float
     moe_layer_s: float
     dense_layer_s: float
     ends_s: float  # of embedding and head
+    decided_by: DecidedBy
     bound: Mapping[str, float]
     busy: Mapping[str, float]
 
@@ -206,8 +213,9 @@ def pass_time(recorded: Recorded, cost: Cost, spec: ModelSpec) -> PassTime:
     on_lanes = _on_lanes(graph, seconds, steady)
     busiest = max(on_lanes.values(), key=lambda kinds: sum(kinds.values()))
     moe_layer_s, bound = sum(layers_s[layer] for layer in steady) / len(steady), on_path
+    decided_by: DecidedBy = "path"
     if sum(busiest.values()) > moe_layer_s:
-        moe_layer_s, bound = sum(busiest.values()), busiest
+        moe_layer_s, bound, decided_by = sum(busiest.values()), busiest, "lane"
     dense_layer_s = layers_s[few.dense_layers[-1]] if few.dense_layers else 0.0
     on_lanes_dense = _on_lanes(graph, seconds, few.dense_layers[-1:])
     sampled_s = max(end_s for end_s, op in zip(ends_s, graph.ops, strict=True) if isinstance(op, FetchSampled))
@@ -218,6 +226,7 @@ def pass_time(recorded: Recorded, cost: Cost, spec: ModelSpec) -> PassTime:
         moe_layer_s=moe_layer_s,
         dense_layer_s=dense_layer_s,
         ends_s=ends_only_s,
+        decided_by=decided_by,
         bound=dict(sorted(bound.items(), key=lambda item: -item[1])),
         busy={
             lane: spec.num_moe_layers * sum(kinds.values())

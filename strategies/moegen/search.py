@@ -42,6 +42,7 @@ class Candidate:
         for name, times in (("prefill", self.prefill), ("decode", self.decode)):
             if times is not None:
                 found |= {f"{name}_pass_s": times.seconds, f"{name}_layer_s": times.moe_layer_s}
+                found[f"{name}_decided_by"] = times.decided_by
                 found[f"{name}_bound"] = dict(list(times.bound.items())[:3])
                 found[f"{name}_busy_s"] = dict(times.busy)
         return found

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import pytest
 
+from harness.engine.ops.experts import Expert
 from tests.contract.running import (
     CAPACITIES_BYTES,
     check_tokens,
@@ -61,6 +64,35 @@ def test_tokens(tiny, policy, machine):
 @pytest.mark.parametrize("variant", runnable())
 def test_tokens_of_every_family(variant, policy):
     check(shuffled(len(variant)), tiny_family(variant), POLICIES[policy])
+
+
+@pytest.mark.parametrize("tenths", range(11))
+def test_tokens_with_every_share_of_attention_on_the_cpu(tiny, tenths):
+    check(shuffled(tenths), tiny, SMALL | {"cpu_attention": tenths / 10, "expert_batch": 2}, num_requests=10)
+
+
+@pytest.mark.parametrize("policy", ["all on the CPU", "larger than the workload", "nothing resident"])
+@pytest.mark.parametrize("variant", ["deepseek_v3", "qwen3_moe"])  # latents, and many experts
+def test_tokens_at_the_ends_of_a_policy(variant, policy):
+    check(shuffled(len(policy)), tiny_family(variant), POLICIES[policy])
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("variant", ["mixtral", "deepseek_v3"])
+def test_tokens_with_experts_without_tokens(variant, prefetch):
+    """Three tokens of a decode step choose fewer experts than a layer has."""
+    machine, model, ran = shuffled(5), tiny_family(variant), []
+    submit = machine.submit
+
+    def noted(lane, op, **how):
+        if isinstance(op, Expert):
+            ran.append((op.layer, op.part.layout.expert))
+        return submit(lane, op, **how)
+
+    machine.submit = noted
+    check(machine, model, SMALL | {"cpu_attention": 0.5}, num_requests=3, prefetch=prefetch)
+    of_layers = [{expert for _, expert in layer} for _, layer in groupby(ran, key=lambda each: each[0])]
+    assert of_layers and 1 < min(map(len, of_layers)) < model.spec.num_experts
 
 
 @pytest.mark.parametrize(
