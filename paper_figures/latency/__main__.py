@@ -9,7 +9,7 @@ from pathlib import Path
 
 from harness.interrupts import exit_code
 from paper_figures import reports
-from paper_figures.latency import systems, where
+from paper_figures.latency import caches, systems, where
 from paper_figures.reports import Report
 from paper_figures.support import REFERENCE
 
@@ -18,6 +18,9 @@ REPORTS = {
     "systems": Report(
         compute=systems.compute, tables=systems.tables, pictures={"fig12-14-systems": systems.draw},
         note=systems.NOTE, folder=FOLDER,
+    ),
+    "caches": Report(
+        compute=caches.compute, tables=caches.tables, pictures={"caches": caches.draw}, note=caches.NOTE, folder=FOLDER
     ),
     "where": Report(
         compute=where.compute, tables=where.tables, pictures={"where": where.draw}, note=where.NOTE, folder=FOLDER

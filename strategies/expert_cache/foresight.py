@@ -62,7 +62,7 @@ class AsRecorded:
     """Asks another placer, and checks that the run does what was recorded of it."""
 
     def __init__(self, placer: Placer, steps: Seq[Step]) -> None:
-        self._placer, self._steps, self._number = placer, steps, 0
+        self._placer, self.steps, self._number = placer, steps, 0
 
     @property
     def looks_ahead(self) -> int:
@@ -70,7 +70,7 @@ class AsRecorded:
 
     def place(self, view: LayerView) -> Placement:
         actual = tuple((view.layer, expert) for expert in view.active)
-        if self._number >= len(self._steps) or self._steps[self._number] != actual:
+        if self._number >= len(self.steps) or self.steps[self._number] != actual:
             told = f"the routing of step {self._number} (layer {view.layer}) is not what was recorded"
             raise ConfigError("strategy.recorded", f"{told}; record a run of the same requests, model and routing")
         self._number += 1

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from paper_figures.latency import systems, where
+from paper_figures.latency import caches, systems, where
 from paper_figures.latency.grid import RECORDED, Case, G
 from paper_figures.latency.grid import row as computed_row
 from paper_figures.moegen.measuring import batch_passes
@@ -83,3 +85,17 @@ def test_rows_of_a_recorded_trace_stand_apart():
     assert "12.3 (published 37.4)" in fitted and "4.56" not in fitted
     assert "| prescope | 4.56 |" in recorded.split("largest gains")[0]
     assert {case.variant for case in systems.cases()} == {"", RECORDED}
+
+
+def test_no_cache_passes_the_bound_of_its_routing():
+    """All policies run the same requests; the oracle knows these, and is ahead of the others."""
+    short = ("dataset.max_prompt_tokens=16", "dataset.max_new_tokens=4", "strategy.profile_tokens=24")
+    [case] = [case for case in caches.cases() if case.model == "deepseek-v2-lite" and case.batch == 4]
+    rows = caches.rows(replace(case, more=("hardware.device_memory_gb=10", *short)))
+    assert [r["policy"] for r in rows] == [*caches.POLICIES]
+    assert len({r["whole"]["active"] for r in rows}) == 1 == len({r["places"] for r in rows})
+    *others, oracle = (r["whole"]["cached"] for r in rows)
+    assert max(others) < oracle <= rows[-1]["optimum"] < rows[-1]["whole"]["active"]
+    assert all(0 < r["decode"]["active"] < r["whole"]["active"] for r in rows)
+    text = caches.tables({"label": "simulated", "rows": rows})
+    assert f" {rows[-1]['optimum'] / rows[-1]['whole']['active']:.1%} |" in text and text.count("| 4 |") == 3
