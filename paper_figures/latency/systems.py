@@ -70,6 +70,7 @@ def tables(data: dict[str, Any]) -> str:
         text += _by_batch(mine, "token_s", "seconds per output token, in decode") + "\n"
         text += _by_batch(mine, "gap_p99_s", "99th percentile of the seconds between tokens") + "\n"
         text += _busy(mine) + "\n"
+    text += "\nWhere experts were is summed over the simulated passes: the prefill, and 7 steps of decode.\n"
     return text + "\n## PreScope's largest gains: published / here, in percent\n\n" + gains(rows)
 
 

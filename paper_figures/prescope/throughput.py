@@ -1,5 +1,5 @@
-"""Simulate PreScope's Figs. 12 to 14: throughput and seconds per output token beside other systems, and an expert's
-times."""
+"""Simulate PreScope's Figs. 5 and 12 to 14: throughput and seconds per output token beside other systems, and what an
+expert takes."""
 
 from __future__ import annotations
 
@@ -83,17 +83,27 @@ def _latency(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _overheads(rows: Sequence[dict[str, Any]]) -> str:
-    """Write Fig. 13: what bringing and computing an expert takes, as PreScope measured it on the simulated machines."""
+    """Write Figs. 5 and 13: what bringing and computing an expert takes, as PreScope measured it on the simulated
+    machines, and from how many tokens on the CPU takes longer than the transfer and the GPU."""
 
-    def ms(of: tuple[str, str], way: str, tokens: int = 1) -> float:
+    def costs_of(of: tuple[str, str]) -> dict[str, float]:
         found = find(rows, "PreScope", *of, 64)
         assert found is not None
-        costs = found["plan"]["costs"]
+        return dict(found["plan"]["costs"])
+
+    def ms(of: tuple[str, str], way: str, tokens: int = 1) -> float:
+        costs = costs_of(of)
         if way == "io":
             return float(1e3 * costs["io_s"])
         if way == "gpu":
             return float(1e3 * (costs["gpu_s"] + (tokens - 1) * costs["gpu_token_s"]))
         return float(1e3 * (costs["cpu_start_s"] + tokens * costs["cpu_token_s"]))
+
+    def even(of: tuple[str, str]) -> str:
+        costs = costs_of(of)
+        ahead_s = costs["io_s"] + costs["gpu_s"] - costs["gpu_token_s"] - costs["cpu_start_s"]
+        saved_s = costs["cpu_token_s"] - costs["gpu_token_s"]
+        return f"{ahead_s / saved_s:.0f}" if saved_s > 0 else "-"
 
     columns: dict[str, Any] = {
         "GPU, model": ", ".join,
@@ -105,7 +115,8 @@ def _overheads(rows: Sequence[dict[str, Any]]) -> str:
             f"{ms(of, 'cpu', tokens):.3g} ({CPU_EXPERT_MS[of[1]][tokens]:g})"
         )
     places = [(gpu, model) for gpu in GPUS for model in MODELS if find(rows, "PreScope", gpu, model, 64)]
-    told = "## Fig. 13: ms for an expert, by tokens; in brackets LayerScope's, on a host of its own"
+    columns["CPU takes as long as transfer and GPU at"] = lambda of: f"{even(of)} tokens"
+    told = "## Figs. 5 and 13: ms for an expert, by tokens; in brackets LayerScope's, on a host of its own"
     return f"{told}\n\n{markdown_table(columns, places)}"
 
 

@@ -50,6 +50,23 @@ def test_throughput_shows_what_was_simulated_and_nothing_else():
     assert "4 (13.3)" not in throughput.tables({"rows": []})
 
 
+def test_experts_are_counted_over_all_steps_of_decode_and_no_prefill():
+    """Seven of 63 steps are simulated: four tokens reach 6 to 24 of a layer's 64 experts, and the prefill all."""
+    more = ("model.spec.num_layers=3", "strategy.profile_tokens=16")
+    found = cases.row(Case(system="PreScope", gpu="A100", model="deepseek-v2-lite", batch=4, more=more))
+    counted, num_layers = found["decode_counts"], 2
+    assert 63 * num_layers * 6 <= counted["active"] <= 63 * num_layers * 24
+    ways = ("resident", "prefetched", "cached", "on_demand", "cpu")
+    assert sum(counted[way] for way in ways) == pytest.approx(counted["active"])
+
+
+def test_it_is_told_from_how_many_tokens_on_the_gpu_is_faster():
+    made_row = made(Case(system="PreScope", gpu="A100", model="qwen3-30b-a3b", batch=64), 4.0)
+    costs = {"io_s": 4e-3, "gpu_s": 2e-3, "gpu_token_s": 1e-3, "cpu_start_s": 1e-3, "cpu_token_s": 2e-3}
+    text = throughput.tables({"rows": [made_row | {"plan": {"costs": costs}}]})
+    assert "4 tokens" in text, "1 + 4 x 2 ms on the CPU, 4 + 2 + 3 x 1 with the GPU"
+
+
 def test_the_gap_of_a_layer_is_between_both_sides():
     rows = [{"system": "PreScope", "layers_s": [(0.010, 0.004, 0.009), (0.001, 0.003, 0.002)]}]
     line = next(line for line in gap.tables({"rows": rows}).splitlines() if line.startswith("| PreScope"))
