@@ -12,9 +12,14 @@ from harness.config import ConfigError
 from harness.machine.base import CPU, H2D, LaneKind
 from harness.machine.emulated import EmulatedMachine
 from harness.machine.shuffled import ShuffledMachine
+from harness.machine.simulated import SimulatedMachine
 from harness.machine.threads.context import LaneRate
+from harness.machine.virtual.costs import Roofline
+from harness.machine.virtual.world import World
 from harness.memory.expert_slots import expert_slot_bytes
 from harness.memory.replacement import AdaptiveReplacement, FarthestNextUse, LeastFrequentlyUsed, LeastRecentlyUsed
+from harness.model.planned import PlannedModel
+from harness.routing.activations import read_routing
 from harness.routing.trace_file import TraceHeader, TraceRow, TraceWriter
 from harness.study.caches import belady_hits, hits
 from strategies.expert_offload.deployment import Deployment, PlacementConfig
@@ -28,7 +33,7 @@ from tests.contract.running import (
     run_to_end,
     strategy_of,
 )
-from tests.contract.simulating import expert_bytes, simulated_engine
+from tests.contract.simulating import RATES, expert_bytes, simulated_engine
 from tests.contract.test_strategies import YAMLS
 from tests.tiny_families import tiny_family
 from tests.unit.strategies.views import view_of
@@ -148,6 +153,33 @@ def test_caches_hit_as_often_as_a_replay_of_the_recorded_routing(tiny, tmp_path,
         assert counted["cached"] + counted["on_demand"] == sum(map(len, steps))
 
 
+def test_the_simulator_counts_the_hits_of_a_run_with_tensors(tiny, tmp_path):
+    """The same requests, places and routing give the same hits and loads, whatever the policy."""
+    values = YAMLS["expert_cache"] | SMALL | {"cache_slots": NUM_PLACES, "table": "random"}
+    _, engine = run_small(shuffled_on, tiny, values)
+    recorded = trace_of(engine, tmp_path / "routing.jsonl")
+    device = {"device": device_bytes(tiny, values, NUM_PLACES)}
+    found = set()
+    for policy in (*REPLAYED, "belady"):
+        chosen = values | {"policy": policy} | ({"recorded": str(recorded)} if policy == "belady" else {})
+        with_tensors, _ = run_small(shuffled_on, tiny, chosen)
+        machine = SimulatedMachine(
+            capacities_bytes=CAPACITIES_BYTES | device,
+            costs=Roofline(lanes=dict.fromkeys(LaneKind, RATES)),
+            host_bytes_s=1e11,
+            world=World(read_routing(recorded, tiny.spec), tiny.spec.num_experts),
+        )
+        work = work_of(tiny.spec.vocab_size)
+        without = engine_on(machine, PlannedModel(tiny.spec), work, kv_blocks=60, values=chosen)
+        built = []
+        run_to_end(without, lambda on, chosen=chosen, built=built: built.append(strategy_of(on, chosen)) or built[0])
+        counted, expected = built[0].counted(), with_tensors.counted()
+        assert expected["cached"] > 0 and expected["on_demand"] > 0
+        assert counted == expected, policy
+        found.add(counted["cached"])
+    assert len(found) > 2, "the policies can be told apart"
+
+
 def test_the_oracle_refuses_the_routing_of_another_run(tiny, tmp_path):
     values = YAMLS["expert_cache"] | SMALL
     _, engine = run_small(shuffled_on, tiny, values)
@@ -200,19 +232,38 @@ def test_fiddler_brings_an_expert_from_as_many_tokens_as_the_line_says():
     assert list(placed.on_cpu) == [0] and list(placed.on_gpu) == [3, 2, 1] and not placed.prefetch
 
 
+EXPERTS = {"hot-expert table", "experts on demand", "prefetched experts"}
+SUMS = {"sums of the host's experts"}
+PREDICTED = {"activations 0 predicted ids", "activations 0 predicted chances"}
+MORE = {  # what each system holds beside the holders that all have
+    "expert_cache": set(),
+    "fiddler": SUMS,
+    "fate": PREDICTED,
+    "hybrimoe": SUMS | PREDICTED,
+    "prescope": SUMS | PREDICTED,
+    "klotski": "activations 1",  # all of a second batch
+}
+
+
 def test_all_systems_are_given_the_same_memory():
     """What is no expert takes the same bytes under the same names, and no room for an expert is left."""
     held = {}
-    for name in SYSTEMS:
+    for name in MORE:
         engine, _ = simulated_engine("qwen3-30b-a3b", 3)
         device = engine.machine.tiers["device"]
         device.capacity_bytes = 6 * 10**9
-        strategy_of(engine, YAMLS[name] | {"batch_size": 2, "profile_tokens": 24, "max_pass_tokens": 64})
+        batch_size = 1 if name == "klotski" else 2  # it has two batches: the same sequences
+        strategy_of(engine, YAMLS[name] | {"batch_size": batch_size, "profile_tokens": 24, "max_pass_tokens": 64})
         engine.machine.drain()
-        held[name] = device.holders()
+        held[name] = {holder: nbytes for holder, nbytes in device.holders().items() if holder not in EXPERTS}
+        held[name]["all layers without experts"] += held[name].pop("routers", 0)  # apart where routers predict
         assert device.free_bytes < expert_slot_bytes(engine.store), name
         engine.machine.close()
-    dense = [held[name]["all layers without experts"] + held[name].get("routers", 0) for name in SYSTEMS]
-    assert len(set(dense)) == 1, dense
-    for holder in ("embedding", "head"):
-        assert len({held[name][holder] for name in SYSTEMS}) == 1, holder
+    same = held["expert_cache"]
+    assert {"embedding", "head", "kv cache", "activations 0 hidden"} < same.keys()
+    second = {holder: nbytes for holder, nbytes in held["klotski"].items() if holder.startswith(MORE["klotski"])}
+    assert second == {holder.replace(" 0 ", " 1 "): n for holder, n in same.items() if "activations 0" in holder}
+    for name, own in held.items():
+        more = set(second) if name == "klotski" else MORE[name]
+        assert own.keys() - same.keys() == more, name
+        assert {holder: nbytes for holder, nbytes in own.items() if holder not in more} == same, name
