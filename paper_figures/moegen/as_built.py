@@ -27,7 +27,8 @@ _BUILT: Mapping[str, tuple[str, ...]] = {
     "MoE-Lightning": ("strategy.policy.gpu_ffn=null", "strategy.policy.resident_kv=null"),
     "MoE-Lens": ("strategy.overlap_prefill_decode=true",),
 }
-_MIXES_PHASES = ("vLLM", "MoE-Lens")  # all passes of a run are simulated, as no one batch tells it
+SYSTEMS = tuple(_BUILT)
+_MIXING = ("vLLM", "MoE-Lens")  # all passes of a run are simulated, as no one batch tells it
 
 
 def limited(system: str, setting: str, model: str) -> Case:
@@ -40,7 +41,7 @@ def built(system: str, setting: str, model: str) -> Case:
     case = limited(system, setting, model)
     most = most_sequences(setting, spec_of(model), case.prompt, case.g)
     num_requests = _VLLM_REQUESTS[model] if system == "vLLM" else 2 * most
-    whole = system in _MIXES_PHASES
+    whole = system in _MIXING
     return replace(case, variant=AS_BUILT, more=_BUILT[system], num_requests=num_requests, whole=whole)
 
 
@@ -48,7 +49,7 @@ def cases() -> list[Case]:
     found = []
     for workload in WORKLOADS:
         found.append(limited(OURS, *workload))
-        for system in _BUILT:
+        for system in SYSTEMS:
             found += [limited(system, *workload), built(system, *workload)]
     return found
 
@@ -63,7 +64,7 @@ def tables(data: Mapping[str, Any]) -> str:
         (first, second, ours)
         for workload in WORKLOADS
         if (ours := find(rows, limited(OURS, *workload)))
-        for system in _BUILT
+        for system in SYSTEMS
         if (first := find(rows, limited(system, *workload))) and (second := find(rows, built(system, *workload)))
     ]
     columns = {

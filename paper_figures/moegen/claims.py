@@ -1,7 +1,8 @@
 """Hold MoE-Gen's claims against what the other reports of this folder have: a verdict is computed, never typed.
 
 A claim compares MoE-Gen, with or without attention on the CPU, whichever is faster, with the systems of model-based
-batching, each with its best policy here. Nothing is simulated for this report.
+batching: DeepSpeed, and FlexGen and MoE-Lightning with the best policies of the kind that their papers describe.
+Nothing is simulated for this report.
 """
 
 from __future__ import annotations
@@ -193,8 +194,11 @@ def tables(data: dict[str, Any]) -> str:
     sizes = data["with_table_1_sizes"]
     return (
         f"# Claims (simulated)\n\n{markdown_table(columns, data['claims'])}\n"
-        "All are over DeepSpeed, FlexGen and MoE-Lightning, which have the best policies that their searches find on "
-        "this engine. With the batch sizes that follow from Table 1's tokens an expert, DeepSeek-V2 on C2 comes to "
+        "All are over DeepSpeed, FlexGen and MoE-Lightning. The policies of the last two are the best that their "
+        "searches find on this engine with experts on the GPU and no keys and values there (`gpu_ffn=true`, "
+        "`resident_kv=0`); `as_built.md` has searches without these limits. With the batch sizes that follow from "
+        "Table 1's tokens an expert (twice that for MoE-Lightning, which needs two micro-batches), DeepSeek-V2 on C2 "
+        "comes to "
         f"{told(sizes['decode']) or '-'} times in decode and {told(sizes['prefill']) or '-'} times in prefill.\n\n"
         f"{INCONSISTENT['claim']}\n\n## Every ratio\n\n{_every(data['claims'])}"
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from paper_figures.moegen.published import DATASETS, INCONSISTENT, TABLE4_HOURS
 from paper_figures.moegen.rows import Row, computed, find
-from paper_figures.moegen.settings import SYSTEMS, Case
+from paper_figures.moegen.settings import LIMITS, SYSTEMS, Case
 from paper_figures.moegen.text import pair
 from paper_figures.support import markdown_table
 
@@ -51,5 +51,5 @@ def tables(data: dict[str, Any]) -> str:
     return (
         "# Hours for whole data sets: published / here (simulated batches, extrapolated)\n\n"
         f"{markdown_table(columns, [s for s in SYSTEMS if any(r['system'] == s for r in rows)])}\n"
-        f"{INCONSISTENT['lightning']}\n"
+        f"{INCONSISTENT['lightning']}\n\n{LIMITS}"
     )

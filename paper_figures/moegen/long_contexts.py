@@ -7,7 +7,7 @@ from typing import Any
 
 from paper_figures.moegen.published import TABLE8, TABLE8_SHAPES
 from paper_figures.moegen.rows import Row, computed, find
-from paper_figures.moegen.settings import SYSTEMS, Case
+from paper_figures.moegen.settings import LIMITS, SYSTEMS, Case
 from paper_figures.moegen.text import number, pair
 from paper_figures.support import markdown_table
 
@@ -47,4 +47,5 @@ def tables(data: dict[str, Any]) -> str:
             (row_of(data["rows"], system, shape) or {}).get("sequences")
         )
     systems = [system for system in SYSTEMS if any(r["system"] == system for r in data["rows"])]
-    return f"# Long contexts, tok/s: published / here (simulated)\n\n{markdown_table(columns, systems)}"
+    table = markdown_table(columns, systems)
+    return f"# Long contexts, tok/s: published / here (simulated)\n\n{table}\n{LIMITS}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from paper_figures.moegen.published import TABLE9, TABLE9_BATCHES
 from paper_figures.moegen.rows import Row, computed, find
-from paper_figures.moegen.settings import SYSTEMS, Case
+from paper_figures.moegen.settings import LIMITS, SYSTEMS, Case
 from paper_figures.moegen.text import pair
 from paper_figures.support import markdown_table
 
@@ -47,5 +47,5 @@ def tables(data: dict[str, Any]) -> str:
     systems = [system for system in SYSTEMS if any(r["system"] == system for r in data["rows"])]
     return (
         f"# Small batches, decode tok/s: published / here (simulated)\n\n{markdown_table(columns, systems)}\n"
-        "The text that was read has lost Table 9's Mixtral columns.\n"
+        f"The text that was read has lost Table 9's Mixtral columns.\n\n{LIMITS}"
     )

@@ -1,8 +1,8 @@
 """Simulate MoE-Gen's Tables 1, 6, 7 and 10: prefill and decode of every system, with the tokens an expert runs over.
 
-Each system has the policy that its own search finds here. DeepSeek-V2 runs a second time with the batch sizes that
-follow from Table 1's tokens an expert, for the systems of which the paper has them. llama.cpp searches nothing: Mixtral
-on C2 runs with its own number of slots, and with more of them.
+Each system has the policy that its own search finds here, within the limits of `settings.LIMITS`. DeepSeek-V2 runs a
+second time with the batch sizes that follow from Table 1's tokens an expert, for the systems of which the paper has
+them. llama.cpp searches nothing: Mixtral on C2 runs with its own number of slots, and with more of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from paper_figures.moegen.published import INCONSISTENT, SECTION53_C1_TOK_S, TABLE1, TABLE6, TABLE7, TABLE10
 from paper_figures.moegen.rows import Row, computed, find
-from paper_figures.moegen.settings import SYSTEMS, Case
+from paper_figures.moegen.settings import LIMITS, SYSTEMS, Case
 from paper_figures.moegen.text import number, pair, percent
 from paper_figures.support import markdown_table, new_figure, with_one_legend
 
@@ -81,9 +81,9 @@ def published_prefill(setting: str, model: str, system: str) -> float | None:
 def tables(data: dict[str, Any]) -> str:
     rows = data["rows"]
     return "\n".join([
-        "# Throughput by phase (simulated)\n", _phases(rows), "## What did not fit\n", _refused(rows),
-        "## Tokens an expert, Table 1\n", _table1(rows), "## Share of the batch that the CPU attends to, Table 10\n",
-        _table10(rows), "## Inconsistent in the paper\n",
+        "# Throughput by phase (simulated)\n", _phases(rows), LIMITS, "## What did not fit\n", _refused(rows),
+        "## Tokens an expert, Table 1\n", _table1(rows), LIMITS,
+        "## Share of the batch that the CPU attends to, Table 10\n", _table10(rows), "## Inconsistent in the paper\n",
         *(f"* {INCONSISTENT[name]}" for name in ("r1", "prefill", "decode", "lightning", "batch")), "",
     ])  # fmt: skip
 

@@ -71,7 +71,8 @@ def tables(data: dict[str, Any]) -> str:
         f"# Traffic to the device for a data set (simulated)\n\n{markdown_table(columns, places)}\n"
         f"Published: up to {FIG4_SAVING:g} times less (section 4.2). The cache is in host memory for MoE-Gen(G), on "
         "the GPU for the others. MoE-Gen(G)'s traffic includes the keys and values of every step. "
-        f"More than {REQUESTS[-1]:,} requests are batches of {REQUESTS[-1]:,}.\n"
+        f"More than {REQUESTS[-1]:,} requests are batches of {REQUESTS[-1]:,}. vLLM runs "
+        "static batches.\n"
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from paper_figures.moegen import (
     accuracy,
+    as_built,
     claims,
     datasets,
     emulated,
@@ -36,6 +37,7 @@ TINY = Case(
 SIMULATED = {
     "small_batches": small_batches, "omega": omega, "traffic": traffic, "long_contexts": long_contexts,
     "throughput": throughput, "datasets": datasets, "extrapolation": extrapolation,
+    "as_built": as_built,
 }  # fmt: skip
 
 
@@ -123,7 +125,7 @@ def test_a_report_computes_and_is_written(name, folder):
     assert made["tok_s"] > 0 and key_of(made) == TINY.key
     assert module.tables({"rows": [], "label": "simulated"})
     text = module.tables({"rows": rows_in(folder, name), "label": "simulated"})
-    assert all(system in text for system in ("MoE-Gen(G)", "DeepSpeed") if name != "omega")
+    assert all(system in text for system in ("MoE-Gen(G)", "DeepSpeed") if name not in ("omega", "as_built"))
     assert part.CASES[name]() == module.cases()
 
 
@@ -246,6 +248,35 @@ def test_the_extrapolation_of_a_data_set(folder):
     batch = find(rows, datasets._case("DeepSpeed", "GSM8K"))
     expected = 8500 / 12 * (batch["prefill_s"] + batch["decode_s"]) / 3600
     assert datasets.hours(rows, "DeepSpeed", "GSM8K") == pytest.approx(expected)
+
+
+def test_baselines_as_built_are_beside_those_of_the_other_reports(folder):
+    """Each has its switches the other way, and a run of mixed phases counts a request once however often it begins."""
+    given = {
+        system: dict(o.split("=", 1) for o in as_built.built(system, "C1", "mixtral-8x7b").overrides)
+        for system in as_built.SYSTEMS
+    }
+    assert (
+        given["vLLM"]["strategy.continuous_batching"] == given["MoE-Lens"]["strategy.overlap_prefill_decode"] == "true"
+    )
+    for system in ("FlexGen", "MoE-Lightning"):
+        assert given[system]["strategy.policy.gpu_ffn"] == given[system]["strategy.policy.resident_kv"] == "null"
+    assert all(f"{system} |" in as_built.tables({"rows": rows_in(folder, "as_built")}) for system in as_built.SYSTEMS)
+    case = Case(
+        system="vLLM", setting="C1", model="mixtral-tiny", prompt=24, g=30, num_requests=12, kv_gb=0.002, whole=True,
+        more=("strategy.continuous_batching=true", "strategy.num_gpu_blocks_override=12"),
+    )  # fmt: skip
+    made = row(case)
+    assert made["sequences"] == 12 and made["tok_s"] == pytest.approx(12 * 30 / (made["prefill_s"] + made["decode_s"]))
+    passes = batch_passes(planned(case.overrides), whole=True)
+    assert sum(p.record.num_preemptions for p in passes) > 0
+
+
+def test_what_limits_baselines_is_said_below_their_tables(folder):
+    for name in ("throughput", "small_batches", "long_contexts", "datasets"):
+        text = SIMULATED[name].tables({"rows": rows_in(folder, name), "label": "simulated"})
+        assert "overlap_prefill_decode=false" in text and "gpu_ffn=true" in text
+    assert "resident_kv=0" in claims.tables(claims.compute(folder))
 
 
 def test_the_error_of_simulating_some_steps(folder):
