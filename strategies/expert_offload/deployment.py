@@ -161,14 +161,14 @@ class Deployment:
         """Return what schedules these sequences in these blocks."""
         return StaticBatches(sequences, blocks, max_pass_tokens=self.max_tokens, max_batch=self.batch_size)
 
-    def strategy(self, placer: Placer, plan: dict[str, Any] | None = None, *, not_published: Seq[str] = ()) -> Strategy:
-        """Return the strategy of this placer, with static batches. `plan` is added to the records, and so is what of
-        the system is `not_published` and was decided here."""
+    def strategy(self, placer: Placer, plan: dict[str, Any] | None = None, *, decided_here: Seq[str] = ()) -> Strategy:
+        """Return the strategy of this placer, with static batches. `plan` is added to the records, and so is what was
+        `decided_here`, since it is not published of the system or was not read."""
         self.pipeline.placer = placer
         return Strategy(
             scheduler=self.scheduler(self.engine.sequences, self.engine.kv.allocator),
             pipeline=self.pipeline,
-            plan=self.as_record() | (plan or {}) | {"not_published": list(not_published)},
+            plan=self.as_record() | (plan or {}) | {"decided_here": list(decided_here)},
             counted=lambda: self.pipeline.residency.counts.as_record(),
         )
 

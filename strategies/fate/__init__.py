@@ -6,9 +6,10 @@
 * Shallow-favouring cache: the first layers, whose prediction is weakest, have a place for each of their experts, the
   others share the rest evenly. Within a layer ARC chooses the victim (`AdaptiveReplacement`).
 
-Read from secondary descriptions of the paper: how many layers are shallow (3 of 24 for Qwen1.5-MoE; here an eighth of
-the layers where nothing is set). Left out: quantised transfers, since tokens are exact here; prefetching more experts
-than a token has where their gate weights are close; the gate on the CPU, which runs on the gpu lane.
+The paper itself was not read, but secondary descriptions of it; no code of it was found. Of these is how many layers
+are shallow (3 of 24 for Qwen1.5-MoE; here an eighth of the layers where nothing is set). Left out: quantised transfers,
+since tokens are exact here; prefetching more experts than a token has where their gate weights are close; the gate on
+the CPU, which runs on the gpu lane.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from strategies.fate.sizes import cache_sizes
 
 __all__ = ["Config", "Fate", "build"]
 
-_NOT_PUBLISHED = (
-    "shallow layers, whose experts all have a place in the cache: an eighth of the layers",
-    "how many are prefetched: as many as the link brings until the next gate, one at the least",
-    "the next layer's gate is applied on the gpu lane",
+_DECIDED_HERE = (
+    "not read, shallow layers, whose experts all have a place in the cache: an eighth of the layers",
+    "not read, how many are prefetched: as many as the link brings until the next gate, one at the least",
+    "the next layer's gate is applied on the gpu lane, in Fate on the CPU",
 )
 
 
@@ -84,4 +85,4 @@ def build(config: Config, engine: Engine) -> Strategy:
             left[layer] -= 1
             warm.append((layer, expert))
     deployment.fill_cache(num_slots, ByLayer(sizes, AdaptiveReplacement), warm)
-    return deployment.strategy(Fate(costs), {"cache_by_layer": list(sizes.values())}, not_published=_NOT_PUBLISHED)
+    return deployment.strategy(Fate(costs), {"cache_by_layer": list(sizes.values())}, decided_here=_DECIDED_HERE)

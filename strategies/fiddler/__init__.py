@@ -21,7 +21,7 @@ from strategies.expert_offload.placement import LayerView, Placement
 
 __all__ = ["Config", "Fiddler", "build"]
 
-_NOT_PUBLISHED = (
+_DECIDED_HERE = (
     "CPU and GPU work at a time: the public code computes one expert after another",
     "the times compared are measured on the machine: the public code has them typed in",
 )
@@ -51,4 +51,4 @@ def build(config: Config, engine: Engine) -> Strategy:
     deployment = Deployment.of(config, engine)
     costs = deployment.measured()
     deployment.fill_table()
-    return deployment.strategy(Fiddler(costs), not_published=_NOT_PUBLISHED)
+    return deployment.strategy(Fiddler(costs), decided_here=_DECIDED_HERE)

@@ -34,7 +34,7 @@ __all__ = ["Config", "HybriMoE", "build"]
 
 _LIKELY = 0.5  # probability from which an expert counts as active in a later layer
 _CANDIDATES = 4  # of a later layer, the heaviest: lighter ones are the CPU's
-_NOT_PUBLISHED = (
+_DECIDED_HERE = (
     "an expert counts as active in a later layer where its probability is 0.5 or more",
     "of a later layer the four heaviest experts may be prefetched",
     "scores: weights of a token's chosen experts alone, the others' stay on the device",
@@ -105,6 +105,4 @@ def build(config: Config, engine: Engine) -> Strategy:
     costs, scores = deployment.measured(), LowestRecentScore(config.score_weight)
     num_slots = deployment.most_cached()
     deployment.fill_cache(num_slots, scores, deployment.ranked()[:num_slots])
-    return deployment.strategy(
-        HybriMoE(costs, scores, looks_ahead=config.prefetch_layers), not_published=_NOT_PUBLISHED
-    )
+    return deployment.strategy(HybriMoE(costs, scores, looks_ahead=config.prefetch_layers), decided_here=_DECIDED_HERE)

@@ -7,9 +7,12 @@
 * Prefetch by correlation: the next layer's hot experts, by how often tokens of a profile run chose them behind the
   experts that are chosen here (`correlation.py`).
 
-Of the paper its introduction was read. The planner's condition is our reading: Klotski states it separately for
-attention, gate and experts. Left out: weights on disk, quantised and compressed transfers, sparse attention. The CPU
-computes none. All that is no expert lies on the device, as for the systems beside it.
+Of the paper its introduction was read, and of the authors' MindSpore code (mindspore-lab/models, research/SYSU/Klotski)
+all of `mixtral.py`. That code has no planner: the number of batches is an argument. It prefetches as many experts as a
+token has, as here, but gives the tokens of an expert to its two most frequent followers alone, where all count here by
+their share; it goes on counting in the run, and loads each batch's other experts behind that batch's gate. The
+planner's condition is our reading: Klotski states it separately for attention, gate and experts. Left out: weights on
+disk, quantised transfers, sparse attention. The CPU computes none.
 """
 
 from __future__ import annotations
@@ -28,9 +31,12 @@ from strategies.klotski.scheduler import InBatches
 
 __all__ = ["Config", "Klotski", "build"]
 
-_NOT_PUBLISHED = (
-    "how many batches: as few as make computing a layer last as long as loading it (strategies/klotski/planner.py)",
-    "prefetch: experts that followed those chosen here in a profile run of other prompts",
+_DECIDED_HERE = (
+    "section not read, planner: as few batches as make computing a layer last as long as loading it "
+    "(strategies/klotski/planner.py)",
+    "section not read, prefetch: all experts that followed those chosen here in a profile run, by their share; the "
+    "authors' code counts the two most frequent of each, and goes on counting in the run",
+    "the authors' code loads the experts of a batch behind its own gate, here behind the gates of all batches",
     "all that is no expert lies on the device, as for the systems beside it",
 )
 
@@ -88,7 +94,7 @@ def build(config: Config, engine: Engine) -> Strategy:
     chosen = config.num_batches or num_batches(times, most)
     deployment.batch_size = min(deployment.batch_size, chosen * config.batch_size)
     strategy = deployment.strategy(
-        Klotski(correlation, config.num_slots(spec)[1]), {"num_batches": chosen}, not_published=_NOT_PUBLISHED
+        Klotski(correlation, config.num_slots(spec)[1]), {"num_batches": chosen}, decided_here=_DECIDED_HERE
     )
     strategy.scheduler = InBatches(strategy.scheduler, chosen)
     return strategy
