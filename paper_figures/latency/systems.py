@@ -30,10 +30,6 @@ NOTE = (
     "recorded of them, or both as in a recorded trace, for PreScope as well; Klotski has two batches of the size; "
     "published: PreScope, Sections 6.2.2 and 6.2.3"
 )
-COUNTED = (
-    "Below throughput and times: where active experts were, as shares of all of prefill and of those decode steps that "
-    "were simulated, together; then busy lanes and weights moved, of decode alone."
-)
 
 RECORDED_BATCHES = (4, 32)
 _SAME = ("model", "gpu", "batch", "variant")
@@ -62,7 +58,7 @@ def tables(data: dict[str, Any]) -> str:
     """Write throughput and time per token by batch, who was busy, and the published gains beside those here."""
     rows = data["rows"]
     found = sorted({(r["variant"], r["model"], r["gpu"]) for r in rows})
-    text = "# Systems for small batches (simulated)\n\n" + NOTE + ".\n\n" + COUNTED + "\n"
+    text = "# Systems for small batches (simulated)\n\n" + NOTE + ".\n"
     for variant, model, gpu in found:
         mine = [r for r in rows if (r["variant"], r["model"], r["gpu"]) == (variant, model, gpu)]
         text += f"\n## {model}, {gpu}{variant and f', {variant}'}\n\n"
