@@ -37,6 +37,7 @@ uint64_t stream_read(const void* src, int64_t num_bytes, int num_streams, Thread
 }
 
 void stream_copy(void* dst, const void* src, int64_t num_bytes) {
+  if (num_bytes == 0) return;  // an empty tensor has no address, and memcpy wants one
   char* to = static_cast<char*>(dst);
   const char* from = static_cast<const char*>(src);
   const int64_t head = std::min<int64_t>(num_bytes, int64_t(-reinterpret_cast<uintptr_t>(to) & 63));
@@ -57,7 +58,7 @@ void stream_copy(void* dst, const void* src, int64_t num_bytes) {
 }
 
 void parallel_stream_copy(void* dst, const void* src, int64_t num_bytes, ThreadPool* pool) {
-  if (!pool) return stream_copy(dst, src, num_bytes);
+  if (!pool || num_bytes == 0) return stream_copy(dst, src, num_bytes);
   pool->run([&](int part) {
     const int64_t start = part_start(num_bytes, part, pool->size());
     const int64_t end = part_start(num_bytes, part + 1, pool->size());
