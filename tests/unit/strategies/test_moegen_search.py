@@ -24,6 +24,7 @@ from strategies.moegen.memory import phases
 from strategies.moegen.pipeline import ModuleBatching
 from strategies.moegen.planner import Deployment, complete_by_memory
 from strategies.moegen.policy import GivenPolicy, Policy
+from strategies.moegen.prediction import predict
 from strategies.moegen.profile import Profile, measured
 from strategies.moegen.recorded import HashedRouting, PassTimes, first_layers, pass_time, record
 from strategies.moegen.scheduler import AccumulatedBatches
@@ -177,6 +178,19 @@ def test_the_experts_of_one_token_are_drawn_in_many_layers():
         policy = replace(start, resident_experts=32 * resident)
         link_s[resident] = search.times.of(policy, search.decode_batch(1)).busy["h2d"]
     assert (link_s[0] - link_s[2]) / (link_s[0] - link_s[8]) == pytest.approx(0.25, abs=0.15)
+
+
+@pytest.mark.parametrize(("num_sequences", "decides"), [(12, "lane"), (40, "path")])
+def test_a_prediction_says_whether_a_path_or_a_lane_decided_it(num_sequences, decides):
+    """More slots than a layer has experts bring some of them while the recorded pipeline fills."""
+    room = ("hardware.device_memory_gb=6", f"dataset.num_requests={num_sequences}")
+    _, search, policy, _ = prepared(GivenPolicy(**SMALL, resident_experts=0, expert_slots=10), *room)
+    times = search.times.of(policy, search.decode_batch(num_sequences))
+    assert times.decided_by == decides
+    assert (sum(times.bound.values()) == times.moe_layer_s) == (decides == "lane")
+    told = predict(search, policy).model
+    assert ("decode by the sum of the busiest lane" in told) == (decides == "lane")
+    assert ("decode by their critical path" in told) == (decides == "path")
 
 
 UNIFORM = ("dataset.lengths.mean=200", "dataset.lengths.max=200", "dataset.max_new_tokens=3")
