@@ -41,7 +41,6 @@ STAND_INS = {  # what a page leaves open -> what lies in the `workplace`, or a n
     "FILE.csv OUT.jsonl": "choices.csv OUT.jsonl",
     "paper_figures.moelightning NAME": "paper_figures.moelightning table4",
     "paper_figures.moegen NAME": "paper_figures.moegen claims",
-    "paper_figures.latency.part NAME": "paper_figures.latency.part systems",
     "paper_figures.prescope NAME": "paper_figures.prescope gap",
 }
 NOT_RUN = {  # the command begins so -> why it is only parsed
