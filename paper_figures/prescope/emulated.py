@@ -85,6 +85,11 @@ def row(run: Run) -> Row:
     }
 
 
+def _model(found: Row) -> str:
+    """Name the model; where it is a checkpoint, by its folder."""
+    return str(found["model"] if found["model"] != "checkpoint" else found["weights"].split(",")[0].split()[-1])
+
+
 def tables(data: Mapping[str, Any]) -> str:
     """Write medians over repeats; a range is from the least to the most."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
@@ -105,7 +110,7 @@ def tables(data: Mapping[str, Any]) -> str:
         return f"{median(found):.3g} ({found[0]:.3g}-{found[-1]:.3g})"
 
     columns: dict[str, Any] = {
-        "model": lambda g: g[0]["model"],
+        "model": lambda g: _model(g[0]),
         "link GB/s": lambda g: f"{g[0]['link_gb_s']:g}",
         "strategy": lambda g: g[0]["strategy"],
         "runs": lambda g: str(len(g)),
