@@ -84,7 +84,7 @@ def test_a_part_without_a_reference_is_told(measured, reference, capsys):
 
 
 def test_committed_references_have_ratios():
-    """Of every machine, so that the gate has something to compare."""
+    """Each machine has ratios, so that the gate has something to compare."""
     found = [path for path in gate.OUT.glob("*/*.json") if path.stem in gate.PARTS]
     assert found
     for path in found:

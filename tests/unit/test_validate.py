@@ -87,7 +87,7 @@ def test_the_report_says_whether_the_aims_are_met(rates, busy, met):
 
 
 def test_strategies_count_alike_however_many_settings_they_have():
-    """One of 8 % beside four of 1 %: 4.5 %, not 2.4."""
+    """A strategy of 8 % beside one with four settings of 1 % makes 4.5 %, not 2.4."""
     rows = [row(emulated=(40.0,), simulated=rate, strategy=name) for rate, name in [(40.4, "a")] * 4 + [(43.2, "b")]]
     met, text = verdict(rows)
     assert not met and "over strategies 4.5%" in text

@@ -64,7 +64,7 @@ def test_klotski_has_two_batches_of_the_size(system, number):
 
 
 def test_a_row_counts_passes_that_others_stand_for():
-    """Of eight equal passes of prefill three are simulated, of 63 steps a few: beside them all."""
+    """A row simulates three of eight equal passes of prefill and a few of 63 steps; a whole run has them all."""
     case = Case(system="fiddler", model="deepseek-v2-lite", gpu="A100", batch=8, more=("strategy.max_pass_tokens=512",))
     found, passes = computed_row(case), batch_passes(planned(case.overrides), whole=True)
     prefill, decode = ([p.length_s for p in passes if (p.step is None) == first] for first in (True, False))
@@ -77,7 +77,7 @@ def test_a_row_counts_passes_that_others_stand_for():
 
 
 def test_rows_of_a_recorded_trace_stand_apart():
-    """They have its routing and its predictions, and no published value beside them."""
+    """Rows of a trace have its routing and its predictions, and no published value beside them."""
     overrides = Case(system="fate", model="moonlight-16b-a3b", gpu="A100", batch=4, variant=RECORDED).overrides
     assert "routing=trace" in overrides and not [each for each in overrides if "hit_rates" in each]
     rows = [row("prescope", 12.3, 0.1, batch=64), row("prescope", 4.56, 0.2, batch=64, variant=RECORDED)]

@@ -31,7 +31,7 @@ def test_the_committed_page_is_what_the_studies_say(columns):
 
 
 def test_numbers_by_layer_are_means_over_domains():
-    """On a study made by hand: two domains, two layers, of which the first predicts nothing."""
+    """A study made by hand has two domains and two layers, of which the first predicts nothing."""
     loads = {"a": [[0.5, 0.3, 0.1, 0.1], [0.25] * 4], "b": [[0.7, 0.1, 0.1, 0.1], [0.25] * 4]}
     bits = {"bits": [1.5], "shuffled_bits": [0.5], "entropy_bits": [2.0]}
     study = {
@@ -51,7 +51,7 @@ def test_numbers_by_layer_are_means_over_domains():
 
 @pytest.mark.needs("matplotlib", extra="figures")
 def test_lines_have_the_studies_numbers(columns):
-    """In each model's column; an untrained twin never passes for the model."""
+    """Each model's column has its own numbers; an untrained twin never passes for the model."""
     named = [line for axes in drawn.prediction(columns).axes for line in axes.lines]
     busiest = [line for axes in drawn.popularity(columns).axes for line in axes.lines]
     for column in columns:
