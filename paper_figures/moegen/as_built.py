@@ -2,7 +2,8 @@
 
 Those reports time prefill and decode apart, for which vLLM and MoE-Lens run static batches, and give FlexGen and
 MoE-Lightning the policies that their papers describe. Here vLLM batches continuously and MoE-Lens overlaps prefill with
-decode, in runs of all passes over two batches' requests, and the other two search for all of their policy.
+decode, in runs of all passes over two batches' requests, and the other two search for all of their policy. Where a
+whole run would take a quarter of an hour and more to simulate, fewer tokens are decoded.
 """
 
 from __future__ import annotations
@@ -14,13 +15,19 @@ from typing import Any
 from paper_figures.moegen.rows import Row, computed, find
 from paper_figures.moegen.settings import Case, most_sequences, spec_of
 from paper_figures.moegen.text import number, percent
+from paper_figures.moegen.throughput import MOST_REQUESTS
 from paper_figures.support import markdown_table
 
-NOTE = "prompts of 512 tokens (synthetic), 256 to decode; rates as in throughput.md"
+NOTE = "prompts of 512 tokens (synthetic); rates as in throughput.md"
 AS_BUILT = "as built"
 OURS = "MoE-Gen(H)"
-WORKLOADS = (("C1", "mixtral-8x7b"), ("C2", "mixtral-8x7b"), ("C2", "mixtral-8x22b"))
-_VLLM_REQUESTS = {"mixtral-8x7b": 368, "mixtral-8x22b": 198}  # twice what its cache holds
+# setting, model, tokens to decode, requests of vLLM: twice what its cache holds, or twice its most sequences
+WORKLOADS = (
+    ("C1", "mixtral-8x7b", 256, 368), ("C2", "mixtral-8x7b", 256, 368), ("C2", "mixtral-8x22b", 256, 198),
+    ("C2", "deepseek-v2", 64, 434), ("C2", "deepseek-v2-lite", 256, 512), ("C3", "mixtral-8x7b", 256, 512),
+    ("C3", "mixtral-8x22b", 256, 444), ("C2, 1 TB", "deepseek-r1", 32, 346),
+)  # fmt: skip
+Workload = tuple[str, str, int, int]
 _BUILT: Mapping[str, tuple[str, ...]] = {
     "vLLM": ("strategy.continuous_batching=true",),
     "FlexGen": ("strategy.policy.gpu_ffn=null", "strategy.policy.resident_kv=null"),
@@ -31,16 +38,17 @@ SYSTEMS = tuple(_BUILT)
 _MIXING = ("vLLM", "MoE-Lens")  # all passes of a run are simulated, as no one batch tells it
 
 
-def limited(system: str, setting: str, model: str) -> Case:
+def limited(system: str, workload: Workload) -> Case:
     """Return the case of the other reports."""
-    return Case(system=system, setting=setting, model=model)
+    setting, model, g, _ = workload
+    return Case(system=system, setting=setting, model=model, g=g, num_requests=MOST_REQUESTS.get(model))
 
 
-def built(system: str, setting: str, model: str) -> Case:
+def built(system: str, workload: Workload) -> Case:
     """Return the case of a system as it was built, with requests for two batches."""
-    case = limited(system, setting, model)
-    most = most_sequences(setting, spec_of(model), case.prompt, case.g)
-    num_requests = _VLLM_REQUESTS[model] if system == "vLLM" else 2 * most
+    case = limited(system, workload)
+    most = case.num_requests or most_sequences(case.setting, spec_of(case.model), case.prompt, case.g)
+    num_requests = workload[-1] if system == "vLLM" else 2 * most
     whole = system in _MIXING
     return replace(case, variant=AS_BUILT, more=_BUILT[system], num_requests=num_requests, whole=whole)
 
@@ -48,9 +56,9 @@ def built(system: str, setting: str, model: str) -> Case:
 def cases() -> list[Case]:
     found = []
     for workload in WORKLOADS:
-        found.append(limited(OURS, *workload))
+        found.append(limited(OURS, workload))
         for system in SYSTEMS:
-            found += [limited(system, *workload), built(system, *workload)]
+            found += [limited(system, workload), built(system, workload)]
     return found
 
 
@@ -63,13 +71,14 @@ def tables(data: Mapping[str, Any]) -> str:
     pairs = [
         (first, second, ours)
         for workload in WORKLOADS
-        if (ours := find(rows, limited(OURS, *workload)))
+        if (ours := find(rows, limited(OURS, workload)))
         for system in SYSTEMS
-        if (first := find(rows, limited(system, *workload))) and (second := find(rows, built(system, *workload)))
+        if (first := find(rows, limited(system, workload))) and (second := find(rows, built(system, workload)))
     ]
     columns = {
         "setting": lambda of: of[0]["setting"],
         "model": lambda of: of[0]["model"],
+        "g": lambda of: str(of[0]["g"]),
         "system": lambda of: of[0]["system"],
         "as in the other reports, tok/s": lambda of: number(of[0]["tok_s"]),
         "as built, tok/s": lambda of: number(of[1]["tok_s"]),

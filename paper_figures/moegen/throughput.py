@@ -36,6 +36,8 @@ _SIZES = {
     "FlexGen": ("strategy.policy.batch_size=8", "strategy.policy.micro_batch_size=8"),
     "MoE-Lightning": ("strategy.policy.batch_size=20", "strategy.policy.micro_batch_size=10"),
 }
+ON_HOST = "tokens wait in host memory"  # hidden states accumulate there, whatever would fit the device
+_ON_HOST_WORKLOADS = (("C2", "mixtral-8x7b"), ("C2", "mixtral-8x22b"), ("C2", "deepseek-v2"))
 _SLOTS = (16, 31, 64, 256)  # of llama.cpp; 4 are its default, and from 32 on it copies experts
 
 
@@ -49,6 +51,8 @@ def cases(workloads: Iterable[tuple[str, str, int]] = WORKLOADS) -> list[Case]:
                 found += [
                     replace(case, variant=f"{slots} slots", more=(f"strategy.slots={slots}",)) for slots in _SLOTS
                 ]
+            if system == "MoE-Gen(H)" and (setting, model) in _ON_HOST_WORKLOADS and g == 256:
+                found.append(replace(case, variant=ON_HOST, more=("strategy.policy.on_device=false",)))
             if (setting, model, g) == ("C2", "deepseek-v2", 256) and system in _SIZES:
                 found.append(
                     Case(
