@@ -2,7 +2,8 @@
 
 Prompts have 512 tokens and 64 are generated, as in PreScope's Section 6.1. Routing is as learned routing of small
 trained models was fitted (`routing=trained_*`), and the gate's predictions hit as often as was recorded of these models
-(results/reference/routing): stated, one layer ahead.
+(results/reference/routing): stated, one layer ahead. PreScope is there twice: predicting by the gate, as the others do,
+and by LLaPor, which hits as often as PreScope's Table 3 says.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import numpy as np
 
 from harness.plan.planning import DoesNotFit
 from harness.record.provenance import code_version
-from paper_figures.moegen.measuring import MOVED, Pass, batch_passes, link_gb, over_passes, phase_facts
+from paper_figures.moegen.measuring import MOVED, Pass, batch_passes, counts, link_gb, over_passes, phase_facts
 from paper_figures.passes import planned
+from paper_figures.prescope.published import TABLE3_TOKENS
 
 MODELS = ("deepseek-v2-lite", "mixtral-8x7b", "qwen3-30b-a3b", "moonlight-16b-a3b")
 GPUS: Mapping[str, tuple[str, ...]] = {
@@ -25,7 +27,8 @@ GPUS: Mapping[str, tuple[str, ...]] = {
     "A100": ("hardware=a100-40g-pcie",),
 }
 BATCHES = (4, 8, 16, 32, 64)
-SYSTEMS = ("prescope", "hybrimoe", "fiddler", "klotski", "fate", "expert_cache", "ondemand")
+LLAPOR = "prescope, LLaPor"
+SYSTEMS = ("prescope", LLAPOR, "hybrimoe", "fiddler", "klotski", "fate", "expert_cache", "ondemand")
 PROMPT, G = 512, 64
 _GATE_HITS = {"mixtral-8x7b": ("trained_mixtral", 0.82)}  # results/reference/routing/mixtral.md, by one layer ahead
 TRACES = {"mixtral-8x7b": "mixtral", "deepseek-v2-lite": "deepseek", "moonlight-16b-a3b": "deepseek"}  # of their form
@@ -38,7 +41,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A system with a batch of sequences; Klotski has two such batches. `more` are overrides, named by `variant`."""
+    """A system with a batch of sequences; Klotski has two such batches. `more` are overrides, named by `variant`.
+
+    `system` names a strategy, and behind a comma what is other in it.
+    """
 
     system: str
     model: str
@@ -59,13 +65,19 @@ class Case:
     @property
     def overrides(self) -> list[str]:
         """The overrides as `python -m harness.plan` takes them."""
+        strategy, _, predictor = self.system.partition(", ")
         name, hits = _GATE_HITS.get(self.model, _OTHER_GATE_HITS)
-        routing = (f"routing={name}", f"routing.hit_rates=[[{hits:g}]]")
+        routing = [f"routing={name}"]
         if self.variant == RECORDED:
-            routing = ("routing=trace", f"routing.path=results/reference/routing/{TRACES[self.model]}.jsonl.gz")
-        own = [] if self.system == "ondemand" else [f"strategy.batch_size={self.batch}"]
+            routing = ["routing=trace", f"routing.path=results/reference/routing/{TRACES[self.model]}.jsonl.gz"]
+        own = [] if strategy == "ondemand" else [f"strategy.batch_size={self.batch}"]
+        if predictor:
+            own.append("strategy.predictor=learned")
+            routing.append(f"routing.hit_rates=[[{TABLE3_TOKENS[self.model]}]]")
+        elif self.variant != RECORDED:
+            routing.append(f"routing.hit_rates=[[{hits:g}]]")
         return [
-            *(f"strategy={self.system}", f"model={self.model}", *GPUS[self.gpu], *own, "strategy.packet_mb=10"),
+            *(f"strategy={strategy}", f"model={self.model}", *GPUS[self.gpu], *own, "strategy.packet_mb=10"),
             *("dataset=sharegpt", "dataset.synthetic=lengths", f"dataset.max_prompt_tokens={PROMPT}"),
             *(f"dataset.max_new_tokens={G}", f"dataset.num_requests={self.num_sequences}"),
             *(*routing, "kv_cache_gb=20", *self.more),
@@ -87,17 +99,25 @@ def row(case: Case) -> Row:
     passes = batch_passes(plan)
     prefill, decode = [p for p in passes if p.step is None], [p for p in passes if p.step is not None]
     num_sequences = round(over_passes(prefill, lambda p: p.record.num_sequences))
-    counted = plan.strategy.counted()
     return {
         **named,
         "sequences": num_sequences,
         **_times(prefill, decode, num_sequences),
         "link_gb": {what: over_passes(decode, lambda p, what=what: link_gb(p, what)) for what in MOVED},
         "decode": phase_facts(plan, decode),
-        "counted": {name: value for name, value in counted.items() if isinstance(value, (int, float))},
+        "decode_counts": _where_experts_were(decode),
         "policy": {name: value for name, value in plan.strategy.plan.items() if isinstance(value, (int, float, str))},
         "host_seconds": round(time.monotonic() - began_s, 1),
     }
+
+
+def _where_experts_were(decode: Sequence[Pass]) -> dict[str, float]:
+    """Return what the system counted in decode, and the share of active experts that were on the device when the router
+    chose them."""
+    found = counts(decode)
+    if active := found.get("active"):
+        found["hit_rate"] = sum(found[way] for way in ("resident", "cached", "prefetched")) / active
+    return found
 
 
 def _times(prefill: Sequence[Pass], decode: Sequence[Pass], num_sequences: int) -> Row:

@@ -7,11 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from harness.settings import load_strategy, parse_settings
 from paper_figures.latency import caches, systems, where
-from paper_figures.latency.grid import RECORDED, Case, G
+from paper_figures.latency.grid import LLAPOR, RECORDED, Case, G
 from paper_figures.latency.grid import row as computed_row
-from paper_figures.moegen.measuring import batch_passes
+from paper_figures.moegen.measuring import batch_passes, counts
 from paper_figures.passes import planned
+from paper_figures.support import composed
 
 
 def row(system: str, tok_s: float, token_s: float, batch: int = 4, variant: str = "") -> dict:
@@ -19,7 +21,7 @@ def row(system: str, tok_s: float, token_s: float, batch: int = 4, variant: str 
     counted = {"active": 8, "resident": 4, "cached": 0, "prefetched": 0, "on_demand": 2, "cpu": 2}
     return {
         "system": system, "model": "deepseek-v2-lite", "gpu": "A100", "batch": batch, "variant": variant,
-        "tok_s": tok_s, "token_s": token_s, "gap_p99_s": 2 * token_s, "counted": counted,
+        "tok_s": tok_s, "token_s": token_s, "gap_p99_s": 2 * token_s, "decode_counts": counted,
         "decode": {"busy": lanes, "link_gb": {"weights": 1.5}},
     }  # fmt: skip
 
@@ -27,19 +29,33 @@ def row(system: str, tok_s: float, token_s: float, batch: int = 4, variant: str 
 def test_gains_are_the_largest_over_rows_that_both_have():
     rows = [
         *(row("prescope", 30, 0.1), row("prescope", 50, 0.2, batch=8), row("prescope", 90, 0.1, batch=16)),
-        *(row("fate", 20, 0.4), row("fate", 40, 0.3, batch=8), row("klotski", 30, 0.1)),
+        *(row("fate", 20, 0.4), row("fate", 40, 0.3, batch=8), row("klotski", 30, 0.1), row(LLAPOR, 40, 0.2)),
         {**row("fate", 1, 9, batch=16), "refused": "too small"},
     ]
     lines = {line.split(" | ")[0].removeprefix("| "): line for line in systems.gains(rows).splitlines()}
-    assert "264 / 50 " in lines["fate"] and "68.2 / 75 " in lines["fate"], "a refused row has no numbers"
-    assert "141 / 0 " in lines["klotski"] and lines["fiddler"].endswith("| 129 / | 72.3 / |")
+    assert lines["fate"] == "| fate | 264 | 100 | 50 | 68.2 | 50 | 75 |", "a refused row has no numbers"
+    assert lines["klotski"] == "| klotski | 141 | 33 | 0 | 74.6 | -100 | 0 |"
+    assert lines["fiddler"] == "| fiddler | 129 |  |  | 72.3 |  |  |"
+
+
+def test_prescope_by_llapor_has_its_predictors_and_the_hits_that_its_paper_states():
+    """The other systems, and PreScope beside them, predict by the gate, and hit as often as was recorded of it."""
+    for variant in ("", RECORDED):
+        case = Case(system=LLAPOR, model="mixtral-8x7b", gpu="A100", batch=4, variant=variant)
+        settings = parse_settings(composed(*case.overrides))
+        load_strategy(settings.strategy)
+        assert settings.strategy["package"] == "strategies.prescope"
+        assert settings.strategy["predictor"] == "learned"
+        assert settings.routing["hit_rates"] == [[0.97]]
+    gate = replace(case, system="prescope", variant="")
+    assert "routing.hit_rates=[[0.82]]" in gate.overrides and "strategy.predictor=learned" not in gate.overrides
 
 
 def test_tables_show_where_experts_were_and_the_published_value_beside_ours():
-    text = systems.tables({"label": "simulated", "rows": [row("prescope", 12.3, 0.1, batch=64)]})
+    text = systems.tables({"label": "simulated", "rows": [row(LLAPOR, 12.3, 0.1, batch=64)]})
     assert (
         "12.3 (published 37.4)" in text
-        and "| prescope | 64 | 50% | 0% | 0% | 25% | 25% | 50% | 25% | 100% | 1.5 |" in text
+        and "| prescope, LLaPor | 64 | 50% | 0% | 0% | 25% | 25% | 50% | 25% | 100% | 1.5 |" in text
     )
 
 
@@ -74,16 +90,20 @@ def test_a_row_counts_passes_that_others_stand_for():
     assert found["tok_s"] == pytest.approx(8 * G / (sum(prefill) + sum(decode)), rel=0.02)
     for share, expected in ((50, np.median(decode)), (99, np.percentile(decode, 99))):
         assert found[f"gap_p{share}_s"] == pytest.approx(expected, rel=0.1)
+    whole = counts([p for p in passes if p.step is not None])
+    rate = (whole["resident"] + whole["cached"] + whole["prefetched"]) / whole["active"]
+    assert found["decode_counts"]["active"] == pytest.approx(whole["active"], rel=0.02), "those of decode alone"
+    assert found["decode_counts"]["hit_rate"] == pytest.approx(rate, abs=0.01)
 
 
 def test_rows_of_a_recorded_trace_stand_apart():
     """Rows of a trace have its routing and its predictions, and no published value beside them."""
     overrides = Case(system="fate", model="moonlight-16b-a3b", gpu="A100", batch=4, variant=RECORDED).overrides
     assert "routing=trace" in overrides and not [each for each in overrides if "hit_rates" in each]
-    rows = [row("prescope", 12.3, 0.1, batch=64), row("prescope", 4.56, 0.2, batch=64, variant=RECORDED)]
+    rows = [row(LLAPOR, 12.3, 0.1, batch=64), row(LLAPOR, 4.56, 0.2, batch=64, variant=RECORDED)]
     fitted, recorded = systems.tables({"label": "simulated", "rows": rows}).split(f"A100, {RECORDED}\n")
     assert "12.3 (published 37.4)" in fitted and "4.56" not in fitted
-    assert "| prescope | 4.56 |" in recorded.split("largest gains")[0]
+    assert "| prescope, LLaPor | 4.56 |" in recorded.split("largest gains")[0]
     assert {case.variant for case in systems.cases()} == {"", RECORDED}
 
 
