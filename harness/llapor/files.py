@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from harness.config import ConfigError, load_json, require
+from harness.config import ConfigError, load_json, parse, require
+from harness.llapor.settings import GroupSettings
 from harness.llapor.shape import DTYPE, PredictorShape
 from harness.routing.base import RoutedModel
 from harness.study.prediction import Learned
@@ -25,6 +26,7 @@ FORMAT, VERSION = "moe-llapor", 1
 DESCRIPTION, NETWORKS, TABLES = "predictors.json", "predictors.safetensors", "tables.safetensors"
 RATES, METRICS = "hit_rates.json", "metrics.jsonl"
 Arrays = dict[str, NDArray[Any]]
+BatchHits = Mapping[int, Mapping[int, NDArray[np.float64]]]  # by layer and tokens of a batch, P_hit by rank [experts]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +59,26 @@ class PredictorFolder:
     def shapes(self) -> dict[int, PredictorShape]:
         """Return the shape of each layer's predictor, by the model's number of the layer."""
         return {row["layer"]: PredictorShape(**row["shape"]) for row in self.description["predictors"]}
+
+    @property
+    def batch_hits(self) -> BatchHits:
+        """The share of batches of held-out text in which the expert of each rank got tokens; of no layer where the
+        folder does not say. An expert's rank is by the tokens that it is predicted to have."""
+        return {
+            row["layer"]: {int(size): np.asarray(rates) for size, rates in row["batch_hits_by_rank"].items()}
+            for row in self.description["predictors"]
+            if "batch_hits_by_rank" in row
+        }
+
+    @property
+    def validated_on(self) -> str:
+        """The held-out text, for labels."""
+        return str(self.description["texts"]["held_out"]["name"])
+
+    def trained_with(self, layer: int) -> GroupSettings:
+        """Return the settings that the predictor of a layer was trained with. Raises ConfigError."""
+        settings = self.description["settings"]["middle" if self.shapes()[layer].is_deep else "ends"]
+        return parse(GroupSettings, settings)
 
     def tensors(self, layer: int) -> Arrays:
         """Return the tensors of the predictor for a layer, by name. Raises ConfigError."""

@@ -6,8 +6,7 @@ Beside them stand popularity, the token's id, this layer's experts, and the next
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from harness.llapor import network
+from harness.llapor import network, online
 from harness.llapor.examples import Examples
 from harness.llapor.learning import LayerData, LayerTraining
 from harness.study.gates import EXTRA, Gates, judge
@@ -25,6 +24,8 @@ from harness.study.prediction import PREDICTORS, Learned, ranked
 Floats = NDArray[np.float64]
 LLAPOR, ONLINE = "llapor", "llapor_online"
 BASELINES = ("popularity", "word", "layer_before")
+BATCH_SIZES = (1, 4, 16, 64)  # tokens, for which P_hit is recorded
+_DRAWS = 512  # batches of each size
 _TIMED = 50  # calls
 
 
@@ -60,25 +61,19 @@ def chances_of(training: LayerTraining, data: LayerData) -> Floats:
 
 
 def online_chances(training: LayerTraining, data: LayerData, steps: int) -> Floats:
-    """Return the same where the predictor goes on learning: each batch of the text is first predicted, and then learned
-    from, as at run time. The predictor is as it was afterwards."""
-    generator, found = torch.Generator().manual_seed(training.settings.seed), []
-    with _kept(training):
-        for at in torch.arange(len(data)).split(BATCH):
-            batch = data.rows(at)
-            found.append(chances_of(training, batch))
-            for _ in range(steps):
-                training.step(batch, training.settings.group(training.group).learning_rate / 10, generator)
+    """Return the same where the predictor goes on learning as in a run: each batch of the text is first predicted, and
+    then learned from. The predictor itself is left as it was."""
+    w = {name: each.clone() for name, each in training.weights.items()}
+    moments = torch.empty(2, online.num_learned(training.shape))
+    pace, found, number = online.Pace.of(training.settings.group(training.group)), [], 0
+    for at in torch.arange(len(data)).split(online.BATCH):
+        batch = data.rows(at)
+        features = network.features(w, batch.normed, batch.ids, batch.weights)
+        found.append(network.chances(w, network.logits(w, *features)).numpy().astype(np.float64))
+        for _ in range(steps):
+            online.step(w, moments, number, *features, batch.target, pace)
+            number += 1
     return np.concatenate(found)
-
-
-@contextmanager
-def _kept(training: LayerTraining) -> Iterator[None]:
-    before = training.state()
-    try:
-        yield
-    finally:
-        training.restore(before)
 
 
 def hits_by_rank(scores: Floats, text_experts: NDArray[np.int16]) -> tuple[list[float], list[float]]:
@@ -89,6 +84,27 @@ def hits_by_rank(scores: Floats, text_experts: NDArray[np.int16]) -> tuple[list[
     k = text_experts.shape[1]
     same = ranked(scores, k)[:, :, None] == text_experts[:, None, :]  # [tokens, predicted, true]
     return same.any(axis=2).mean(axis=0).tolist(), same.any(axis=1).mean(axis=0).tolist()
+
+
+def batch_hits_by_rank(scores: Floats, text_experts: NDArray[np.int16]) -> dict[int, list[float]]:
+    """Return how often the expert of each rank gets tokens of a batch: [experts] by the number of its tokens.
+
+    Batches are drawn from the text. As in a run, k experts are predicted for each token, and an expert's rank is by the
+    sum of its chances among those.
+    """
+    k, rng = text_experts.shape[1], np.random.default_rng(0)
+    predicted = np.zeros_like(scores)
+    named = ranked(scores, k)
+    np.put_along_axis(predicted, named, np.take_along_axis(scores, named, axis=1), axis=1)
+    chosen = np.zeros(scores.shape, dtype=bool)
+    np.put_along_axis(chosen, text_experts.astype(np.int64), True, axis=1)
+    found = {}
+    for size in BATCH_SIZES:
+        rows = rng.integers(len(scores), size=(_DRAWS, size))
+        order = np.argsort(-predicted[rows].sum(axis=1), axis=1, kind="stable")
+        hits = np.take_along_axis(chosen[rows].any(axis=1), order, axis=1)
+        found[size] = np.round(hits.mean(axis=0), 5).tolist()
+    return found
 
 
 def seconds_per_batch(training: LayerTraining, data: LayerData) -> float:

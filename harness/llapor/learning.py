@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from harness.llapor.groups import Group
 from harness.llapor.settings import GroupSettings, LlaporSettings
 from harness.llapor.shape import PredictorShape
 
-_BETAS = (0.9, 0.95)
+BETAS = (0.9, 0.95)
 Told = Callable[[dict[str, Any]], None]
 
 
@@ -98,7 +97,7 @@ class LayerTraining:
         self._calibration = torch.tensor([1.0, 0.0])
         self._rarity = rarity_of(data.target)
         decay = self._own.weight_decay
-        self._adam = torch.optim.AdamW(self._learned.values(), self._own.learning_rate, _BETAS, weight_decay=decay)
+        self._adam = torch.optim.AdamW(self._learned.values(), self._own.learning_rate, BETAS, weight_decay=decay)
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -149,19 +148,6 @@ class LayerTraining:
         """Return what the predictor says of tokens [tokens, experts], before calibration."""
         w = self.weights
         return network.logits(w, *network.features(w, data.normed, data.ids, data.weights))
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return a copy of what steps change, for `restore`."""
-        learned = {name: each.detach().clone() for name, each in self._learned.items()}
-        return learned, copy.deepcopy(self._adam.state_dict())
-
-    @torch.no_grad()
-    def restore(self, state: tuple[dict[str, Tensor], dict[str, Any]]) -> None:
-        """Go back to what `state` returned."""
-        learned, optimiser = state
-        for name, each in self._learned.items():
-            each.copy_(learned[name])
-        self._adam.load_state_dict(optimiser)
 
     def _loss(self, found: Tensor, target: Tensor) -> Tensor:
         if self.group == "middle":

@@ -24,12 +24,16 @@ def features(w: Weights, normed: Tensor, expert_ids: Tensor, expert_weights: Ten
     The routing says for each expert whether it was chosen, and then for each its share of the token's weights.
     """
     reduced = normed.float() @ w["pca"].T - w["pca_offset"]
+    return reduced, routing_features(expert_ids, expert_weights, w["out_bias"].shape[0])
+
+
+def routing_features(expert_ids: Tensor, expert_weights: Tensor, num_experts: int) -> Tensor:
+    """Return the second of the `features`, [tokens, 2 experts]."""
     shares = expert_weights.float() / expert_weights.float().sum(dim=-1, keepdim=True).clamp_min(1e-12)
-    num_experts = w["out_bias"].shape[0]
-    routed = reduced.new_zeros(len(reduced), 2 * num_experts)
+    routed = shares.new_zeros(len(shares), 2 * num_experts)
     routed.scatter_(-1, expert_ids, 1.0)
     routed.scatter_(-1, expert_ids + num_experts, shares)
-    return reduced, routed
+    return routed
 
 
 def logits(w: Weights, reduced: Tensor, routed: Tensor, dropout: float = 0.0) -> Tensor:

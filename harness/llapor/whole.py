@@ -151,7 +151,7 @@ class Learning:
 
     def _row(self, place: int, group: Group) -> dict[str, Any]:
         training, data = self.trained[place], LayerData.of(self.texts.held_out, place)
-        scores = judging.chances_of(training, data)
+        scores, chosen = judging.chances_of(training, data), self.texts.held_out.text.experts[:, place]
         return {
             "layer": self._layer(place),
             "group": group,
@@ -159,8 +159,9 @@ class Learning:
             "num_bytes": training.shape.layout().nbytes,
             "seconds_per_32_tokens": judging.seconds_per_batch(training, data),
             "held_out_loss": training.loss(data),
-            # P_hit: how often the expert predicted at a rank is chosen
-            "hit_by_rank": judging.hits_by_rank(scores, self.texts.held_out.text.experts[:, place])[0],
+            # P_hit: how often the expert predicted at a rank is chosen, by a token or by any of a batch
+            "hit_by_rank": judging.hits_by_rank(scores, chosen)[0],
+            "batch_hits_by_rank": judging.batch_hits_by_rank(scores, chosen),
         }
 
     def _write_rates(self, label: str | None) -> None:

@@ -8,6 +8,7 @@ and learned predictors cost what they would, and say what the configuration stat
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -28,11 +29,13 @@ class PredictorConfig:
     """A strategy with these settings predicts experts, one way or another.
 
     `predictor_path` is a folder that `python -m harness.llapor` wrote. `token` needs one, and so does `learned` on
-    machines that run the model; a simulation without one has predictors of the published size.
+    machines that run the model; a simulation without one has predictors of the published size. With `online_steps`,
+    `learned` goes on learning from what routers choose in the run: so many steps behind each 32 tokens of a layer.
     """
 
     predictor: Kind = "gate"
     predictor_path: str | None = None
+    online_steps: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,13 +84,17 @@ class Predictor(Protocol):
         predictor cannot tell so far ahead.
         """
 
-    def observe(self, layer: int, expert_ids: np.ndarray) -> None:
-        """Take note of what the router of `layer` has chosen: int64 [tokens, experts_per_token]."""
+    def observe(self, emit: Emitter, it: InFlight, layer: int, expert_ids: np.ndarray) -> None:
+        """Take note of what the router of `layer` has chosen, behind its experts: int64 [tokens, experts_per_token], of
+        all micro-batches that go through the layer together. `it` is the first one of them."""
 
 
 def build_predictor(settings: PredictorConfig, engine: Engine) -> Predictor | None:
     """Make the predictor; None for `none`. Raises ConfigError, and MemoryCapacityError where it does not fit."""
     kind, simulated = settings.predictor, engine.machine.world is not None
+    told = f"must be 0 or more, and 0 without predictor=learned, got {settings.online_steps}"
+    online = settings.online_steps
+    require(online >= 0 and (kind == "learned" or not online), "strategy.online_steps", told)
     told = "needs machine=simulated with routing.hit_rates or a trace; other machines have the other kinds"
     require(simulated or kind != "stated", "strategy.predictor", f"stated {told}")
     told = "token needs a machine that runs the model: simulated tokens have no ids; take stated"
@@ -102,7 +109,7 @@ def build_predictor(settings: PredictorConfig, engine: Engine) -> Predictor | No
         case "token" | "learned":
             folder = _folder(settings, engine, needed=not simulated)
             if kind == "learned":
-                return LearnedPredictor(engine, folder)
+                return LearnedPredictor(engine, folder, online_steps=online)
             assert folder is not None
             return TokenPredictor(engine, folder)
     return None
@@ -147,7 +154,7 @@ class GatePredictor:
         routers = [each.resident.part(layer + distance, "attention_out") for each in self._engine.ranks]
         return Prediction(self._engine, emit.predict(it, layer, routers, distance=distance))
 
-    def observe(self, layer: int, expert_ids: np.ndarray) -> None:
+    def observe(self, emit: Emitter, it: InFlight, layer: int, expert_ids: np.ndarray) -> None:
         """Ignore it: the router is as it is."""
 
 
@@ -174,7 +181,7 @@ class StatisticsPredictor:
         likely = np.broadcast_to(chances[ids].astype(np.float32), shape)
         return Prediction(self._engine, known=(np.broadcast_to(ids, shape), likely))
 
-    def observe(self, layer: int, expert_ids: np.ndarray) -> None:
+    def observe(self, emit: Emitter, it: InFlight, layer: int, expert_ids: np.ndarray) -> None:
         """Count the choices."""
         self._chosen[layer] += np.bincount(expert_ids.ravel(), minlength=self._engine.spec.num_experts)
         self._tokens[layer] += len(expert_ids)
@@ -203,30 +210,44 @@ class TokenPredictor:
         ids = np.argsort(-chances, axis=1, kind="stable")[:, : self._engine.spec.experts_per_token]
         return Prediction(self._engine, known=(ids, np.take_along_axis(chances, ids, axis=1)))
 
-    def observe(self, layer: int, expert_ids: np.ndarray) -> None:
+    def observe(self, emit: Emitter, it: InFlight, layer: int, expert_ids: np.ndarray) -> None:
         """Ignore it: the table is as it was learned."""
 
 
 class LearnedPredictor:
-    """Applies LLaPor (PreScope §4.2) to this layer's gating input and routing, on the device, one layer ahead."""
+    """Applies LLaPor (PreScope §4.2) to this layer's gating input and routing, on the device, one layer ahead.
 
-    def __init__(self, engine: Engine, folder: PredictorFolder | None) -> None:
-        from harness.llapor.runtime import PredictLearned, place_predictors
+    With `online_steps` it goes on learning in the run, which takes time on the gpu lane and device memory.
+    """
+
+    def __init__(self, engine: Engine, folder: PredictorFolder | None, *, online_steps: int = 0) -> None:
+        from harness.llapor.runtime import OnlineUpdates, PredictLearned, paces_of, place_predictors
 
         self._engine, self._op = engine, PredictLearned
         self._parts = place_predictors(engine, folder)
+        self._updates: OnlineUpdates | None = None
         self.num_predicted = engine.spec.experts_per_token
         told = "predictors of the published size, not learned" if folder is None else folder.source
+        if online_steps:
+            own = {layer: parts[0] for layer, parts in self._parts.items()}
+            self._updates = OnlineUpdates(engine, own, paces_of(own, folder), online_steps)
+            told += f"; goes on learning in the run, online_steps={online_steps}"
         self.source = _told(told, engine)
+        # What it says in the run is judged by its own validation, and in a simulation by what is stated.
+        self.judged_by = folder if engine.machine.world is None else None
 
     def request(self, emit: Emitter, it: InFlight, layer: int, *, distance: int = 1) -> Prediction | None:
-        parts = self._parts.get(layer + distance)
+        target = layer + distance
+        parts = self._parts.get(target)
         if distance != 1 or parts is None or self._engine.spec.is_dense(layer):
             return None
-        return Prediction(self._engine, emit.predict(it, layer, parts, by=self._op))
+        kept = self._updates.keep(target, it.batch) if self._updates else None
+        return Prediction(self._engine, emit.predict(it, layer, parts, by=partial(self._op, kept=kept)))
 
-    def observe(self, layer: int, expert_ids: np.ndarray) -> None:
-        """Ignore it: predictors are as they were learned."""
+    def observe(self, emit: Emitter, it: InFlight, layer: int, expert_ids: np.ndarray) -> None:
+        """Learn from it where that was asked for."""
+        if self._updates is not None:
+            self._updates.learn(emit, it, layer)
 
 
 class StatedPredictor:
@@ -247,5 +268,5 @@ class StatedPredictor:
         ids, chances = self._engine.machine.world.predicted(it.batch, layer + distance, distance)
         return Prediction(self._engine, known=(ids, chances.astype(np.float32)))
 
-    def observe(self, layer: int, expert_ids: np.ndarray) -> None:
+    def observe(self, emit: Emitter, it: InFlight, layer: int, expert_ids: np.ndarray) -> None:
         """Ignore it: the rates are stated."""

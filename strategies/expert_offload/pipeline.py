@@ -103,6 +103,8 @@ class ExpertPipeline:
             self._combine(it, layer, on_host=any(routed[e] for e in placement.on_cpu))
         for key in placement.prefetch:
             self.residency.prefetch(key)
+        if self.predictor is not None:
+            self.predictor.observe(self._emit, in_flight[0], layer, view.ids)
 
     def _predictions(self, in_flight: Seq[InFlight], layer: int) -> dict[int, list[Prediction]]:
         """Ask for predictions of later layers, as far as the placer looks ahead; by layer, one for each micro-batch."""
@@ -124,8 +126,6 @@ class ExpertPipeline:
             if ids.size:
                 ahead[later] = Forecast(ids, chances, spec.num_experts)
         ids, weights = (np.concatenate(arrays) for arrays in zip(*routes, strict=True))
-        if self.predictor is not None:
-            self.predictor.observe(layer, ids)
         return LayerView(
             layer=layer, num_layers=spec.num_layers, num_experts=spec.num_experts, is_prefill=is_prefill, ids=ids,
             weights=weights, there=self.residency.settle(layer, set(np.unique(ids).tolist())), ahead=ahead,

@@ -18,7 +18,7 @@ from harness.engine.engine import Engine
 from harness.engine.strategy import Strategy
 from harness.memory.tiers import PAGEABLE, PINNED
 from harness.model.spec import ModelSpec
-from strategies.common.predictors import PredictorConfig, build_predictor
+from strategies.common.predictors import LearnedPredictor, Predictor, PredictorConfig, build_predictor
 from strategies.expert_offload.deployment import Deployment, PlacementConfig
 from strategies.prescope.placer import FixedPrefetching, HitRates, PreSched
 
@@ -62,7 +62,7 @@ def build(config: Config, engine: Engine) -> Strategy:
     predictor = build_predictor(config, engine)
     deployment = Deployment.of(config, engine, predictor=predictor)
     costs, group = deployment.measured(), config.group(engine.spec)
-    validation = HitRates.of(deployment.profile() if predictor else [])
+    validation = _validation(predictor, deployment)
     deployment.fill_table()
     ahead = 0 if predictor is None else 2 if config.schedule == "presched" else 1
     if config.schedule == "fixed":
@@ -71,3 +71,15 @@ def build(config: Config, engine: Engine) -> Strategy:
         PreSched(costs=costs, group=group, looks_ahead=ahead, hit_rates=validation),
         {"prefetch_group": group, "hit_rates_validated": validation.source},
     )
+
+
+def _validation(predictor: Predictor | None, deployment: Deployment) -> HitRates:
+    """Return P_hit by rank: of a learned predictor's own validation if its folder has it, else of a profile run."""
+    if predictor is None:
+        return HitRates.of([])
+    folder = predictor.judged_by if isinstance(predictor, LearnedPredictor) else None
+    if folder is None or not folder.batch_hits:
+        return HitRates.of(deployment.profile())
+    sizes = sorted({size for by_size in folder.batch_hits.values() for size in by_size})
+    told = f"the predictor's own: batches of {', '.join(map(str, sizes))} tokens of held-out {folder.validated_on}"
+    return HitRates({}, told, folder.batch_hits)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import log2
 
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.llapor.files import BatchHits
 from strategies.expert_offload.costs import ExpertCosts
 from strategies.expert_offload.placement import Forecast, LayerView, Placement
 from strategies.prescope.presched import Pending, Schedule, schedule
@@ -21,13 +23,14 @@ Validated = tuple[Forecast, np.ndarray]  # of a layer's tokens: what was predict
 class HitRates:
     """Tells how likely an expert gets tokens that is predicted to have the most but so many (P_hit by rank).
 
-    The predictions and answers of the profile run say so, of whose tokens batches of any size are drawn. These tokens
-    have random ids: a learned predictor's own validation, `hit_by_rank` in its folder, is of text but not of batches,
-    and is not read. Where there is no profile, what the predictor itself says of the expert holds.
+    A learned predictor's `own` validation says so, layer by layer, for the nearest of some sizes of batches. Else the
+    predictions and answers of the profile run do, of whose tokens batches of any size are drawn. Where there is
+    neither, what the predictor itself says of the expert holds.
     """
 
     validation: Mapping[int, Sequence[Validated]]  # by layers ahead
     source: str | None = None  # what the validation is of; None where there is none
+    own: BatchHits = field(default_factory=dict)  # one layer ahead
     _known: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
 
     @classmethod
@@ -41,19 +44,28 @@ class HitRates:
         num_tokens = sum(view.num_tokens for view in views) // max(1, len({view.layer for view in views}))
         return cls(found, f"a profile run of {num_tokens} random tokens" if found else None)
 
-    def at(self, forecast: Forecast, num_tokens: int, distance: int) -> NDArray[np.float64]:
-        """Return the probability [experts] of each expert for a batch of so many tokens, about which `forecast` speaks.
+    def at(self, forecast: Forecast, num_tokens: int, layer: int, distance: int) -> NDArray[np.float64]:
+        """Return the probability [experts] of each expert of `layer`, for a batch of so many tokens about which
+        `forecast` was made `distance` layers before.
 
         An expert's rank is that among all experts of the forecast, wherever they are.
         """
+        if distance == 1 and (sizes := self.own.get(layer)):
+            nearest = min(sizes, key=lambda size: abs(log2(size / num_tokens)))
+            return _of_experts(forecast, sizes[nearest])
         if distance not in self.validation:
             return forecast.likely
         size = 1 << max(0, num_tokens - 1).bit_length()  # sizes up to the next power of two are alike
         if (size, distance) not in self._known:
             self._known[size, distance] = _drawn(self.validation[distance], size)
-        rates = np.empty(forecast.num_experts)
-        rates[_ranked(forecast)] = self._known[size, distance]
-        return rates
+        return _of_experts(forecast, self._known[size, distance])
+
+
+def _of_experts(forecast: Forecast, by_rank: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the rate [experts] of each expert from those of ranks."""
+    rates = np.empty(forecast.num_experts)
+    rates[_ranked(forecast)] = by_rank
+    return rates
 
 
 def _ranked(forecast: Forecast) -> NDArray[np.int64]:
@@ -105,11 +117,12 @@ class PreSched:
         return _placement(view, found.on_demand, [(target, expert) for expert in prefetch])
 
     def _pending(self, view: LayerView, layer: int) -> list[Pending]:
-        """Return what is wanted of a later layer, with the probability that each expert gets tokens."""
+        """Return what is wanted of a later layer, with the probability that each expert gets tokens. Those that never
+        do, by the predictor's validation, are left out."""
         if not (wanted := _wanted(view, layer)):
             return []
-        chances = self.hit_rates.at(view.ahead[layer], view.num_tokens, layer - view.layer)
-        return [Pending(expert=e, tokens=n, chance=float(chances[e])) for e, n in wanted.items()]
+        chances = self.hit_rates.at(view.ahead[layer], view.num_tokens, layer, layer - view.layer)
+        return [Pending(expert=e, tokens=n, chance=float(chances[e])) for e, n in wanted.items() if chances[e] > 0]
 
     def _attention_s(self, view: LayerView) -> float:
         return self.costs.between_routers_s(view.num_tokens, is_prefill=view.is_prefill)

@@ -53,10 +53,12 @@ class ByLot:
 
 def placed(
     engine: Engine, placer: Placer | None = None, *, predictor: str = "gate", path: str | None = None,
-    slots: type[PlacementConfig] = Slots, micro_batches: int = 1, cpu_share: float = 0.4, **sizes: float,
+    online_steps: int = 0, slots: type[PlacementConfig] = Slots, micro_batches: int = 1, cpu_share: float = 0.4,
+    **sizes: float,
 ) -> Strategy:  # fmt: skip
     """Build the strategy of a placer, by lot where none is given."""
-    asked = build_predictor(PredictorConfig(predictor=predictor, predictor_path=path), engine)
+    predicted = PredictorConfig(predictor=predictor, predictor_path=path, online_steps=online_steps)
+    asked = build_predictor(predicted, engine)
     deployment = Deployment.of(
         replace(slots(**SIZES), **sizes), engine, predictor=asked, num_micro_batches=micro_batches,
         replacement=LeastRecentlyUsed(),

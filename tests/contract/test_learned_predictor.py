@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +22,11 @@ from harness.llapor.runtime import stated_shapes
 from harness.llapor.shape import PredictorShape
 from harness.machine.base import D2H, GPU, Work
 from harness.model.planned import planned_model
-from harness.settings import parse_settings
+from harness.settings import load_strategy, parse_settings
 from harness.study.prediction import Learned
 from strategies.common.predictors import LearnedPredictor, PredictorConfig, build_predictor
+from strategies.expert_offload import costs
+from strategies.prescope.placer import PreSched
 from tests.composing import composed
 from tests.contract.placing import placed
 from tests.contract.running import check_tokens, emulated, engine_on, requests, run_to_end, shuffled
@@ -110,6 +115,41 @@ def test_predictions_are_what_the_network_computes_and_no_token_changes(tiny, fo
     nbytes = sum(shape.layout().nbytes for shape in read.shapes().values())
     assert engine.machine.tiers["device"].holders()["predictors"] == nbytes
     assert not [name for name in engine.machine.tiers["pinned"].holders() if "predictors" in name]
+
+
+@pytest.mark.parametrize("never", [None, 2])
+def test_presched_goes_by_the_predictors_own_validation(tiny, folder, tmp_path, monkeypatch, never):
+    """Of a rank that no batch of held-out text hit nothing is prefetched; the tokens are exact."""
+    path, found, place = tmp_path / "validated", [], PreSched.place
+    shutil.copytree(folder, path)
+    told = json.loads((path / "predictors.json").read_text())
+    hits = [float(rank != never) for rank in range(tiny.spec.num_experts)]
+    for row in told["predictors"]:
+        row["batch_hits_by_rank"] = {"1": hits, "16": hits}
+    told["texts"] = {"held_out": {"name": "numbers"}}
+    (path / "predictors.json").write_text(json.dumps(told))
+
+    def noted(self, view):
+        placement = place(self, view)
+        for layer, expert in placement.prefetch:
+            ranked = np.argsort(-view.ahead[layer].expected, kind="stable").tolist()
+            found.append(ranked.index(expert))
+        return placement
+
+    monkeypatch.setattr(PreSched, "place", noted)
+    monkeypatch.setattr(costs, "_WITHOUT_CLOCK", replace(costs._WITHOUT_CLOCK, io_s=1e-3))
+    config = composed("strategy=prescope")["strategy"] | {
+        "predictor": "learned", "predictor_path": str(path), "table": "none", "prefetch_slots": 4, "batch_size": 4,
+        "packet_mb": 0.004,
+    }  # fmt: skip
+    engine = engine_on(shuffled(0), tiny, requests(6, vocab_size=tiny.spec.vocab_size, longest=20), kv_blocks=60)
+    strategies = []
+    run_to_end(engine, lambda on: strategies.append(load_strategy(config).build(on)) or strategies[0])
+    validated = strategies[0].plan["hit_rates_validated"]
+    assert validated == "the predictor's own: batches of 1, 16 tokens of held-out numbers"
+    assert {0, 1, 3} <= set(found) and (2 in found) == (never is None), found
+    report = check_tokens(tiny, engine.sequences)
+    assert report.ok, report.first_mismatch
 
 
 def test_a_simulation_charges_for_predictors_of_the_published_size():

@@ -29,7 +29,7 @@ def test_statistics_give_the_shares_that_were_observed_until_then():
     rng, counts = np.random.default_rng(0), np.zeros(128)
     for size in (5, 9):
         chosen = np.stack([rng.choice(20, 8, replace=False) for _ in range(size)])
-        predictor.observe(3, chosen)
+        predictor.observe(None, None, 3, chosen)
         counts += np.bincount(chosen.ravel(), minlength=128)
     prediction = asked(predictor, engine, 2)
     ids, chances = prediction.result()

@@ -13,6 +13,7 @@ from harness.llapor import network
 from harness.llapor.__main__ import main
 from harness.llapor.examples import read_examples
 from harness.llapor.files import PredictorFolder
+from harness.llapor.judging import batch_hits_by_rank
 from harness.llapor.learning import LayerData, LayerTraining
 from harness.llapor.settings import LlaporSettings
 from harness.routing.predictors import StatedRates
@@ -76,11 +77,27 @@ def test_chances_come_true_on_another_text(learned, runs):
     (other,) = read_examples("test", {"other": str(runs / "other")}, 10**6, 0)
     for row in description(learned)["predictors"]:
         assert row["hit_by_rank"] == sorted(row["hit_by_rank"], reverse=True)
+        of_one, of_many = (folder.batch_hits[row["layer"]][size] for size in (1, 64))
+        assert of_one[:K] == pytest.approx(row["hit_by_rank"], abs=0.1), "a batch of one token is a token"
+        assert of_one.sum() == pytest.approx(K, abs=1e-3) and (of_many >= of_one).all()
         data = LayerData.of(other, row["layer"] - FIRST)
         w = {name: torch.from_numpy(each) for name, each in folder.tensors(row["layer"]).items()}
         ids, likely = network.foresee(w, data.normed, data.ids, data.weights, EXPERTS)
         assert float(likely.sum(dim=1).mean()) == pytest.approx(K, rel=0.1)
         assert (likely.diff(dim=1) <= 0).all() and (ids.sort(dim=1).values == torch.arange(EXPERTS)).all()
+
+
+def test_hits_of_batches_are_by_the_rank_of_their_tokens_together():
+    """Expert 0 is likeliest for all tokens, and never chosen; the others come as they are predicted."""
+    rng = np.random.default_rng(0)
+    chosen = rng.integers(1, 5, size=(200, 1))
+    scores = np.full((200, 6), 0.01)
+    np.put_along_axis(scores, chosen, 0.5, axis=1)
+    scores[:, 0] = 0.9
+    found = batch_hits_by_rank(scores, np.concatenate([chosen, np.full_like(chosen, 5)], axis=1).astype(np.int16))
+    assert found[1][:2] == [0.0, 1.0]
+    assert found[64][:5] == [0.0, 1.0, 1.0, 1.0, 1.0] and found[64][5] == 1.0, "expert 5 was never predicted"
+    assert 0.5 < found[4][2] < 1.0 and found[4][3] < found[4][2]
 
 
 def test_a_calibration_undoes_what_a_loss_distorts():

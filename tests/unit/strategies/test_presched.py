@@ -181,12 +181,30 @@ def presched(rates: HitRates) -> PreSched:
 
 def test_a_hit_rate_is_that_of_the_rank_among_all_experts():
     predicted = Forecast(np.array([[3, 1, 0]]), np.array([[0.9, 0.6, 0.2]]), NUM_EXPERTS)
-    assert HitRates({}).at(predicted, 1, 1).tolist() == predicted.likely.tolist(), "none measured: the predictor's own"
+    none = HitRates({})
+    assert none.at(predicted, 1, 1, 1).tolist() == predicted.likely.tolist(), "none measured: the predictor's own"
     measured = HitRates({1: [(predicted, np.array([[3, 0]]))]})
     moved = Forecast((predicted.ids + 4) % NUM_EXPERTS, predicted.chances, NUM_EXPERTS)
     for each, experts in ((predicted, [3, 1, 0]), (moved, [7, 5, 4])):
-        assert measured.at(each, 1, 1)[experts].tolist() == [1.0, 0.0, 1.0]
-    assert measured.at(predicted, 1, 2).tolist() == predicted.likely.tolist(), "nothing measured two layers ahead"
+        assert measured.at(each, 1, 1, 1)[experts].tolist() == [1.0, 0.0, 1.0]
+    assert measured.at(predicted, 1, 2, 2).tolist() == predicted.likely.tolist(), "nothing measured two layers ahead"
+
+
+def test_a_predictors_own_validation_goes_first_layer_by_layer_and_by_size():
+    by_size = {1: np.full(NUM_EXPERTS, 0.25), 16: np.linspace(1, 0, NUM_EXPERTS)}
+    rates = HitRates({1: [(forecast(), np.array([[3, 0]]))]}, own={1: by_size})
+    assert rates.at(forecast(), 3, 1, 1).tolist() == [0.25] * NUM_EXPERTS
+    for num_tokens in (5, 16, 500):
+        assert rates.at(forecast(), num_tokens, 1, 1) == pytest.approx(by_size[16]), num_tokens
+    assert rates.at(forecast(), 1, 2, 1)[:4].tolist() == [1.0, 0.0, 0.0, 1.0], "of layer 2 it says nothing"
+
+
+def test_a_rank_that_never_hits_is_not_prefetched():
+    quick = replace(presched(HitRates({})), costs=replace(COSTS, io_s=0.1), group=4)
+    assert list(quick.place(view()).prefetch) == [(1, 0), (1, 1), (1, 2), (1, 3)]
+    own = {1: {4: np.array([1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0])}}
+    told = replace(quick, hit_rates=HitRates({}, own=own))
+    assert list(told.place(view()).prefetch) == [(1, 0), (1, 1), (1, 3)]
 
 
 @pytest.mark.parametrize("measured", [False, True])
