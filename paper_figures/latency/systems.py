@@ -120,8 +120,10 @@ def _busy(rows: Sequence[Row]) -> str:
 
 
 def gains(rows: Sequence[Row]) -> str:
-    """Write the largest gain of PreScope over each system, over all rows that both have: predicting by LLaPor, as
-    published, and by the gate, as the other systems do."""
+    """Write the largest gain of PreScope over each system, over all rows that both have.
+
+    PreScope predicts by LLaPor, as published, or by the gate, as the other systems do.
+    """
 
     def most(ours: str, other: str, gain: Callable[[Row, Row], float]) -> str:
         mine = [r for r in rows if r["system"] == ours and "refused" not in r]

@@ -245,7 +245,7 @@ class LearnedPredictor:
         return Prediction(self._engine, emit.predict(it, layer, parts, by=partial(self._op, kept=kept)))
 
     def observe(self, emit: Emitter, it: InFlight, layer: int, expert_ids: np.ndarray) -> None:
-        """Learn from it where that was asked for."""
+        """Submit what is learned from it, where that was asked for."""
         if self._updates is not None:
             self._updates.learn(emit, it, layer)
 
