@@ -47,8 +47,10 @@ def test_prescope_by_llapor_has_its_predictors_and_the_hits_that_its_paper_state
         assert settings.strategy["package"] == "strategies.prescope"
         assert settings.strategy["predictor"] == "learned"
         assert settings.routing["hit_rates"] == [[0.97]]
-    gate = replace(case, system="prescope", variant="")
-    assert "routing.hit_rates=[[0.82]]" in gate.overrides and "strategy.predictor=learned" not in gate.overrides
+    stated = {"prescope": "[[0.82],[0.78]]", "hybrimoe": "[[0.82],[0.78],[0.74]]", "fate": "[[0.82]]"}
+    for system, rates in stated.items():
+        gate = replace(case, system=system, variant="").overrides
+        assert f"routing.hit_rates={rates}" in gate and "strategy.predictor=learned" not in gate
 
 
 def test_tables_show_where_experts_were_and_the_published_value_beside_ours():
