@@ -19,7 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from harness.cli.arguments import FAILED, USAGE_ERROR, VERSION, require_known_options
-from harness.cli.overrides import explained, require_single_choices
+from harness.cli.overrides import explained, left_to_jobs, require_single_choices
 from harness.interrupts import interruption_behind, interrupts_kept, leave, told
 
 OPTIONS = (  # Hydra's; --help and --version say what is the project's own
@@ -77,6 +77,7 @@ def main() -> int:
         if "--version" in sys.argv[1:]:
             print(VERSION)
             return 0
+        sys.argv[1:] = left_to_jobs(sys.argv[1:])
         with interrupts_kept():
             run()
     except JobFailed as failure:

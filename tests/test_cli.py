@@ -122,6 +122,21 @@ def test_a_sweep_goes_on_after_a_failed_job_and_tells(tmp_path, monkeypatch, cap
     assert "2 of 2 finished" in told.out
 
 
+def test_a_sweep_over_strategies_takes_options_that_the_default_one_lacks(tmp_path, monkeypatch, capfd):
+    """Values with quotes, commas and brackets stay what they are."""
+    swept = ["strategy=fiddler,hybrimoe", "strategy.batch_size=3", "dataset.name='a, b'"]
+    assert here(tmp_path, monkeypatch, "verify=off", *swept, sweep=True) == 0, capfd.readouterr().err
+    runs = list_runs(tmp_path / "results")
+    assert {each.config["strategy"]["name"] for each in runs} == {"fiddler", "hybrimoe"}
+    assert [each.config["strategy"]["batch_size"] for each in runs] == [3, 3]
+    assert {each.config["dataset"]["name"] for each in runs} == {"a, b"}
+
+
+def test_a_sweep_over_strategies_refuses_an_option_that_one_of_them_lacks(tmp_path, monkeypatch, capfd):
+    assert here(tmp_path, monkeypatch, "strategy=fiddler,moelens", "strategy.batch_size=3", sweep=True) == 2
+    assert "error: strategy.batch_size: unknown key" in capfd.readouterr().err
+
+
 def test_help_is_the_projects_own(tmp_path):
     done = run(tmp_path, "strategy=flexgen", "--help")
     assert done.returncode == 0, done.stderr

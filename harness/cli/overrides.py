@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -52,6 +53,29 @@ def require_single_choices(overrides: Sequence[str]) -> None:
         if chosen.startswith("[") and group != "experiment" and (CONF / group).is_dir():
             several = f"-m {group}={chosen.strip('[]')} makes a run of each"
             raise ConfigError(group, f"must name one of the files in conf/{group}, got {chosen}; {several}")
+
+
+def left_to_jobs(arguments: Sequence[str]) -> list[str]:
+    """Return a sweep's arguments with `group.key=value` as a choice of one value, where the sweep chooses among a
+    group's files. Hydra would hold a plain one against the default file, whose keys may be others."""
+    groups = [name for name, _, _ in (argument.partition("=") for argument in arguments) if (CONF / name).is_dir()]
+    swept = [argument.partition("=")[0] for argument in arguments if _is_sweep(argument)]
+    if not {"-m", "--multirun"} & set(arguments) or not set(groups) & set(swept):
+        return list(arguments)
+    left = []
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        group, dot, _ = name.partition(".")
+        plain = dot and value and (CONF / group).is_dir() and not _is_sweep(argument)
+        left.append(f"{name}=choice({value})" if plain else argument)
+    return left
+
+
+def _is_sweep(argument: str) -> bool:
+    try:
+        return bool(OverridesParser.create().parse_override(argument).is_sweep_override())
+    except HydraException:
+        return False  # an option, or what is refused later
 
 
 def explained(error: Exception, arguments: Sequence[str] = ()) -> ConfigError | None:
