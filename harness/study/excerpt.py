@@ -24,7 +24,7 @@ from harness.record.files import RecordError
 from harness.routing.trace_file import PredictionHeader, TraceFileError, TraceRow, TraceWriter
 from harness.study.gates import EXTRA, Gates
 from harness.study.inputs import domains_of, judged
-from harness.study.recorded import Domain
+from harness.study.recorded import Domain, Text
 
 CONFIDENCE_DIGITS = 2
 Item = TypeVar("Item")
@@ -51,7 +51,10 @@ def _write(given: Namespace) -> int:
     count = given.predicted or header.k
     if count > header.k + EXTRA:
         raise ConfigError("--predicted", f"must be at most k + {EXTRA} = {header.k + EXTRA}, got {count}")
-    parts = [list(_rows(domain, given.tokens, gates.get(name), count)) for name, domain in domains.items()]
+    parts = [
+        list(trace_rows(domain, domain.text.first(given.tokens), gates.get(name), count))
+        for name, domain in domains.items()
+    ]
     rows = _in_turn(parts)
     source = "; ".join(f"{name}: {domain.header.source}" for name, domain in domains.items())
     told = ", ".join(f"{len(part)} {name}" for name, part in zip(domains, parts, strict=True))
@@ -77,10 +80,9 @@ def _in_turn(lists: Sequence[Sequence[Item]]) -> list[Item]:
     return [item for item in chain.from_iterable(zip_longest(*lists)) if item is not None]
 
 
-def _rows(domain: Domain, most_tokens: int, gates: Gates | None, count: int) -> Iterator[TraceRow]:
-    """Yield whole requests with at most `most_tokens` tokens together, and one at the least. Raises ConfigError where
-    gating inputs of some tokens are missing."""
-    text = domain.text.first(most_tokens)
+def trace_rows(domain: Domain, text: Text, gates: Gates | None, count: int) -> Iterator[TraceRow]:
+    """Yield the requests of some text of a domain, all numbered 0, with the `count` experts that gates predict for each
+    token. Raises ConfigError where gating inputs of some tokens are missing."""
     ids: Any = None
     chances: Any = None
     if gates is not None:

@@ -2,7 +2,9 @@
 
 Runs every setting of every `strategies/*/validation.yaml` on the emulated machine and in the simulator, calibrated by a
 table for each model, and reports the errors and whether they meet the aims (exit code 1 where they do not). No setting
-is used to calibrate: a calibration measures ops and lanes together, never a strategy. Repeats are interleaved (the
+is used to calibrate: a calibration measures ops and lanes together, never a strategy. First each workload's routing is
+recorded, with what the next layer's router predicts, into the folder routing: the simulator has no model to ask, and
+what it gets wrong about time should not be mixed with how synthetic routing differs. Repeats are interleaved (the
 calibrations, all settings once, and all of it again), so that a machine whose speed drifts is measured at the same
 times; what counts is the median. A run beside which others had the cores is made again once. Takes more than an hour,
 in which nothing else should run. Everything is written as it is finished; `--resume` goes on with the rest, if the code
@@ -12,6 +14,7 @@ is the same.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -38,6 +41,7 @@ from harness.plan.planning import make_plan
 from harness.record.provenance import code_version, environment, fingerprint, shown_command
 from harness.run.experiment import run_experiment
 from harness.settings import parse_settings
+from harness.validate.recorded import record_routing
 from harness.validate.report import AIMS, LINKS, aggregates, compared, figures, markdown, verdict
 
 ROOT = Path(harness.__file__).resolve().parents[1]
@@ -55,6 +59,15 @@ class Setting:
     @property
     def name(self) -> str:
         return " ".join((self.strategy, *self.overrides))
+
+    @property
+    def workload(self) -> tuple[str, ...]:
+        """The overrides on which the routing of tokens depends."""
+        return tuple(each for each in self.overrides if each.startswith(("model=", "dataset", "seed=")))
+
+    def given(self, trace: Path) -> list[str]:
+        """Return the overrides with the strategy's name, and the recorded routing where they say {recorded}."""
+        return [f"strategy={self.strategy}", *(each.replace("{recorded}", f"'{trace}'") for each in self.overrides)]
 
     @property
     def model(self) -> tuple[str, ...]:
@@ -76,26 +89,25 @@ def settings_of(root: Path = ROOT) -> list[Setting]:
     return found
 
 
-def emulated(setting: Setting) -> dict[str, Any]:
+def emulated(setting: Setting, trace: Path) -> dict[str, Any]:
     """Return figures of one run, or of the less disturbed one of two; `taken_share` is what others had of the cores."""
-    found = _emulated_once(setting)
+    found = _emulated_once(setting, trace)
     if found["taken_share"] > MAX_TAKEN_SHARE:
-        found = min(found, _emulated_once(setting), key=lambda run: run["taken_share"])
+        found = min(found, _emulated_once(setting, trace), key=lambda run: run["taken_share"])
     return found
 
 
-def _emulated_once(setting: Setting) -> dict[str, Any]:
+def _emulated_once(setting: Setting, trace: Path) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
-        values = composed_values(
-            [f"strategy={setting.strategy}", *EMULATED, *QUIET, *setting.overrides, f"results_dir={folder}"]
-        )
+        values = composed_values([*EMULATED, *QUIET, *setting.given(trace), f"results_dir={folder}"])
         summary, _ = run_experiment(values)
     return figures(summary) | {"taken_share": summary["others_core_share"] or 0.0}
 
 
-def in_simulation(setting: Setting, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Simulate the setting and compare it with its emulated runs."""
-    plan = make_plan(composed_values([f"strategy={setting.strategy}", *SIMULATED, *setting.overrides]))
+def in_simulation(setting: Setting, runs: Sequence[Mapping[str, Any]], trace: Path) -> dict[str, Any]:
+    """Simulate the setting with its recorded routing and compare it with its emulated runs."""
+    routing = ("routing=trace", f"routing.path='{trace}'")
+    plan = make_plan(composed_values([*SIMULATED, *routing, *setting.given(trace)]))
     assert plan.summary is not None
     link_bytes_s = {link: getattr(plan.settings.hardware, f"{link}_gb_s") * 1e9 for link in LINKS}
     found = figures(plan.summary)
@@ -164,10 +176,11 @@ def _validate(command: str, args: Namespace) -> int:
     if not everything:
         told = ", ".join(map(repr, args.only))
         raise ConfigError("--only", f"must be part of a setting in strategies/*/validation.yaml, got {told}")
-    measure_all(everything, report, args.out, repeats=args.repeats, resume=args.resume)
+    traces = record_all(everything, args.out / "routing", keep=args.resume)
+    measure_all(everything, report, args.out, traces, repeats=args.repeats, resume=args.resume)
     rows: list[dict[str, Any]] = []
     for setting in everything:
-        rows.append(in_simulation(setting, report.runs[setting.name]))
+        rows.append(in_simulation(setting, report.runs[setting.name], traces[setting.workload]))
         report.write(rows)
     print((args.out / "validation.md").read_text())
     met, text = verdict(rows)
@@ -175,7 +188,30 @@ def _validate(command: str, args: Namespace) -> int:
     return 0 if met else 1
 
 
-def measure_all(everything: Sequence[Setting], report: Report, out: Path, *, repeats: int, resume: bool) -> None:
+def record_all(everything: Sequence[Setting], folder: Path, *, keep: bool) -> dict[tuple[str, ...], Path]:
+    """Record the routing of every workload, unless it is kept, and return the traces' paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    workloads = dict.fromkeys(setting.workload for setting in everything)
+    traces = {each: folder / f"{_file_name(each)}.jsonl.gz" for each in workloads}
+    for workload, path in traces.items():
+        if not (keep and path.exists()):
+            record_routing(workload, path)
+    return traces
+
+
+def _file_name(workload: Sequence[str]) -> str:
+    return re.sub(r"[^\w.-]+", "-", "-".join(workload).replace("dataset.", ""))
+
+
+def measure_all(
+    everything: Sequence[Setting],
+    report: Report,
+    out: Path,
+    traces: Mapping[tuple[str, ...], Path],
+    *,
+    repeats: int,
+    resume: bool,
+) -> None:
     """Run the calibrations and emulated runs that are missing; then make one table of all calibrations."""
     console = Console(stderr=True)
     models = list(dict.fromkeys(setting.model for setting in everything))
@@ -187,7 +223,7 @@ def measure_all(everything: Sequence[Setting], report: Report, out: Path, *, rep
             runs = report.runs.setdefault(setting.name, [])
             if len(runs) > repeat:
                 continue
-            runs.append(emulated(setting))
+            runs.append(emulated(setting, traces[setting.workload]))
             rate = f"{runs[-1]['throughput_tok_s']:.1f} tok/s"
             if runs[-1]["taken_share"] > MAX_TAKEN_SHARE:
                 rate += f", DISTURBED: others had {runs[-1]['taken_share']:.0%} of the cores"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from harness.settings import load_strategy, parse_settings
 from harness.validate import __main__ as validate
 from harness.validate.__main__ import Report, settings_of
+from harness.validate.recorded import record_routing
 from harness.validate.report import aggregates, by_kind, compared, figures, markdown, verdict
 from tests.composing import composed, names_in
 
@@ -31,7 +33,7 @@ def test_there_are_enough_settings_and_all_are_valid():
     assert {setting.strategy for setting in settings} == set(names_in("strategy"))
     for machine in (validate.EMULATED, validate.SIMULATED):
         for setting in settings:
-            values = composed(f"strategy={setting.strategy}", *machine, *setting.overrides)
+            values = composed(*machine, *setting.given(Path("trace.jsonl.gz")))
             load_strategy(parse_settings(values).strategy)
 
 
@@ -144,8 +146,8 @@ def test_runs_of_other_code_are_not_mixed(tmp_path):
 
 def test_a_disturbed_run_is_made_again_and_the_better_one_kept(monkeypatch):
     shares = iter([0.2, 0.01, 0.3, 0.4, 0.0])
-    monkeypatch.setattr(validate, "_emulated_once", lambda setting: {"taken_share": next(shares)})
-    assert [validate.emulated(None)["taken_share"] for _ in range(3)] == [0.01, 0.3, 0.0]
+    monkeypatch.setattr(validate, "_emulated_once", lambda setting, trace: {"taken_share": next(shares)})
+    assert [validate.emulated(None, None)["taken_share"] for _ in range(3)] == [0.01, 0.3, 0.0]
 
 
 def test_each_model_is_calibrated_and_simulated_by_tables_of_its_own(tmp_path, monkeypatch):
@@ -153,10 +155,41 @@ def test_each_model_is_calibrated_and_simulated_by_tables_of_its_own(tmp_path, m
     written, read = [], []
     table = SimpleNamespace(write=written.append)
     monkeypatch.setattr(validate, "measure", lambda settings, log: table)
-    monkeypatch.setattr(validate, "emulated", lambda setting: {"throughput_tok_s": 1.0, "taken_share": 0.0})
+    monkeypatch.setattr(validate, "emulated", lambda setting, trace: {"throughput_tok_s": 1.0, "taken_share": 0.0})
     merged = SimpleNamespace(read=lambda path: read.append(path) or path, merged=lambda tables: table)
     monkeypatch.setattr(validate, "CalibrationTable", merged)
-    validate.measure_all(settings, Report(tmp_path, {}, resume=False), tmp_path, repeats=2, resume=False)
+    traces = {setting.workload: tmp_path for setting in settings}
+    validate.measure_all(settings, Report(tmp_path, {}, resume=False), tmp_path, traces, repeats=2, resume=False)
     own = [tmp_path / f"calibration{model}-{repeat}.json" for repeat in (1, 2) for model in ("", "-qwen3-mini")]
     assert written[:4] == own and read == own[::2] + own[1::2]
     assert "qwen3-mini" not in str(written[4]) and "qwen3-mini" in str(written[5])
+
+
+def test_a_workload_is_recorded_once_and_found_by_every_setting_with_it(tmp_path, monkeypatch):
+    recorded = []
+    monkeypatch.setattr(validate, "record_routing", lambda workload, path: recorded.append(workload) or path.touch())
+    own = ("model=qwen3-mini", "dataset.num_requests=2")
+    settings = [
+        validate.Setting(name, (*own, f"strategy.batch_size={n}")) for n, name in enumerate(("fate", "klotski"))
+    ]
+    settings.append(validate.Setting("fate", ("dataset.num_requests=2",)))
+    traces = validate.record_all(settings, tmp_path, keep=True)
+    assert recorded == [own, own[1:]] and len(set(traces.values())) == 2
+    validate.record_all(settings, tmp_path, keep=True)
+    assert len(recorded) == 2, "what is there is kept"
+    validate.record_all(settings, tmp_path, keep=False)
+    assert len(recorded) == 4
+
+
+def test_the_simulator_takes_as_many_experts_over_the_link_as_the_emulated_machine(tmp_path, monkeypatch):
+    """The recorded routing decides which; with another one it would be other experts."""
+    monkeypatch.setattr(validate, "SIMULATED", ("machine=simulated", "hardware=a40", "hardware.device_memory_gb=0.2"))
+    workload = ("model=mixtral-tiny", "dataset.num_requests=6", "dataset.max_new_tokens=8", "kv_cache_gb=0.001")
+    trace = tmp_path / "trace.jsonl.gz"
+    record_routing(workload, trace)
+    own = ("strategy.popularity={recorded}", "strategy.cache_slots=5", "strategy.batch_size=3")
+    setting = validate.Setting("expert_cache", (*workload, *own))
+    run = validate._emulated_once(setting, trace)
+    found = validate.in_simulation(setting, [run], trace)
+    emulated_ops, simulated_ops = (found["kinds"]["h2d weights"][at] for at in (1, 3))
+    assert emulated_ops == simulated_ops > 100, found["kinds"]["h2d weights"]
