@@ -79,6 +79,7 @@ class FakeDevice:
     has_bfloat16 = True
     pci_bus_id = None
     ramp_s = 0.0
+    temporaries_bytes = 0  # that every op is said to have taken at its peak
 
     def __init__(self, seed: int = 0, *, longest_pause_s: float = 3e-4, total_bytes: int = 1 << 30) -> None:
         self.total_bytes = self.free_bytes = total_bytes
@@ -132,6 +133,9 @@ class FakeDevice:
 
     def limit_memory(self, nbytes: int) -> None:
         self._limit_bytes = nbytes
+
+    def peak_temporaries_bytes(self) -> int:
+        return self.temporaries_bytes
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         self.blocking.append("allocate")

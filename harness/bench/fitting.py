@@ -44,6 +44,25 @@ class Plane:
         return self.fixed + sum(w * f for w, f in zip(self.weights, features, strict=True))
 
 
+@dataclass(frozen=True, kw_only=True)
+class ByLength:
+    """Computes the seconds of attention: those of a plane, times a factor for the rows and for what each attends to.
+
+    The last two features are rows and all that they attend to. Between measured lengths, and at each of them between
+    the logarithms of numbers of rows, the factor lies on straight lines; beyond the first and the last it stays.
+    """
+
+    plane: Plane
+    lengths: tuple[float, ...]  # ascending
+    rows: tuple[tuple[float, ...], ...]  # their logarithms, ascending, by length
+    factors: tuple[tuple[float, ...], ...]
+
+    def __call__(self, features: Sequence[float]) -> float:
+        rows, attended = features[-2:]
+        at_lengths = [np.interp(np.log(rows), *known) for known in zip(self.rows, self.factors, strict=True)]
+        return self.plane(features) * float(np.interp(attended / rows, self.lengths, at_lengths))
+
+
 def fit(samples: Sequence[Sample]) -> Interpolated | Plane:
     """Fit a curve of one feature, or a plane of several, through the typical seconds of equal features. The curve is
     the nearest one that never falls, for more work takes no less time. Raises ValueError without samples."""
@@ -68,6 +87,18 @@ def fit_plane(points: dict[tuple[float, ...], float]) -> Plane:
         found, _ = nnls(rows / fitted[:, None], seconds / fitted)
         fitted = np.maximum(rows @ found, max(float(seconds.mean()) * 1e-3, 1e-9))
     return Plane(fixed=float(found[0]), weights=tuple(float(w) for w in found[1:]))
+
+
+def fit_by_length(points: dict[tuple[float, ...], float]) -> ByLength:
+    """Fit a plane to all points, and a factor to each: what was measured over what the plane says."""
+    plane = fit_plane(points)
+    found: dict[float, list[tuple[float, float]]] = defaultdict(list)
+    for features, seconds in points.items():
+        rows, attended = features[-2:]
+        found[round(attended / rows, 3)].append((float(np.log(rows)), seconds / max(plane(features), 1e-12)))
+    lengths = tuple(sorted(found))
+    rows_of, factors_of = zip(*(zip(*sorted(found[length]), strict=True) for length in lengths), strict=True)
+    return ByLength(plane=plane, lengths=lengths, rows=rows_of, factors=factors_of)
 
 
 def typical(values: Sequence[float]) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Protocol
 
@@ -116,17 +116,33 @@ class OpBench:
         blocks = self.engine.kv.allocator
         _, decode = shape.sequences(self.engine.spec.vocab_size, self._rng)
         for sequence in decode:
-            sequence.num_cached = 0
             blocks.grow(sequence, sequence.num_tokens)
-        it = self.place(assemble(0, decode, [], blocks))
-        self._attention_in(it, layer)
-        self.emit.offload_qkv(it, layer)
-        self.emit.append_kv(it, layer)
-        for sequence in decode:
-            sequence.num_cached = sequence.num_tokens - 1
+        for number, prompts in enumerate(self._written_together(decode, blocks.block_size)):
+            it = self.place(assemble(0, prompts, [], blocks))
+            if not number:  # whatever numbers these are, they serve all others too
+                self._attention_in(it, layer)
+                self.emit.offload_qkv(it, layer)
+            self.emit.append_kv(it, layer)
         yield self.place(assemble(0, [], decode, blocks))
         for sequence in decode:
             self.engine.kv.release(sequence)
+
+    def _written_together(self, decode: Iterable[Sequence], block_size: int) -> Iterator[list[Sequence]]:
+        """Yield prompts that lie in the blocks of decoding sequences, so many together as the buffers have rows for: a
+        long context is several of them."""
+        most, found, num_tokens = self.acts[0].max_tokens, list[Sequence](), 0
+        num_blocks = max(most // block_size, 1)
+        for sequence in decode:
+            ids = (*sequence.request.prompt_ids, *sequence.generated)
+            for first in range(0, len(sequence.blocks), num_blocks):
+                its = ids[first * block_size :][: num_blocks * block_size]
+                if found and num_tokens + len(its) > most:
+                    yield found
+                    found, num_tokens = [], 0
+                request, own = replace(sequence.request, prompt_ids=its), sequence.blocks[first : first + num_blocks]
+                found.append(replace(sequence, request=request, generated=[], num_cached=0, blocks=own))
+                num_tokens += len(its)
+        yield found
 
     def _attention_in(self, it: InFlight, layer: int) -> None:
         self.emit.embed(it)

@@ -288,6 +288,11 @@ class Machine(ABC):
     def unback(self, buffer: Buffer) -> None:
         """Give the memory of a released root buffer back."""
 
+    def peak_temporaries_bytes(self) -> int | None:
+        """Return the most device memory that ops have taken since the last call beside all buffers; None where no
+        device tells. All ops submitted until now have been waited for."""
+        return None
+
     def spend_host_time(self, num_sequences: int) -> None:
         """Spend the time in which the strategy's thread schedules, lays out and retires a pass of so many sequences.
         Where time is real it passes by itself; a virtual clock is told here."""

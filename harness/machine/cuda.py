@@ -126,6 +126,9 @@ class CudaMachine(ThreadedMachine):
         """The most by which times of device spans may be from the host's clock."""
         return self._clock.error_s + self._clock.drift_s
 
+    def peak_temporaries_bytes(self) -> int:
+        return self._runtime.peak_temporaries_bytes()
+
     def _take_staging(self, streams: dict[Lane, list[DeviceStream]], nbytes: int) -> None:
         if "pinned" not in self.tiers:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from harness.engine.engine import Engine
@@ -23,15 +24,19 @@ def build(config: Config, engine: Engine) -> Strategy:
     """Choose the policy, and build the scheduler and the pipeline that run it."""
     deployment = Deployment.of(engine, padded=config.padding)
     packet_bytes = int(config.packet_mb * 1e6)
+    ready = profiled_search(config, engine, deployment) if config.search else None
+    deployment = deployment if ready is None else ready[0].deployment
     policy = complete_by_memory(config.policy, deployment, prefetch=config.prefetch)
     plan: dict[str, Any] = {"chosen_by": "memory alone"}
     prediction = None
-    if config.search and (ready := profiled_search(config, engine, deployment)) is not None:
+    if ready is not None:
         search, profile = ready
         found = search.around(policy)
         policy, prediction = found.best.policy, predict(search, found.best.policy)
         plan = {"chosen_by": "search", **found.as_record(), "profile": profile.as_record()}
-    pipeline = ModuleBatching(engine, policy, deployment.shape, packet_bytes=packet_bytes)
+    pipeline = ModuleBatching(
+        engine, policy, deployment.shape, packet_bytes=packet_bytes, temporaries=deployment.temporaries
+    )
     prefill, _ = phases(policy, deployment.shape)
     scheduler = AccumulatedBatches(engine.sequences, engine.kv.allocator, policy, prefill, padded=config.padding)
     return Strategy(
@@ -43,11 +48,11 @@ def build(config: Config, engine: Engine) -> Strategy:
 
 
 def profiled_search(config: Config, engine: Engine, deployment: Deployment) -> tuple[Search, Profile] | None:
-    """Return a search by what the modules cost on the engine's machine, with that profile; None where there is
-    none."""
+    """Return a search by what the modules cost on the engine's machine and what they take of it, with that profile;
+    None where there is none."""
     packet_bytes = int(config.packet_mb * 1e6)
     profile = measured(engine, deployment.shape, packet_bytes=packet_bytes)
     if profile is None:
         return None
     times = PassTimes(engine=engine, shape=deployment.shape, cost=profile.costs.seconds, packet_bytes=packet_bytes)
-    return Search(deployment, times, config.policy), profile
+    return Search(replace(deployment, temporaries=profile.memory.temporaries), times, config.policy), profile

@@ -1,8 +1,9 @@
 """Tell what ops cost by what was measured: interpolation between the points of a profile (MoE-Gen, Appendix B).
 
-Between measured points an op's time is a straight line where it depends on one number, such as its rows; where it
-depends on several, it is a plane through all points. On a link it is a fixed time and one for each byte. Ops of a kind
-that was not measured take what their lane's measured ops take for such work.
+Between measured points an op's time is a straight line where it depends on one number, such as its rows. Where it
+depends on several, rows and what they attend to, it is a plane through all points, corrected at each of them: machines
+need not take twice as long for twice the context. On a link it is a fixed time and one for each byte. Ops of a
+kind that was not measured take what their lane's measured ops take for such work.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import cached_property
 from statistics import median
 
 from harness.bench.estimates import LaneRates
-from harness.bench.fitting import Sample, fit, fit_plane, typical_by_features
+from harness.bench.fitting import Sample, fit, fit_by_length, fit_plane, typical_by_features
 from harness.engine.ops.experts import Expert
 from harness.machine.base import Lane, LaneKind, Op, Work
 
@@ -78,4 +79,6 @@ def _fitted(key: Key, samples: list[Sample]) -> Function:
     if not samples[0][0]:
         fixed_s = median(seconds for _, seconds in samples)
         return lambda features: fixed_s
-    return fit_plane(typical_by_features(samples)) if key[0] in _LINKS else fit(samples)
+    if key[0] in _LINKS:
+        return fit_plane(typical_by_features(samples))
+    return fit(samples) if len(samples[0][0]) == 1 else fit_by_length(typical_by_features(samples))

@@ -29,6 +29,18 @@ NUM_TURNS = {True: 2, False: 3}  # sets of buffers that micro-batches take in tu
 
 
 @dataclass(frozen=True, kw_only=True)
+class Temporaries:
+    """The most bytes of temporaries that ops took for a row, as the device has told; 0 where it tells nothing. What is
+    counted for them holds where that is more. The head is not among them: it takes what room there is."""
+
+    of_experts: int = 0
+    of_others: int = 0
+
+
+NONE_MEASURED = Temporaries()
+
+
+@dataclass(frozen=True, kw_only=True)
 class PhaseSizes:
     """The sizes of a phase's buffers, in rows. A row is a token; in decode also a sequence."""
 
@@ -54,10 +66,11 @@ class PhaseSizes:
                 sizes[f"expert results/{turn}"] = self.slice_rows * spec.hidden_dim * 4
         return {name: nbytes for name, nbytes in sizes.items() if nbytes}
 
-    def workspace_bytes(self, spec: ModelSpec) -> int:
+    def workspace_bytes(self, spec: ModelSpec, measured: Temporaries = NONE_MEASURED) -> int:
         """Return the bytes of temporaries inside ops, of which one runs at a time."""
-        attention = self.micro_batch_rows * dense_workspace_bytes(spec)
-        return max(attention, self.slice_rows * expert_workspace_bytes(spec), head_workspace_bytes(spec))
+        attention = self.micro_batch_rows * max(dense_workspace_bytes(spec), measured.of_others)
+        experts = self.slice_rows * max(expert_workspace_bytes(spec), measured.of_experts)
+        return max(attention, experts, head_workspace_bytes(spec))
 
     def pinned(self, spec: ModelSpec) -> dict[str, int]:
         """Return the bytes of each pinned buffer by name; keys are as in `device`."""
@@ -148,13 +161,13 @@ class WeightSizes:
 
 
 def held_bytes(
-    policy: Policy, spec: ModelSpec, shape: WorkloadShape, weights: WeightSizes
+    policy: Policy, spec: ModelSpec, shape: WorkloadShape, weights: WeightSizes, measured: Temporaries = NONE_MEASURED
 ) -> Mapping[str, dict[str, int]]:
     """Return what the policy adds to each tier, by name: Eq. 3 on the device, and in pinned memory what Eq. 2 leaves
     out."""
     both = phases(policy, shape)
     device = weights.device(policy)
     device["intermediate states and staged keys and values"] = max(each.device_bytes(spec) for each in both)
-    device["temporaries"] = max(each.workspace_bytes(spec) for each in both)
+    device["temporaries"] = max(each.workspace_bytes(spec, measured) for each in both)
     pinned = {"rows of micro-batches and accumulated tokens": max(each.pinned_bytes(spec) for each in both)}
     return {"device": device, "pinned": pinned}

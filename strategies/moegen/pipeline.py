@@ -21,7 +21,7 @@ from harness.memory.weights import WeightStream
 from strategies.common.workload_shape import WorkloadShape
 from strategies.moegen.buffers import PhaseBuffers
 from strategies.moegen.expert_stream import ExpertStream, NoReplacement
-from strategies.moegen.memory import NUM_STAGINGS, phases
+from strategies.moegen.memory import NONE_MEASURED, NUM_STAGINGS, Temporaries, phases
 from strategies.moegen.policy import PhasePolicy, Policy
 from strategies.moegen.residents import resident_dense, resident_experts
 
@@ -66,7 +66,10 @@ class ModuleBatching:
     the router has chosen them.
     """
 
-    def __init__(self, engine: Engine, policy: Policy, shape: WorkloadShape, *, packet_bytes: int) -> None:
+    def __init__(
+        self, engine: Engine, policy: Policy, shape: WorkloadShape, *, packet_bytes: int,
+        temporaries: Temporaries = NONE_MEASURED,
+    ) -> None:  # fmt: skip
         machine, spec = engine.machine, engine.spec
         self._engine, self._policy, self._emit = engine, policy, Emitter(engine)
         resident_dense(engine, policy.dense_slots)
@@ -82,19 +85,19 @@ class ModuleBatching:
                 replacement=NoReplacement(),
             )  # fmt: skip
         self._experts = ExpertStream(engine.store, engine.resident, slots)
-        self._prefill, self._decode = self._reserve(shape)
+        self._prefill, self._decode = self._reserve(shape, temporaries)
         self._index = 0  # of the layer in an endless stream of layers
         self._staging: list[Buffer] = []
         self._to_load: deque[tuple[_MicroBatch, range]] = deque()  # keys and values of the layer
         self._loaded: deque[tuple[range, Buffer]] = deque()  # those that were requested, with where they go
         self._num_loads = 0
 
-    def _reserve(self, shape: WorkloadShape) -> tuple[_Phase, _Phase]:
+    def _reserve(self, shape: WorkloadShape, temporaries: Temporaries) -> tuple[_Phase, _Phase]:
         """Reserve what both phases need at the same place: their buffers are never in use together."""
         tiers, spec, sizes = self._engine.machine.tiers, self._engine.spec, phases(self._policy, shape)
         device = tiers[DEVICE].reserve("intermediate states", max(each.device_bytes(spec) for each in sizes))
         pinned = tiers[PINNED].reserve("rows of micro-batches", max(each.pinned_bytes(spec) for each in sizes))
-        workspace_bytes = max(each.workspace_bytes(spec) for each in sizes)
+        workspace_bytes = max(each.workspace_bytes(spec, temporaries) for each in sizes)
         workspace = tiers[DEVICE].reserve("temporaries", workspace_bytes, backed=False)
 
         def phase(name: str, policy: PhasePolicy) -> _Phase:

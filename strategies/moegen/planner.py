@@ -19,7 +19,7 @@ from harness.memory.tiers import DEVICE, PINNED, RAM, Tier, enough, told_bytes
 from harness.memory.weights import slot_sizes
 from harness.model.spec import ModelSpec
 from strategies.common.workload_shape import WorkloadShape
-from strategies.moegen.memory import WeightSizes, held_bytes
+from strategies.moegen.memory import NONE_MEASURED, Temporaries, WeightSizes, held_bytes
 from strategies.moegen.policy import GivenPolicy, PhasePolicy, Policy
 
 _ATTENTION_TOKENS = 1 << 13  # of a micro-batch in prefill, before memory is looked at
@@ -47,6 +47,7 @@ class Deployment:
     free_bytes: Mapping[str, int]  # by tier, beside weights, KV cache and what stays on the device in any case
     limits: Mapping[str, Tier]  # by tier, what says how much that is
     kv_sequences: int  # that the host's cache holds at their ends: Eq. 2
+    temporaries: Temporaries = NONE_MEASURED
 
     @classmethod
     def of(cls, engine: Engine, *, padded: bool = False) -> Deployment:
@@ -75,7 +76,7 @@ class Deployment:
 
     def held(self, policy: Policy) -> Mapping[str, dict[str, int]]:
         """Return what the policy holds, by tier and name."""
-        return held_bytes(policy, self.spec, self.shape, self.weights)
+        return held_bytes(policy, self.spec, self.shape, self.weights, self.temporaries)
 
     def left_bytes(self, policy: Policy) -> dict[str, int]:
         """Return what the policy leaves of each tier; negative where it does not fit."""

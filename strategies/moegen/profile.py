@@ -1,9 +1,10 @@
 """Profile a layer's modules on the machine: what each op takes over batch sizes and lengths (MoE-Gen, Appendix B).
 
-Every machine is profiled alike, by ops of one layer in buffers that are given back. Numbers of tokens and rows vary.
-Prompts have the workload's mean length, contexts the one halfway through the generation, and less where a micro-batch
-has no room for it; what other lengths cost is extrapolated. Ops on the way to the device are
-timed alone, all others while weights are on their way, as in the run. `costs` interpolates between the points.
+Every machine is profiled alike, by ops of one layer in buffers that are given back. What depends on rows alone is timed
+over their number; attention is timed over the number of sequences and over lengths too: prompts of half the workload's
+mean, of its mean and of its longest, and contexts as generation begins, halfway and as it ends. What there is no room
+for, lengths or numbers, is extrapolated. Ops on the way to the device are timed alone, all others while weights are on
+their way, as in the run. `costs` interpolates between the points; `module_memory` notes what ops take at their peak.
 """
 
 from __future__ import annotations
@@ -34,22 +35,28 @@ from harness.memory.weights import WeightStream, slot_sizes
 from harness.model.spec import ModelSpec
 from strategies.common.workload_shape import WorkloadShape
 from strategies.moegen.costs import ModuleCosts
+from strategies.moegen.module_memory import ModuleMemory
 
 _MOST_TOKENS = 4096  # of a probed micro-batch: these saturate a GPU, and beyond them time grows in proportion
 _STEP = 4  # between two sizes that are measured
 _SHARE = 0.8  # of the free memory that the profiler takes at most
 _REPEATS = 3
 _MOST_COPIES = 256  # of an expert, which keep the link busy
+_STAGED = 8  # tokens of staged keys and values for each of a micro-batch's, so that long contexts are more than a few
+
+Modules = Callable[[Emitter, InFlight], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """The costs of ops, which were timed, and the device memory of all modules together for a token of a micro-batch.
+    """The costs of ops, which were timed, with the points at which they were, and the device memory of each kind of op.
 
-    The memory is counted from what was reserved for them before any op ran; it is not measured.
+    `device_bytes_per_token` is what was reserved for all modules together for a token of a micro-batch, by the
+    accounts of the machine's memory.
     """
 
     costs: ModuleCosts
+    memory: ModuleMemory
     device_bytes_per_token: float
     points: tuple[str, ...]
 
@@ -57,20 +64,25 @@ class Profile:
         return {
             "points": self.points,
             "device_bytes_per_token": self.device_bytes_per_token,
+            "memory": self.memory.as_record(),
             "estimated_ops": sorted(self.costs.estimated),
         }
 
 
 class _Noting(Emitter):
-    """Submits one op after another, and keeps their tickets."""
+    """Submits one op after another, and keeps their tickets. With `told` it waits for each, and tells of it."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, told: Callable[[Ticket], None] | None = None) -> None:
         super().__init__(engine, serial=True)
         self.tickets: list[Ticket] = []
+        self._told = told
 
     def submit(self, lane: Lane, op: Op, *, urgent: bool = False) -> Ticket:
         ticket = super().submit(lane, op, urgent=urgent)
         self.tickets.append(ticket)
+        if self._told is not None:
+            self._engine.machine.wait(ticket)
+            self._told(ticket)
         return ticket
 
 
@@ -98,30 +110,65 @@ class ModuleProfiler:
         staging = self._memory.stagings[0]
         self._buffers += [self._memory.rows, self._memory.sums]
         self._buffers += [staging.pinned_rows, staging.rows, staging.results, staging.pinned_results]
-        self._kv = self._reserve(DEVICE, "profiler keys and values", n * spec.kv_bytes_per_token_layer)
         self._kept = self._reserve(PINNED, "profiler hidden", n * spec.hidden_dim * spec.dtype_bytes)
-        self._token_bytes = (machine.tiers[DEVICE].used_bytes - before_bytes) / n
+        self._token_bytes = (machine.tiers[DEVICE].used_bytes - before_bytes) / n + spec.kv_bytes_per_token_layer
+        self._kv_tokens = self._room_for_contexts()
+        kv_bytes = self._kv_tokens * spec.kv_bytes_per_token_layer
+        self._kv = self._reserve(DEVICE, "profiler keys and values", kv_bytes)
         self._bench = OpBench(engine, self._dense, [self._acts])
-        self._costs, self._copy_s = ModuleCosts(), 0.0
+        self._costs, self._peaks, self._copy_s = ModuleCosts(), ModuleMemory(machine, spec), 0.0
 
     def measure(self) -> Profile:
-        """Return the profile. It takes some passes of one layer for each size."""
+        """Return the profile. It takes some passes of one layer for each size, and of its attention for each length."""
         self._weights()
-        points, blocks = [], self._engine.kv.allocator
-        length = max(1, min(ceil(self._shape.prompt_tokens), self._max_tokens))
-        most_prompts = max(1, blocks.num_free // blocks.blocks_for(length))
-        for num_tokens in self._sizes(min(self._max_tokens, most_prompts * length)):
-            shape = Shape.of_prompts(num_tokens, min(num_tokens, length))
-            it = self._bench.place(self._bench.batch(shape, blocks))
-            self._point(it, decodes=False)
-            points.append(str(shape))
-        context = ceil(self._shape.prompt_tokens + self._shape.new_tokens / 2)
-        for num_rows in self._sizes(min(self._max_tokens, blocks.num_free)):
-            shape = Shape(contexts=(self._context(context, num_rows),) * num_rows)
+        points = []
+        for name, shape, modules in self._points():
+            with self._placed(shape) as it:
+                self._point(it, modules)
+            points.append(f"{name}: {shape}, of {max(shape.prompts or shape.contexts)} tokens")
+        return Profile(
+            costs=self._costs, memory=self._peaks, device_bytes_per_token=self._token_bytes, points=tuple(points)
+        )
+
+    def _points(self) -> Iterator[tuple[str, Shape, Modules]]:
+        """Yield what is timed over which micro-batch. Lengths have room for two sequences at the least."""
+        shape, blocks, most = self._shape, self._engine.kv.allocator, self._max_tokens
+        mean, new = ceil(shape.prompt_tokens), ceil(shape.new_tokens)
+
+        def lengths(wanted: tuple[int, ...], room: int) -> list[int]:
+            return sorted({max(1, min(length, room // 2)) for length in wanted})
+
+        def together(length: int, room: int) -> int:
+            return max(1, min(room // length, blocks.num_free // blocks.blocks_for(length)))
+
+        length = max(1, min(mean, most))
+        for num_tokens in self._sizes(min(most, together(length, most) * length)):
+            yield "modules", Shape.of_prompts(num_tokens, min(num_tokens, length)), self._modules
+        for length in lengths((ceil(mean / 2), mean, shape.longest_prompt), most):
+            for count in self._sizes(together(length, most)):
+                yield "attention", Shape(prompts=(length,) * count), self._attention
+        for num_rows in self._sizes(min(most, blocks.num_free)):
+            yield "modules", Shape(contexts=(1,) * num_rows), self._modules
+        for length in lengths((mean + 1, mean + new // 2, mean + new), self._kv_tokens):
+            for count in self._sizes(min(most, together(length, self._kv_tokens))):
+                yield "attention", Shape(contexts=(length,) * count), self._attention
+
+    @contextmanager
+    def _placed(self, shape: Shape) -> Iterator[InFlight]:
+        """Give a micro-batch of that shape in the activation buffers; contexts lie in the engine's cache meanwhile."""
+        if shape.contexts:
             with self._bench.cached(shape, self._layer) as it:
-                self._point(it, decodes=True)
-            points.append(f"{shape}, contexts of {shape.contexts[0]}")
-        return Profile(costs=self._costs, device_bytes_per_token=self._token_bytes, points=tuple(points))
+                yield it
+        else:
+            yield self._bench.place(self._bench.batch(shape, self._engine.kv.allocator))
+
+    def _room_for_contexts(self) -> int:
+        """Return for how many tokens of keys and values the profiler has room on the device and in the cache."""
+        spec, blocks = self._engine.spec, self._engine.kv.allocator
+        free_bytes = self._engine.machine.tiers[DEVICE].free_bytes - SLACK_BYTES
+        wanted = max(_STAGED * self._max_tokens, 2 * self._shape.longest_kv_tokens)
+        fitting = max(self._max_tokens, int(_SHARE * free_bytes) // spec.kv_bytes_per_token_layer)
+        return min(wanted, fitting, blocks.num_free * blocks.block_size)
 
     def close(self) -> None:
         """Give all buffers back."""
@@ -142,11 +189,6 @@ class ModuleProfiler:
             yield size
             size = size // _STEP
         yield 1
-
-    def _context(self, wanted: int, num_rows: int) -> int:
-        """Return the tokens of each of so many contexts, which the buffers and the free blocks hold together."""
-        blocks = self._engine.kv.allocator
-        return max(1, min(wanted, self._max_tokens // num_rows, blocks.num_free // num_rows * blocks.block_size))
 
     def _weights(self) -> None:
         """Time the transfers of a layer's parts and of an expert, and leave them on the device."""
@@ -171,28 +213,32 @@ class ModuleProfiler:
         )
         return [machine.submit(H2D, copy) for copy in copies]
 
-    def _point(self, it: InFlight, *, decodes: bool) -> None:
-        """Time all modules over a micro-batch: alone for the link, and beside it for the other lanes."""
-        alone = self._repeated(it, decodes, lambda: 0)
+    def _point(self, it: InFlight, modules: Modules) -> None:
+        """Time modules over a micro-batch: alone for the link, and beside it for the other lanes."""
+        self._bench.emit.upload_tokens(it)
+        alone = self._repeated(it, modules, 0)
         all_s = sum(median(times) for _, times in alone)
         num_copies = min(_MOST_COPIES, ceil(1.5 * all_s / self._copy_s) + 1)
-        beside = self._repeated(it, decodes, lambda: num_copies) if self._other_slot is not None else alone
+        beside = self._repeated(it, modules, num_copies) if self._other_slot is not None else alone
         for (ticket, alone_s), (_, beside_s) in zip(alone, beside, strict=True):
             times = alone_s if ticket.lane.kind is LaneKind.H2D else beside_s
             self._costs.add(ticket.lane, ticket.op, median(times))
 
-    def _repeated(self, it: InFlight, decodes: bool, num_copies: Callable[[], int]) -> list[tuple[Ticket, list[float]]]:
-        runs = []
-        for _ in range(_REPEATS + 1):
-            with self._busy_link(num_copies()):
-                emit = _Noting(self._engine)
-                self._modules(emit, InFlight(it.batch, it.acts), decodes=decodes)
+    def _repeated(self, it: InFlight, modules: Modules, num_copies: int) -> list[tuple[Ticket, list[float]]]:
+        """Return the modules' ops, each with its seconds. The first time, which warms up, tells their memory."""
+        runs: list[list[Ticket]] = []
+        for repeat in range(_REPEATS + 1):
+            with self._busy_link(num_copies):
+                emit = _Noting(self._engine, None if repeat or num_copies else self._note_memory(it))
+                modules(emit, InFlight(it.batch, it.acts))
                 for ticket in emit.tickets:
                     self._engine.machine.wait(ticket)
             self._engine.machine.now()
             runs.append(emit.tickets)
-        counted = runs[1:]  # the first one warms up
-        return [(each[0], [_seconds(ticket) for ticket in each]) for each in zip(*counted, strict=True)]
+        return [(each[0], [_seconds(ticket) for ticket in each]) for each in zip(*runs[1:], strict=True)]
+
+    def _note_memory(self, it: InFlight) -> Callable[[Ticket], None]:
+        return lambda ticket: self._peaks.note(ticket.lane, ticket.op, it.batch.num_tokens)
 
     @contextmanager
     def _busy_link(self, num_copies: int) -> Iterator[None]:
@@ -201,9 +247,19 @@ class ModuleProfiler:
         for ticket in tickets:
             self._engine.machine.wait(ticket)
 
-    def _modules(self, emit: Emitter, it: InFlight, *, decodes: bool) -> None:
-        """Submit a layer's modules, with all the ways that a policy can take through attention and experts."""
-        layer, spec, n = self._layer, self._engine.spec, it.batch.num_tokens
+    def _attention(self, emit: Emitter, it: InFlight) -> None:
+        """Submit attention in all the ways that a policy can take: the ops whose time depends on lengths."""
+        layer, rows = self._layer, range(it.batch.num_tokens)
+        if it.batch.prefill:
+            emit.prefill_attention(it, layer)
+            return
+        emit.attend_on_host(it, layer)
+        emit.load_kv(it, layer, rows, self._kv)
+        emit.attend_on_device(it, layer, rows, self._kv)
+
+    def _modules(self, emit: Emitter, it: InFlight) -> None:
+        """Submit a layer's modules but attention, with all the ways that a policy can take through experts."""
+        layer, spec, n, decodes = self._layer, self._engine.spec, it.batch.num_tokens, not it.batch.prefill
         tokens, weights = np.arange(n), np.full(n, 1 / spec.experts_per_token, dtype=np.float32)
         expert = PlacedPart(self._stored[0].layout, self._slot, (self._slot,))
         accumulated = AccumulatedBatch(self._engine, emit, self._memory)
@@ -212,12 +268,7 @@ class ModuleProfiler:
         emit.offload_qkv(it, layer, queries=decodes)
         emit.append_kv(it, layer)
         if decodes:
-            emit.attend_on_host(it, layer)
             emit.load_attention(it, layer)
-            emit.load_kv(it, layer, range(n), self._kv)
-            emit.attend_on_device(it, layer, range(n), self._kv)
-        else:
-            emit.prefill_attention(it, layer)
         emit.attention_out(it, layer, self._dense.part(layer, "attention_out"))
         emit.route(it, layer)
         acts = it.acts

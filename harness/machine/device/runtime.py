@@ -42,6 +42,9 @@ class DeviceRuntime(Protocol):
     def release_unused(self) -> None:
         """Release to the device memory that `allocate` gave and nobody holds any more; may wait for all its work."""
 
+    def peak_temporaries_bytes(self) -> int:
+        """Return by how much more than now was allocated at some time since the last call."""
+
     def pin(self, memory: torch.Tensor) -> None:
         """Let the device read and write host memory by itself. DeviceError says why not."""
 
@@ -116,6 +119,11 @@ class TorchCudaRuntime:
 
     def release_unused(self) -> None:
         torch.cuda.empty_cache()
+
+    def peak_temporaries_bytes(self) -> int:
+        peak_bytes = torch.cuda.max_memory_allocated(self._device) - torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return int(peak_bytes)
 
     def pin(self, memory: torch.Tensor) -> None:
         error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)

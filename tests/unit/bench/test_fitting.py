@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.bench.fitting import Plane, fit, relative_spread
+from harness.bench.fitting import Plane, fit, fit_by_length, relative_spread
 
 COUNTS = st.lists(st.integers(1, 4000), min_size=2, max_size=8, unique=True)
 
@@ -55,6 +55,24 @@ def test_a_plane_is_recovered(points, truth):
     found = fit([((float(a), float(b)), fixed + first * a + second * b) for a, b in points])
     for a, b in points:
         assert found((a, b)) == pytest.approx(fixed + first * a + second * b, rel=1e-4)
+
+
+@given(st.floats(0, 1e-3), st.floats(0, 1e-4), st.floats(1e-8, 1e-6))
+def test_lengths_change_nothing_of_a_plane(fixed, of_row, of_token):
+    points = {(float(n), float(n * c)): fixed + of_row * n + of_token * n * c for n in (1, 4, 16) for c in (90, 400)}
+    found = fit_by_length(points)
+    assert [*found.factors[0], *found.factors[1]] == pytest.approx([1] * 6, rel=1e-3)
+    assert found((100.0, 100 * 250.0)) == pytest.approx(fixed + of_row * 100 + of_token * 25_000, rel=1e-2)
+
+
+def test_at_measured_lengths_the_fit_is_what_was_measured():
+    """A token takes 1 us in contexts of 100, and 5 us in those of 300, which do not fit the processor's cache."""
+    points = {(float(n), float(n * c)): n * c * s for n in (1, 4, 16) for c, s in ((100, 1e-6), (300, 5e-6))}
+    found = fit_by_length(points)
+    assert [found(at) for at in points] == pytest.approx(list(points.values()))
+    assert [found((64.0, 64.0 * c)) / (64 * c) for c in (100, 300)] == pytest.approx([1e-6, 5e-6], rel=0.05)
+    assert 1e-6 < found((16, 16 * 200.0)) / 3200 < 5e-6
+    assert found((16, 16 * 600.0)) / found((16, 16 * 300.0)) == pytest.approx(2, rel=0.1), "as for the longest one"
 
 
 def test_more_work_never_takes_less_time():

@@ -83,6 +83,16 @@ def test_memory_is_limited_and_comes_back(runtime):
         runtime.limit_memory(runtime.total_bytes)
 
 
+def test_the_peak_of_temporaries_is_that_since_the_last_call(runtime):
+    kept = runtime.allocate(64 * MB)
+    runtime.peak_temporaries_bytes()
+    passing = runtime.allocate(24 * MB)
+    del passing
+    assert runtime.peak_temporaries_bytes() == pytest.approx(24 * MB, abs=MB), "what was held before is none"
+    assert runtime.peak_temporaries_bytes() == 0
+    assert kept.nbytes == 64 * MB
+
+
 def test_streams_wait_for_events_and_tell_their_times(runtime):
     """A stream that waits sees what the other one wrote, and sleeping for it takes no processor."""
     slow, waiting, written, read = runtime.stream(), runtime.stream(urgent=True), runtime.event(), runtime.event()

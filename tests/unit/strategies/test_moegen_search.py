@@ -9,10 +9,15 @@ from math import ceil
 import pytest
 
 from harness.engine import loop
+from harness.engine.activations import dense_workspace_bytes, expert_workspace_bytes, head_workspace_bytes
 from harness.engine.engine import Engine
+from harness.engine.ops.compute import DecodeAttentionDevice, PrefillAttention
+from harness.engine.ops.host import DecodeAttention
 from harness.engine.sequences import Sequence
 from harness.engine.strategy import Strategy
+from harness.machine import simulated
 from harness.machine.base import Op, Work
+from harness.machine.virtual.costs import LaneCost
 from harness.machine.virtual.world import World
 from harness.memory.tiers import DEVICE, PINNED
 from harness.run.session import Session
@@ -21,12 +26,13 @@ from strategies.moegen import Config, build
 from strategies.moegen.buffers import PhaseBuffers
 from strategies.moegen.expert_stream import ExpertStream
 from strategies.moegen.memory import phases
+from strategies.moegen.module_memory import ModuleMemory
 from strategies.moegen.pipeline import ModuleBatching
 from strategies.moegen.planner import Deployment, complete_by_memory
-from strategies.moegen.policy import GivenPolicy, Policy
+from strategies.moegen.policy import GivenPolicy, PhasePolicy, Policy
 from strategies.moegen.prediction import predict
-from strategies.moegen.profile import Profile, measured
-from strategies.moegen.recorded import HashedRouting, PassTimes, first_layers, pass_time, record
+from strategies.moegen.profile import ModuleProfiler, Profile, measured
+from strategies.moegen.recorded import Batch, HashedRouting, PassTimes, first_layers, pass_time, record
 from strategies.moegen.scheduler import AccumulatedBatches
 from strategies.moegen.search import Found, Search
 from tests.composing import composed
@@ -95,6 +101,53 @@ def test_interpolated_costs_are_those_of_the_machine():
     assert not profile.costs.estimated
 
 
+class SteepAttention:
+    """A token of a context takes the longer, the longer the context is; all else takes what it does on a roofline."""
+
+    RATES = LaneCost(overhead_s=1e-5, flops_s=5e13, device_bytes_s=5e11, host_bytes_s=1e11, link_bytes_s=2e10)
+
+    def seconds(self, lane, op: Op, work: Work) -> float:
+        steep = 1.0
+        if isinstance(op, (DecodeAttention, DecodeAttentionDevice, PrefillAttention)):
+            rows, attended = op.cost_features()[-2:]
+            steep = 20 * (attended / rows / 400) ** 2
+        return self.RATES.seconds(work) * steep
+
+
+@pytest.mark.parametrize(("prompt", "new"), [(200, 400), (600, 60)])
+@pytest.mark.parametrize("lengths", ["several", "one"])
+def test_lengths_that_attention_is_profiled_over_tell_what_it_takes(prompt, new, lengths, monkeypatch):
+    """Of steps at the beginning and at the end of generation, and of prompts. With the contexts halfway and the mean
+    prompts alone, as a search sees them, steps are told wrong where contexts grow."""
+    points = ModuleProfiler._points
+
+    def of_one_length(profiler):
+        for name, shape, modules in points(profiler):
+            if name == "modules" or max(shape.prompts or shape.contexts) in (prompt, prompt + new // 2):
+                yield name, shape, modules
+
+    if lengths == "one":
+        monkeypatch.setattr(ModuleProfiler, "_points", of_one_length)
+    monkeypatch.setattr(simulated, "profile_costs", lambda hardware, spec: SteepAttention())
+    workload = (f"dataset.lengths.mean={prompt}", f"dataset.lengths.max={prompt}", f"dataset.max_new_tokens={new}")
+    engine, search, policy, _ = prepared(
+        GivenPolicy(**SMALL), *workload, "hardware.device_memory_gb=4", "hardware.host_gb_s=100000"
+    )
+
+    def error(batch: Batch) -> float:
+        recorded = record(engine, engine.spec, policy, search.deployment.shape, batch, pipeline_of)
+        right = pass_time(recorded, lambda lane, op: SteepAttention().seconds(lane, op, op.work()), engine.spec)
+        return search.times.of(policy, batch).seconds / right.seconds - 1
+
+    steps = [error(Batch(num_sequences=40, tokens=prompt + n, decodes=True)) for n in (1, new // 2, new)]
+    assert error(search.prefill_batch(4)) == pytest.approx(0, abs=0.05)
+    assert steps[1] == pytest.approx(0, abs=0.05)
+    if lengths == "several":
+        assert steps == pytest.approx([0, 0, 0], abs=0.05)
+    elif new > prompt:
+        assert steps[0] > 0.15 and steps[2] < -0.15
+
+
 def alone_s(engine: Engine, lane, op: Op) -> float:
     class Same(Op):
         kind = op.kind
@@ -122,22 +175,22 @@ def test_recorded_ops_are_those_that_a_pass_submits(on_device):
     policy = complete_by_memory(given, deployment)
     policy = replace(policy, prefill=replace(policy.prefill, batch_size=10))
     passes = [submitted_in(engine, record_of(engine, deployment, policy, decodes)) for decodes in (False, True)]
-    simulated: list[list[tuple]] = []
+    ran_in_passes: list[list[tuple]] = []
     submit = engine.machine.submit
 
     def noted(lane, op, *, after=(), urgent=False):
-        simulated[-1].append((op, lane, urgent))
+        ran_in_passes[-1].append((op, lane, urgent))
         return submit(lane, op, after=after, urgent=urgent)
 
     prefill, _ = phases(policy, deployment.shape)
     pipeline = pipeline_of(engine, policy, deployment.shape)
     run = pipeline.run
-    pipeline.run = lambda plan: simulated.append([]) or run(plan)
+    pipeline.run = lambda plan: ran_in_passes.append([]) or run(plan)
     engine.machine.submit = noted
     scheduler = AccumulatedBatches(engine.sequences, engine.kv.allocator, policy, prefill)
     loop.run(engine, Strategy(scheduler=scheduler, pipeline=pipeline), lambda record: None)
-    assert len(simulated) == 3
-    for recorded, ran in zip(passes, simulated, strict=False):
+    assert len(ran_in_passes) == 3
+    for recorded, ran in zip(passes, ran_in_passes, strict=False):
         weights = [(op.layer, op.source.layout.name) for op, _, _ in ran if op.kind == "weights"]
         assert Counter(touched(*each) for each in ran if each[0].kind != "weights") == Counter(
             touched(*each) for each in recorded if each[0].kind != "weights"
@@ -322,6 +375,42 @@ def test_a_run_holds_no_more_than_was_predicted_and_takes_as_long():
     assert strategy.prediction is not None
     assert strategy.prediction.throughput_tok_s == pytest.approx(tokens / seconds, rel=0.15)
     assert deployment.shape.num_requests == 40
+
+
+@pytest.mark.parametrize("told_bytes", [None, 0, 200_000])
+def test_memory_is_constrained_by_what_the_device_tells_of_temporaries(told_bytes, monkeypatch):
+    """The larger one of what is counted for a token and what the device tells, here of every op alike."""
+    engine = engine_of("dataset.max_new_tokens=4", "hardware.device_memory_gb=4")
+    num_rows = 0
+
+    def noted(memory, lane, op, rows, *, note=ModuleMemory.note):
+        nonlocal num_rows
+        num_rows = rows
+        note(memory, lane, op, rows)
+
+    monkeypatch.setattr(ModuleMemory, "note", noted)
+    monkeypatch.setattr(engine.machine, "peak_temporaries_bytes", lambda: told_bytes and told_bytes * num_rows)
+    strategy = build(Config(policy=GivenPolicy(**SMALL)), engine)
+    plan, spec = strategy.plan, engine.spec
+    counted = {"experts": expert_workspace_bytes(spec), "attention out": dense_workspace_bytes(spec)}
+    for kind, row_bytes in counted.items():
+        found = plan["profile"]["memory"][kind]
+        assert found["counted_temporaries_bytes"] == row_bytes * found["rows"] and found["buffers_bytes"] > 0
+        assert found["temporaries_bytes"] == (told_bytes and told_bytes * found["rows"])
+    rows = max(each.micro_batch_rows for each in sizes_of(engine, plan))
+    slices = max(each.slice_rows for each in sizes_of(engine, plan))
+    most = [max(told_bytes or 0, row_bytes) for row_bytes in counted.values()]
+    expected = max(slices * most[0], rows * most[1], head_workspace_bytes(spec))
+    assert plan["held_bytes"][DEVICE]["temporaries"] == expected
+    assert engine.machine.tiers[DEVICE].holders()["temporaries"] == expected
+
+
+def sizes_of(engine: Engine, plan):
+    names = ("batch_size", "attention_batch", "expert_batch", "on_device")
+    prefill = PhasePolicy(**{name: plan[f"prefill_{name}"] for name in names})
+    decode = PhasePolicy(**{name: plan[name] for name in (*names, "cpu_attention")})
+    policy = Policy(prefill=prefill, decode=decode, expert_slots=plan["expert_slots"])
+    return phases(policy, Deployment.of(engine).shape)
 
 
 def matching(name: str, taken: dict[str, int]) -> str:
