@@ -13,7 +13,7 @@ from harness.engine.emitter import Emitter
 from harness.engine.ops.data import LoadKv
 from harness.engine.ops.experts import Expert
 from harness.engine.ops.host import AppendKv, DecodeAttention
-from harness.machine.base import D2H, H2D, LaneKind
+from harness.machine.base import D2H, H2D, LaneKind, TicketState
 from harness.machine.simulated import SimulatedMachine
 from harness.machine.virtual.costs import LaneCost, Roofline
 from harness.machine.virtual.world import World
@@ -87,20 +87,71 @@ class Watched:
         return np.bincount(chosen.ravel(), minlength=self.engine.spec.num_experts)
 
 
+def parts_by_pass(run):
+    """What the link brings for each pass, by (layer, part): for a pass itself the parts of its present and later
+    layers, and behind them, ahead, those of the next one's first layers."""
+    found = [[] for _ in run.tickets]
+    for number, tickets in enumerate(run.tickets):
+        layer = 0
+        for op in (t.op for t in tickets if t.op.layer is not None and t.state is not TicketState.CANCELLED):
+            if isinstance(op, CopyWeights):
+                found[number + (op.layer < layer)].append((op.layer, op.source.layout.name))
+            elif not isinstance(op, LoadKv):  # which comes for the next layer
+                layer = op.layer
+    return found[: len(run.passes)]
+
+
+def require_each_once(run, num_slots=6):
+    """For each pass: whatever its ops read has come for it, no part came twice, and so no more bytes than the model
+    has."""
+    store, spec = run.engine.store, run.engine.spec
+    sizes = {
+        (layer, name): part.layout.nbytes for layer, parts in enumerate(store.layers) for name, part in parts.items()
+    }
+    for number, parts in enumerate(parts_by_pass(run)):
+        assert len(parts) == len(set(parts)), f"pass {number} brings a part twice"
+        wanted = {(layer, name) for layer in range(spec.num_layers) for name in store.dense(layer)}
+        for layer in range(spec.num_layers):
+            experts = store.experts(layer)
+            wanted |= {(layer, experts[e].layout.name) for e in np.flatnonzero(run.tokens(number, layer))}
+        assert wanted <= set(parts), f"pass {number} brings not all that it reads"
+        assert sum(sizes[part] for part in parts) <= sum(sizes.values()) < spec.model_bytes
+        few = 1 - (1 - spec.experts_per_token / spec.num_experts) ** run.passes[number].num_tokens < 0.5
+        spare = len(parts) - len(wanted) - (num_slots if number == 1 else 0)  # which a pass of many tokens wants ahead
+        assert not few or spare <= 0, f"pass {number} brings what few tokens do not need"
+
+
 @pytest.mark.parametrize("on_device", [True, False])
-@pytest.mark.parametrize(("batch", "micro_batch"), [(4, 1), (12, 1), (12, 5)])
-def test_a_pass_brings_every_weight_once_at_the_most(batch, micro_batch, on_device):
-    sizes = {"attention_batch": micro_batch, "prefill_attention_batch": micro_batch, "expert_slots": 20}
-    run = Watched(sizes | {"on_device": on_device, "cpu_attention": 0.5}, num_requests=batch, prompt=20).run()
-    num_passes, store = len(run.passes), run.engine.store
-    sources = [op.source.buffer.name for number in range(num_passes + 1) for op in run.ops(number, CopyWeights)]
-    most = {name: sources.count(name) for name in sources}
-    assert max(most.values()) <= num_passes + 1, "what a pass brings for the next one counts for that"
-    assert len(most) == sum(map(len, store.layers)), "every part has come"
-    brought = sum(op.work().link_bytes for number in range(num_passes) for op in run.ops(number, CopyWeights))
-    whole = sum(part.layout.nbytes for parts in store.layers for part in parts.values())
-    ahead = 20 * store.experts(0)[0].layout.nbytes + sum(p.layout.nbytes for p in store.dense(0).values())
-    assert 0.5 * num_passes * whole < brought <= num_passes * whole + ahead
+@pytest.mark.parametrize(
+    ("model", "batch", "micro_batch"), [(SPARSE, 4, 1), (SPARSE, 12, 1), (SPARSE, 12, 5), (DENSE, 3, 1), (DENSE, 40, 7)]
+)
+def test_each_pass_brings_every_weight_once_at_the_most(model, batch, micro_batch, on_device):
+    sizes = {"attention_batch": micro_batch, "prefill_attention_batch": micro_batch, "expert_slots": 6}
+    policy = sizes | {"on_device": on_device, "cpu_attention": 0.5}
+    run = Watched(policy, model=model, num_requests=batch, prompt=20, new_tokens=4).run()
+    assert [record.mode for record in run.passes] == ["prefill", *["decode"] * 3]
+    require_each_once(run)
+    ops = [op for number in range(len(run.tickets)) for op in run.ops(number, CopyWeights)]
+    spans = [span for span in run.machine.spans if span.kind == "weights" and span.layer is not None]
+    told = sum(span.work.link_bytes for span in spans)
+    assert 0 < told <= (1 + 1e-9) * sum(op.work().link_bytes for op in ops), "nothing but these ops brings weights"
+
+
+@pytest.mark.parametrize("fault", ["twice and none", "twice", "more than few tokens need"])
+def test_a_pass_that_brings_weights_otherwise_is_noticed(fault):
+    """Over all passes the first fault brings no byte more or less."""
+    run = Watched({"expert_slots": 6}, model=SPARSE, num_requests=4, prompt=20, new_tokens=4).run()
+    require_each_once(run)
+    of_first, of_third = (
+        [t for t in run.tickets[n] if isinstance(t.op, CopyWeights) and t.op.layer == 1] for n in (0, 2)
+    )
+    there = {ticket.op.source for ticket in of_third}
+    brought = next(t for t in of_first if (t.op.source in there) == (fault != "more than few tokens need"))
+    run.tickets[2].insert(run.tickets[2].index(of_third[0]), brought)
+    if fault == "twice and none":
+        run.tickets[0].remove(brought)
+    with pytest.raises(AssertionError, match="pass [02] brings"):
+        require_each_once(run)
 
 
 @pytest.mark.parametrize("on_device", [True, False])
@@ -230,14 +281,35 @@ def test_a_small_batch_brings_what_the_router_has_chosen(num_requests):
 
 
 def test_the_largest_model_runs_on_a_small_card():
+    """DeepSeek-R1, with a batch as large as its keys and values allow (Eq. 2) and slots that the search chooses."""
+    given = {"attention_batch": 128, "expert_batch": 512, "prefill_batch_size": 256, "prefill_attention_batch": 64}
+    given |= {"prefill_expert_batch": 1024, "dense_slots": 1, "on_device": "true"}
     plan = draft_plan(
         composed(
             "machine=simulated", "strategy=moegen_g", "model=deepseek-r1", "hardware=a5000", "hardware.ram_gb=1000",
-            "dataset=gsm8k", "dataset.num_requests=2", "dataset.max_new_tokens=2", "kv_cache_gb=1",
-            "dataset.min_prompt_tokens=16", "dataset.max_prompt_tokens=16", "dataset.lengths.mean=16",
+            "dataset=gsm8k", "dataset.synthetic=lengths", "dataset.num_requests=240", "dataset.max_new_tokens=2",
+            "dataset.min_prompt_tokens=32", "dataset.max_prompt_tokens=32", "dataset.lengths.mean=32",
+            "kv_cache_gb=0.8", *(f"strategy.policy.{name}={value}" for name, value in given.items()),
         )
     )  # fmt: skip
+    spec, chosen = plan.engine.spec, plan.strategy.plan
+    assert chosen["chosen_by"] == "search" and chosen["runners_up"]
+    assert chosen["batch_size"] == 0.8e9 // (3 * 16 * spec.kv_bytes_per_token) == 237
+    assert plan.machine.tiers["device"].peak_bytes <= 24e9 < spec.model_bytes / 25
+    passes, weight_bytes, spans = [], [], plan.machine.spans
+    plan.machine.drain()
+
+    def over(record):
+        passes.append(record)
+        weight_bytes.append(sum(span.work.link_bytes for span in spans if span.kind == "weights"))
+        spans.clear()
+
+    spans.clear()
+    loop.run(plan.engine, plan.strategy, over)
+    assert [(record.mode, record.num_sequences) for record in passes] == [
+        ("prefill", 237), ("decode", 237), ("prefill", 3), ("decode", 3),
+    ]  # fmt: skip
+    assert 0.9 * spec.model_bytes < weight_bytes[1] <= spec.model_bytes and max(weight_bytes) <= spec.model_bytes
+    tokens, seconds = 2 * 240, passes[-1].end_s - passes[0].start_s
+    assert plan.strategy.prediction.throughput_tok_s == pytest.approx(tokens / seconds, rel=0.1)
     assert plan.machine.tiers["device"].peak_bytes <= 24e9
-    passes = []
-    loop.run(plan.engine, plan.strategy, passes.append)
-    assert [record.mode for record in passes] == ["prefill", "decode"]
