@@ -34,7 +34,8 @@ def _simulated(report: str, row: dict[str, Any]) -> dict[str, Any]:
     return {
         "report": report, **{name: row[name] for name in fields}, "observed_tok_s": row["tok_s"], "by": "simulated",
         "predicted_tok_s": predicted_tok_s, "accuracy": accuracy(predicted_tok_s, row["tok_s"]),
-        "decided_by": _decided_by(row), "differences": [vars(difference) for difference in differences(row)],
+        "plan_s": row.get("host_seconds", {}).get("plan_s"), "decided_by": _decided_by(row),
+        "differences": [vars(difference) for difference in differences(row)],
     }  # fmt: skip
 
 
@@ -84,10 +85,12 @@ def tables(data: dict[str, Any]) -> str:
         "predicted tok/s": lambda r: number(r["predicted_tok_s"]),
         "observed tok/s": lambda r: number(r["observed_tok_s"]),
         "accuracy": lambda r: percent(r["accuracy"]),
+        "seconds to plan": lambda r: number(r.get("plan_s")),
     }
     return (
         f"# How right the search is ({data['label']})\n\n{markdown_table(columns, groups)}\n"
         f"## MoE-Gen\n\n{markdown_table(ours, [r for r in rows if r['system'].startswith('MoE-Gen')])}\n"
+        "Seconds to plan are those of loading, profiling and searching, on a core beside others at work.\n\n"
         f"## What decides a layer's time\n\n{_deciding(rows)}\n"
         "The critical path of a layer's ops, or the sum of its busiest lane's where that is more.\n\n"
         f"## Where its prediction and the simulator differ\n\n{_by_lane(rows)}\n"

@@ -60,10 +60,20 @@ def test_tokens(tiny, policy, machine):
     check(MACHINES[machine](), tiny, POLICIES[policy])
 
 
-@pytest.mark.parametrize("policy", ["half on the CPU", "a tenth on the CPU"])
+OF_FAMILIES = ["half on the CPU", "a tenth on the CPU", "all on the CPU", "nothing resident"]
+
+
+@pytest.mark.parametrize("policy", OF_FAMILIES)
 @pytest.mark.parametrize("variant", runnable())
 def test_tokens_of_every_family(variant, policy):
     check(shuffled(len(variant)), tiny_family(variant), POLICIES[policy])
+
+
+@pytest.mark.parametrize("machine", ["emulated", "cuda"])
+@pytest.mark.parametrize("variant", runnable())
+def test_tokens_of_every_family_on_machines_with_a_clock(variant, machine):
+    policy = POLICIES[OF_FAMILIES[len(variant) % len(OF_FAMILIES)]]
+    check(MACHINES[machine](), tiny_family(variant), policy)
 
 
 @pytest.mark.parametrize("tenths", range(11))
@@ -71,10 +81,9 @@ def test_tokens_with_every_share_of_attention_on_the_cpu(tiny, tenths):
     check(shuffled(tenths), tiny, SMALL | {"cpu_attention": tenths / 10, "expert_batch": 2}, num_requests=10)
 
 
-@pytest.mark.parametrize("policy", ["all on the CPU", "larger than the workload", "nothing resident"])
 @pytest.mark.parametrize("variant", ["deepseek_v3", "qwen3_moe"])  # latents, and many experts
-def test_tokens_at_the_ends_of_a_policy(variant, policy):
-    check(shuffled(len(policy)), tiny_family(variant), POLICIES[policy])
+def test_tokens_of_a_batch_larger_than_the_workload(variant):
+    check(shuffled(3), tiny_family(variant), POLICIES["larger than the workload"])
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
