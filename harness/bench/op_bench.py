@@ -128,7 +128,7 @@ class OpBench:
             self.engine.kv.release(sequence)
 
     def _written_together(self, decode: Iterable[Sequence], block_size: int) -> Iterator[list[Sequence]]:
-        """Yield prompts that lie in the blocks of decoding sequences, so many together as the buffers have rows for: a
+        """Yield prompts that lie in the blocks of decoding sequences, as many together as the buffers have rows for. A
         long context is several of them."""
         most, found, num_tokens = self.acts[0].max_tokens, list[Sequence](), 0
         num_blocks = max(most // block_size, 1)

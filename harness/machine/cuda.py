@@ -95,12 +95,9 @@ class CudaMachine(ThreadedMachine):
             runtime, streams[GPU][0].handle, HostMemory(node), poison=config.poison, progress=tell or _tell
         )
         super().__init__(
-            arenas=self._memory,
-            capacities_bytes=capacities_bytes,
-            board=IssueBoard(),
-            watchdog_s=config.watchdog_s,
+            arenas=self._memory, capacities_bytes=capacities_bytes, board=IssueBoard(), watchdog_s=config.watchdog_s,
             lock=lock,
-        )
+        )  # fmt: skip
         self._issues: IssueBoard = self._board  # type: ignore[assignment]
         self._runtime, self._node = runtime, node
         cpu_threads = config.cpu_threads or max(1, len(self._cores()) - len(DEVICE_LANES))

@@ -48,8 +48,8 @@ def build(config: Config, engine: Engine) -> Strategy:
 
 
 def profiled_search(config: Config, engine: Engine, deployment: Deployment) -> tuple[Search, Profile] | None:
-    """Return a search by what the modules cost on the engine's machine and what they take of it, with that profile;
-    None where there is none."""
+    """Return a search by what modules cost on the engine's machine and take of its memory, with that profile; None
+    where there is none."""
     packet_bytes = int(config.packet_mb * 1e6)
     profile = measured(engine, deployment.shape, packet_bytes=packet_bytes)
     if profile is None:
