@@ -16,7 +16,10 @@ from paper_figures.reports import Report
 REPORTS = {
     "throughput": Report(
         compute=throughput.compute, tables=throughput.tables, note=NOTE, folder=FOLDER,
-        pictures={"fig12-throughput": throughput.draw_throughput, "fig14-latency": throughput.draw_latency},
+        pictures={
+            "fig05-13-expert": throughput.draw_expert, "fig12-throughput": throughput.draw_throughput,
+            "fig14-latency": throughput.draw_latency,
+        },
     ),
     "ablation": Report(
         compute=ablation.compute, tables=ablation.tables, note=NOTE, folder=FOLDER,

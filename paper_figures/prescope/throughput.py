@@ -3,7 +3,9 @@ expert takes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from paper_figures.prescope.cases import BATCHES, GPUS, MODELS, OTHERS, all_cases, computed, find
@@ -82,42 +84,71 @@ def _latency(rows: Sequence[dict[str, Any]]) -> str:
     return f"## Fig. 14, V100: seconds per output token of PreScope\n\n{markdown_table(columns, LATENCY_V100)}"
 
 
-def _overheads(rows: Sequence[dict[str, Any]]) -> str:
-    """Write Figs. 5 and 13: what bringing and computing an expert takes, as PreScope measured it on the simulated
-    machines, and from how many tokens on the CPU takes longer than the transfer and the GPU."""
+@dataclass(frozen=True)
+class ExpertTimes:
+    """The times of an expert in milliseconds, as PreScope measured them on the simulated machine of a row."""
 
-    def costs_of(of: tuple[str, str]) -> dict[str, float]:
-        found = find(rows, "PreScope", *of, 64)
+    costs: Mapping[str, float]
+
+    @classmethod
+    def of(cls, rows: Sequence[dict[str, Any]], gpu: str, model: str) -> ExpertTimes:
+        found = find(rows, "PreScope", gpu, model, 64)
         assert found is not None
-        return dict(found["plan"]["costs"])
+        return cls(found["plan"]["costs"])
 
-    def ms(of: tuple[str, str], way: str, tokens: int = 1) -> float:
-        costs = costs_of(of)
-        if way == "io":
-            return float(1e3 * costs["io_s"])
-        if way == "gpu":
-            return float(1e3 * (costs["gpu_s"] + (tokens - 1) * costs["gpu_token_s"]))
-        return float(1e3 * (costs["cpu_start_s"] + tokens * costs["cpu_token_s"]))
+    @property
+    def io_ms(self) -> float:
+        return 1e3 * self.costs["io_s"]
 
-    def even(of: tuple[str, str]) -> str:
-        costs = costs_of(of)
-        ahead_s = costs["io_s"] + costs["gpu_s"] - costs["gpu_token_s"] - costs["cpu_start_s"]
-        saved_s = costs["cpu_token_s"] - costs["gpu_token_s"]
-        return f"{ahead_s / saved_s:.0f}" if saved_s > 0 else "-"
+    def gpu_ms(self, tokens: int) -> float:
+        return 1e3 * (self.costs["gpu_s"] + (tokens - 1) * self.costs["gpu_token_s"])
 
+    def cpu_ms(self, tokens: int) -> float:
+        return 1e3 * (self.costs["cpu_start_s"] + tokens * self.costs["cpu_token_s"])
+
+    @property
+    def even(self) -> float:
+        """The tokens for which the CPU takes as long as the transfer and the GPU; infinite where it never does."""
+        saved_ms = 1e3 * (self.costs["cpu_token_s"] - self.costs["gpu_token_s"])
+        return (self.io_ms + self.gpu_ms(0) - self.cpu_ms(0)) / saved_ms if saved_ms > 0 else inf
+
+
+def _measured(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(gpu, model) for gpu in GPUS for model in MODELS if find(rows, "PreScope", gpu, model, 64)]
+
+
+def _overheads(rows: Sequence[dict[str, Any]]) -> str:
+    """Write Figs. 5 and 13: what bringing and computing an expert takes, and from how many tokens on the CPU takes
+    longer than the transfer and the GPU."""
+    times = {place: ExpertTimes.of(rows, *place) for place in _measured(rows)}
     columns: dict[str, Any] = {
         "GPU, model": ", ".join,
-        "transfer": lambda of: f"{ms(of, 'io'):.3g}",
-        "GPU, 1 and 64 tokens": lambda of: f"{ms(of, 'gpu'):.2g}, {ms(of, 'gpu', 64):.2g}",
+        "transfer": lambda of: f"{times[of].io_ms:.3g}",
+        "GPU, 1 and 64 tokens": lambda of: f"{times[of].gpu_ms(1):.2g}, {times[of].gpu_ms(64):.2g}",
     }
     for tokens in (1, 8, 16, 32, 64):
         columns[f"CPU, {tokens}"] = lambda of, tokens=tokens: (
-            f"{ms(of, 'cpu', tokens):.3g} ({CPU_EXPERT_MS[of[1]][tokens]:g})"
+            f"{times[of].cpu_ms(tokens):.3g} ({CPU_EXPERT_MS[of[1]][tokens]:g})"
         )
-    places = [(gpu, model) for gpu in GPUS for model in MODELS if find(rows, "PreScope", gpu, model, 64)]
-    columns["CPU takes as long as transfer and GPU at"] = lambda of: f"{even(of)} tokens"
+    columns["CPU takes as long as transfer and GPU at"] = lambda of: (
+        f"{times[of].even:.0f} tokens" if times[of].even < inf else "-"
+    )
     told = "## Figs. 5 and 13: ms for an expert, by tokens; in brackets LayerScope's, on a host of its own"
-    return f"{told}\n\n{markdown_table(columns, places)}"
+    return f"{told}\n\n{markdown_table(columns, times)}"
+
+
+def draw_expert(data: dict[str, Any]) -> Figure:
+    """Draw what an expert takes over its tokens: Fig. 13, of which Mixtral's panels are Fig. 5."""
+    rows, tokens = data["rows"], range(1, 65)
+    figure = new_figure(11, 5.6)
+    for at, (gpu, model) in enumerate(_measured(rows), start=1):
+        axes, times = figure.add_subplot(len(GPUS), len(MODELS), at), ExpertTimes.of(rows, gpu, model)
+        axes.plot(tokens, [times.cpu_ms(n) for n in tokens], label="CPU")
+        axes.plot(tokens, [times.io_ms] * len(tokens), label="transfer")
+        axes.plot(tokens, [times.gpu_ms(n) for n in tokens], label="GPU")
+        axes.plot(*zip(*CPU_EXPERT_MS[model].items(), strict=True), "kx", label="CPU, LayerScope's")
+        axes.set(title=f"{gpu}, {model}", xlabel="tokens of the expert", ylabel="ms", ylim=(0, None))
+    return with_one_legend(figure)
 
 
 def draw_throughput(data: dict[str, Any]) -> Figure:

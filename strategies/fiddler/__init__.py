@@ -4,8 +4,10 @@ What is not an expert stays on the device, and so do the experts that are popula
 time (Section 3.3) each active expert that is not there is either brought, which takes the same time for any number of
 tokens, or computed on the CPU, in time that grows with its tokens. Nothing is prefetched.
 
-Its public code (`src/fiddler/mixtral.py`) finds the same choice by trying all subsets of a layer's experts, with times
-that are typed in; here they are measured. It computes experts one after another; here both sides work at a time.
+Its public code (`src/fiddler/mixtral.py`) is not followed where it differs. It finds the same choice by trying all
+subsets of a layer's experts, with times that are typed in; here each expert is compared alone, as in the paper, by
+times that are measured. It computes experts one after another; here CPU and GPU work at a time, as for the systems
+beside it.
 """
 
 from __future__ import annotations

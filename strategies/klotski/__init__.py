@@ -8,11 +8,16 @@
   experts that are chosen here (`correlation.py`).
 
 Of the paper its introduction was read, and of the authors' MindSpore code (mindspore-lab/models, research/SYSU/Klotski)
-all of `mixtral.py`. That code has no planner: the number of batches is an argument. It prefetches as many experts as a
-token has, as here, but gives the tokens of an expert to its two most frequent followers alone, where all count here by
-their share; it goes on counting in the run, and loads each batch's other experts behind that batch's gate. The
-planner's condition is our reading: Klotski states it separately for attention, gate and experts. Left out: weights on
-disk, quantised transfers, sparse attention. The CPU computes none.
+all of `mixtral.py`. That code is followed in how many experts it prefetches, as many as a token has. In three points it
+is not followed:
+
+1. The code gives the tokens of an expert to its two most frequent followers alone; here all count by their share.
+2. The code goes on counting followers in the run; here the profile run, which is before it, has the last word.
+3. The code loads a batch's cold experts behind that batch's gate; here they come behind the gates of all batches.
+
+It has no planner, the number of batches is an argument. The planner's condition is our reading: Klotski states it
+separately for attention, gate and experts. Left out: weights on disk, quantised transfers, sparse attention. The CPU
+computes none.
 """
 
 from __future__ import annotations
@@ -34,9 +39,11 @@ __all__ = ["Config", "Klotski", "build"]
 _DECIDED_HERE = (
     "section not read, planner: as few batches as make computing a layer last as long as loading it "
     "(strategies/klotski/planner.py)",
-    "section not read, prefetch: all experts that followed those chosen here in a profile run, by their share; the "
-    "authors' code counts the two most frequent of each, and goes on counting in the run",
-    "the authors' code loads the experts of a batch behind its own gate, here behind the gates of all batches",
+    "section not read, prefetch: all experts that followed those chosen here, by their share; the authors' code, not "
+    "followed, counts the two most frequent of each",
+    "followers are those of the profile run; the authors' code, not followed, goes on counting in the run",
+    "experts come behind the gates of all batches; the authors' code, not followed, loads those of a batch behind its "
+    "own gate",
     "all that is no expert lies on the device, as for the systems beside it",
 )
 

@@ -11,7 +11,7 @@ from harness.record.passes import PassRecord
 from harness.settings import load_strategy, parse_settings
 from paper_figures.prescope import ablation, cases, cpu_rates, emulated, gap, launches, throughput
 from paper_figures.prescope.cases import OTHERS, OURS, Case, all_cases, find
-from paper_figures.prescope.published import LOST, THROUGHPUT_A100_64
+from paper_figures.prescope.published import CPU_EXPERT_MS, LOST, THROUGHPUT_A100_64
 from paper_figures.support import composed
 
 
@@ -48,6 +48,18 @@ def test_throughput_shows_what_was_simulated_and_nothing_else():
     assert "4 (13.3)" in text and "resident 60%, prefetched 10%, on demand 0%, cpu 30%, wasted 2 GB" in text
     assert find([{**made(case, 4.0), "refused": "no room"}], *case.key) is None
     assert "4 (13.3)" not in throughput.tables({"rows": []})
+
+
+def test_the_picture_of_an_expert_has_what_was_measured_of_it():
+    """The CPU begins with 1 ms and takes 2 for a token; the transfer takes 10 and the GPU 1, whatever the tokens."""
+    case = Case(system="PreScope", gpu="A100", model="mixtral-8x7b", batch=64)
+    costs = {"io_s": 10e-3, "gpu_s": 1e-3, "gpu_token_s": 0.0, "cpu_start_s": 1e-3, "cpu_token_s": 2e-3}
+    data = {"rows": [{**made(case, 4.0), "plan": {"costs": costs}}]}
+    (axes,) = throughput.draw_expert(data).axes
+    drawn = {line.get_label(): dict(zip(*line.get_data(), strict=True)) for line in axes.lines}
+    assert [drawn[name][3] for name in ("CPU", "transfer", "GPU")] == pytest.approx([7, 10, 1])
+    assert drawn["CPU, LayerScope's"] == CPU_EXPERT_MS["mixtral-8x7b"]
+    assert throughput.ExpertTimes(costs).even == pytest.approx(5) and "| 5 tokens |" in throughput.tables(data)
 
 
 def test_experts_are_counted_over_all_steps_of_decode_and_no_prefill():
