@@ -90,12 +90,6 @@ class ExpertTimes:
 
     costs: Mapping[str, float]
 
-    @classmethod
-    def of(cls, rows: Sequence[dict[str, Any]], gpu: str, model: str) -> ExpertTimes:
-        found = find(rows, "PreScope", gpu, model, 64)
-        assert found is not None
-        return cls(found["plan"]["costs"])
-
     @property
     def io_ms(self) -> float:
         return 1e3 * self.costs["io_s"]
@@ -113,14 +107,16 @@ class ExpertTimes:
         return (self.io_ms + self.gpu_ms(0) - self.cpu_ms(0)) / saved_ms if saved_ms > 0 else inf
 
 
-def _measured(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    return [(gpu, model) for gpu in GPUS for model in MODELS if find(rows, "PreScope", gpu, model, 64)]
+def measured_costs(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], Mapping[str, float]]:
+    """Return what an expert costs, as `ExpertCosts.as_record` has it, by GPU and model."""
+    places = ((gpu, model) for gpu in GPUS for model in MODELS)
+    return {place: r["plan"]["costs"] for place in places if (r := find(rows, "PreScope", *place, 64)) is not None}
 
 
 def _overheads(rows: Sequence[dict[str, Any]]) -> str:
     """Write Figs. 5 and 13: what bringing and computing an expert takes, and from how many tokens on the CPU takes
     longer than the transfer and the GPU."""
-    times = {place: ExpertTimes.of(rows, *place) for place in _measured(rows)}
+    times = {place: ExpertTimes(costs) for place, costs in measured_costs(rows).items()}
     columns: dict[str, Any] = {
         "GPU, model": ", ".join,
         "transfer": lambda of: f"{times[of].io_ms:.3g}",
@@ -141,8 +137,8 @@ def draw_expert(data: dict[str, Any]) -> Figure:
     """Draw what an expert takes over its tokens: Fig. 13, of which Mixtral's panels are Fig. 5."""
     rows, tokens = data["rows"], range(1, 65)
     figure = new_figure(11, 5.6)
-    for at, (gpu, model) in enumerate(_measured(rows), start=1):
-        axes, times = figure.add_subplot(len(GPUS), len(MODELS), at), ExpertTimes.of(rows, gpu, model)
+    for at, ((gpu, model), costs) in enumerate(measured_costs(rows).items(), start=1):
+        axes, times = figure.add_subplot(len(GPUS), len(MODELS), at), ExpertTimes(costs)
         axes.plot(tokens, [times.cpu_ms(n) for n in tokens], label="CPU")
         axes.plot(tokens, [times.io_ms] * len(tokens), label="transfer")
         axes.plot(tokens, [times.gpu_ms(n) for n in tokens], label="GPU")

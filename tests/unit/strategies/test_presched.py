@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from itertools import chain, combinations, product
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,65 +12,15 @@ from hypothesis import strategies as st
 
 from harness.bench.fitting import Plane
 from harness.memory.expert_slots import Key
+from paper_figures.prescope.regret import LinearCosts, best_layer_s, layer_end_s, pending, regrets, two_layers_s
 from strategies.expert_offload.costs import ExpertCosts
 from strategies.expert_offload.placement import Forecast, LayerView
 from strategies.prescope.placer import FixedPrefetching, HitRates, PreSched
 from strategies.prescope.presched import Pending, num_prefetches, schedule
 
-
-@dataclass(frozen=True)
-class Costs:
-    """The model of the paper: a transfer and a GPU's time that do not depend on tokens, and the CPU's line."""
-
-    io_s: float = 1.0
-    gpu: float = 0.2
-    alpha: float = 0.1
-    sigma: float = 0.1
-
-    def cpu_s(self, tokens: float) -> float:
-        return self.alpha * tokens + self.sigma
-
-    def gpu_s(self, tokens: float) -> float:
-        return self.gpu
-
-
-def pending(tokens) -> list[Pending]:
-    return [Pending(expert=number, tokens=float(n)) for number, n in enumerate(tokens)]
-
-
-def subsets(experts):
-    return chain.from_iterable(combinations(experts, size) for size in range(len(experts) + 1))
-
-
-def layer_end_s(costs: Costs, tokens, loaded, busy_s: float) -> float:
-    """When both sides have finished, if the experts of `loaded` are brought one after another."""
-    cpu_s = sum(costs.cpu_s(n) for at, n in enumerate(tokens) if at not in loaded)
-    return max(cpu_s, busy_s + len(loaded) * costs.io_s + costs.gpu if loaded else 0.0)
-
-
-def best_layer_s(costs: Costs, tokens, busy_s: float) -> float:
-    return min(layer_end_s(costs, tokens, chosen, busy_s) for chosen in subsets(range(len(tokens))))
-
-
-def two_layers_s(costs: Costs, first, second, loaded, prefetched, *, busy_s: float, attention_s: float) -> float:
-    """When the second layer has finished. Prefetches follow the first layer's loads; what is left is placed best."""
-    first_s = layer_end_s(costs, first, loaded, busy_s)
-    link_s = busy_s + (len(loaded) + len(prefetched)) * costs.io_s
-    start_s = first_s + attention_s
-    left = [n for at, n in enumerate(second) if at not in prefetched]
-    late_s = max(0.0, link_s - start_s)
-    rest_s = best_layer_s(costs, left, late_s)
-    return start_s + max(rest_s, late_s + costs.gpu if prefetched else 0.0)
-
-
-def optimum_s(costs: Costs, first, second, **times: float) -> float:
-    choices = product(subsets(range(len(first))), subsets(range(len(second))))
-    return min(two_layers_s(costs, first, second, a, b, **times) for a, b in choices)
-
-
 tokens_lists = st.lists(st.integers(1, 60), min_size=0, max_size=6)
 all_costs = st.builds(
-    Costs, gpu=st.floats(0.01, 0.9), alpha=st.floats(0.005, 0.5), sigma=st.floats(0.0, 1.0),
+    LinearCosts, gpu=st.floats(0.01, 0.9), alpha=st.floats(0.005, 0.5), sigma=st.floats(0.0, 1.0),
 )  # fmt: skip
 
 
@@ -88,27 +37,22 @@ def test_one_layer_alone_is_placed_best(costs, tokens, busy_s):
 
 def test_two_layers_are_near_the_optimum():
     """Regret over random cases, with right predictions: it is small, and smaller than that of each layer by itself."""
-    rng, regrets, greedy = np.random.default_rng(0), [], []
+    rng, found = np.random.default_rng(0), []
     for _ in range(150):
-        costs = Costs(alpha=rng.uniform(0.01, 0.3), sigma=rng.uniform(0, 0.3), gpu=rng.uniform(0.05, 0.5))
+        costs = LinearCosts(alpha=rng.uniform(0.01, 0.3), sigma=rng.uniform(0, 0.3), gpu=rng.uniform(0.05, 0.5))
         first, second = (sorted(rng.integers(1, 20, rng.integers(1, 5)).tolist()) for _ in range(2))
-        times = {"busy_s": rng.uniform(0, 1), "attention_s": rng.uniform(0, 1)}
-        best_s = optimum_s(costs, first, second, **times)
-        for known, found in (([], greedy), (pending(second), regrets)):
-            plan = schedule(costs, pending(first), known, **times)
-            reached_s = two_layers_s(costs, first, second, plan.on_demand, plan.prefetch, **times)
-            found.append(reached_s / best_s - 1)
-    print(f"regret: mean {np.mean(regrets):.3f}, worst {max(regrets):.3f}; greedy {np.mean(greedy):.3f}")
-    assert min(regrets) >= -1e-9, "nothing beats the best of all placements"
-    assert np.mean(regrets) < 0.06
-    assert np.mean(regrets) < 0.6 * np.mean(greedy)
+        found.append(regrets(costs, first, second, busy_s=rng.uniform(0, 1), attention_s=rng.uniform(0, 1)))
+    ours, alone = zip(*found, strict=True)
+    assert min(ours) >= -1e-9, "nothing beats the best of all placements"
+    assert np.mean(ours) < 0.06
+    assert np.mean(ours) < 0.6 * np.mean(alone)
 
 
 @given(slow=st.floats(1.0, 5.0))
 def test_a_faster_link_takes_experts_from_the_cpu(slow):
     tokens = [3, 5, 8, 13, 21, 34]
     loads = [
-        len(schedule(Costs(io_s=io_s), pending(tokens), [], busy_s=0.0, attention_s=0.0).on_demand)
+        len(schedule(LinearCosts(io_s=io_s), pending(tokens), [], busy_s=0.0, attention_s=0.0).on_demand)
         for io_s in (0.2, 0.2 * slow)
     ]
     assert loads[0] >= loads[1]
@@ -121,16 +65,16 @@ def test_the_last_prefetch_needs_a_chance_above_its_overrun():
         return [Pending(expert=number, tokens=1.0, chance=chance) for number, chance in enumerate(chances)]
 
     for rate, number in ((0.39, 1), (0.41, 2)):
-        assert num_prefetches(Costs(), 1.6, queued(1.0, rate, 1.0)) == number
-    assert num_prefetches(Costs(), 1.4, queued(0.0, 0.0)) == 1, "no overrun, whatever the chance"
-    assert num_prefetches(Costs(), 9.0, queued(1.0, 1.0, 1.0)) == 3
-    assert num_prefetches(Costs(), -1.0, queued(1.0, 1.0, 1.0)) == 0
+        assert num_prefetches(LinearCosts(), 1.6, queued(1.0, rate, 1.0)) == number
+    assert num_prefetches(LinearCosts(), 1.4, queued(0.0, 0.0)) == 1, "no overrun, whatever the chance"
+    assert num_prefetches(LinearCosts(), 9.0, queued(1.0, 1.0, 1.0)) == 3
+    assert num_prefetches(LinearCosts(), -1.0, queued(1.0, 1.0, 1.0)) == 0
 
 
 def test_heavy_experts_of_the_next_layer_are_prefetched_before_light_ones_of_this_layer_are_loaded():
     """Figure 1, case 4: the link gets what has most tokens, of either layer."""
     first, second = [4, 5, 6], [30, 40]
-    costs = Costs(alpha=0.1, sigma=0.0)
+    costs = LinearCosts(alpha=0.1, sigma=0.0)
     alone = schedule(costs, pending(first), [], busy_s=0.0, attention_s=0.3)
     both = schedule(costs, pending(first), pending(second), busy_s=0.0, attention_s=0.3)
     assert len(both.prefetch) > len(alone.prefetch) == 0
@@ -142,7 +86,7 @@ def test_heavy_experts_of_the_next_layer_are_prefetched_before_light_ones_of_thi
 
 def test_this_layer_does_not_wait_for_prefetches_that_have_no_room():
     """Where the next layer is heavier, only what can be prefetched of it may keep this layer's experts on the CPU."""
-    costs, first, second = Costs(sigma=0.0), [30, 31, 32], [40] * 8
+    costs, first, second = LinearCosts(sigma=0.0), [30, 31, 32], [40] * 8
     reached_s = {}
     for most in (0, 1, None):
         found = schedule(
