@@ -21,6 +21,22 @@ def require_packet_mb(packet_mb: float) -> None:
     require(packet_mb >= 1e-3, "packet_mb", f"must be at least 0.001, got {packet_mb:g}")
 
 
+# Whose planner decides: the one that was published with the system, with its memory model, staging and defaults; or our
+# search on this engine. A Config with this field is that of a system with a planner of its own.
+Planning = Literal["as_built", "best"]
+
+
+def planned_alike(planning: Planning, why: str) -> dict[str, str]:
+    """Return what a plan says where the published planner is the one that runs here, so that both ways are the same."""
+    return {"planning": planning, "as_built_is_best": why}
+
+
+def pin_threads(config: Any) -> int | None:
+    """Return the threads that a strategy has to stage pageable weights: its Config's `pin_threads`, or None."""
+    threads: int | None = getattr(config, "pin_threads", None)
+    return threads
+
+
 def weights_tier(config: Any) -> str:
     """Return the tier of host memory in which a strategy wants the model: its Config's `weights_tier`, or pinned."""
     tier: str = getattr(config, "weights_tier", PINNED)

@@ -13,6 +13,7 @@ _SIZES = (
     "cpu_cores",
 )
 MOST_GB = 1e9  # an exabyte
+PIN_THREADS = 4  # that stage weights of one GPU, as on machine=cuda
 LEAST_RATE, MOST_RATE = 1e-6, 1e9  # in 10^9 or 10^12 a second: a link of a kilobyte a second ends no run
 
 
@@ -47,7 +48,9 @@ class HardwareConfig:
     p2p_gb_s: OptionalNumber = None  # from GPU to GPU, each direction
     p2p_peak_gb_s: OptionalNumber = None
     transfer_latency_us: OptionalNumber = None  # of each transfer, whatever its size
-    pin_gb_s: OptionalNumber = None  # staging copy, pageable to pinned
+    pin_gb_s: OptionalNumber = None  # a GPU's staging copies, pageable to pinned; null: by its threads
+    pin_thread_gb_s: OptionalNumber = None  # what one of them copies
+    pin_threads: int | None = None  # of each GPU; null: `PIN_THREADS`, or as many as the published system has
 
     gpu_gflop_s: OptionalNumber = None  # holds back the emulated machine's gpu lane
     gemm_tflop_s: NumberByDtype = field(default_factory=dict)  # dense, no sparsity, accumulating in float32
@@ -67,6 +70,8 @@ class HardwareConfig:
 
     def __post_init__(self) -> None:
         require_name(self.name)
+        threads = self.pin_threads
+        require(threads is None or threads >= 1, "pin_threads", f"must be at least 1 or null, got {threads}")
         require(self.num_gpus >= 1, "num_gpus", f"must be >= 1, got {self.num_gpus}")
         require(not self.calibrated or self.gpu is None, "calibrated", "must be false for a real machine's profile")
         for name, constant in self.constants().items():
@@ -118,6 +123,19 @@ class HardwareConfig:
         ram_gb = Constant((self.ram_times or 1.0) * needed_bytes / 1e9 + (self.ram_plus_gb or 0.0))
         return replace(self, ram_gb=ram_gb, pinned_memory_gb=ram_gb, host_memory_gb=ram_gb)
 
+    def staged_by(self, threads: int | None) -> HardwareConfig:
+        """Return the profile with so many staging threads, where it leaves their number to the strategy."""
+        return self if threads is None or self.pin_threads is not None else replace(self, pin_threads=threads)
+
+    @property
+    def staging_gb_s(self) -> float | None:
+        """The rate of one GPU's staging copies: that of their threads, and no more than host memory reads and
+        writes."""
+        if self.pin_gb_s is not None or self.pin_thread_gb_s is None:
+            return self.pin_gb_s
+        most = float("inf") if self.host_gb_s is None else self.host_gb_s / 2
+        return min((self.pin_threads or PIN_THREADS) * self.pin_thread_gb_s, most)
+
     @property
     def capacities_bytes(self) -> dict[str, int]:
         sizes = {device_tier(rank): self.device_memory_gb for rank in range(self.num_gpus)}
@@ -127,7 +145,7 @@ class HardwareConfig:
 
     @property
     def link_ceilings_gb_s(self) -> dict[str, float]:
-        rates = {"h2d": self.h2d_gb_s, "d2h": self.d2h_gb_s, "pin": self.pin_gb_s}
+        rates = {"h2d": self.h2d_gb_s, "d2h": self.d2h_gb_s, "pin": self.staging_gb_s}
         return {lane: rate for lane, rate in rates.items() if rate is not None}
 
 

@@ -41,7 +41,7 @@ class Lane:
 
 
 LANES = GPU, CPU, H2D, D2H, PIN = tuple(Lane(kind) for kind in LaneKind)  # of one GPU and its host
-HOST_KINDS = (LaneKind.CPU, LaneKind.PIN)  # the host is one, however many GPUs there are: its lanes are rank 0's
+HOST_KINDS = (LaneKind.CPU,)  # the host is one, however many GPUs there are: its lane is rank 0's
 
 
 class Work(NamedTuple):

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -392,7 +393,7 @@ def build(config: Config, hardware: HardwareConfig, spec: ModelSpec) -> CudaMach
     machine = CudaMachine(
         runtime=runtime,
         capacities_bytes=hardware.capacities_bytes,
-        config=config,
+        config=replace(config, pin_threads=hardware.pin_threads or config.pin_threads),
         node=node_of(runtime.pci_bus_id),
     )
     machine.host_bytes_s = None if hardware.host_gb_s is None else hardware.host_gb_s * 1e9

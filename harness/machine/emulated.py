@@ -72,7 +72,7 @@ def build(config: Config, hardware: HardwareConfig, spec: ModelSpec) -> Emulated
             LaneKind.CPU: rate(hardware.cpu_gflop_s, hardware.cpu_gb_s),
             LaneKind.H2D: rate(None, hardware.h2d_gb_s),
             LaneKind.D2H: rate(None, hardware.d2h_gb_s),
-            LaneKind.PIN: rate(None, hardware.pin_gb_s),
+            LaneKind.PIN: rate(None, hardware.staging_gb_s),
         },
         poison=config.poison,
         watchdog_s=config.watchdog_s,

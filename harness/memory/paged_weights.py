@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from harness.machine.base import PIN, Lane, LaneKind, Machine
+from harness.machine.base import Lane, LaneKind, Machine
 from harness.memory.occupancy import Places
 from harness.memory.placed import PlacedPart
 from harness.memory.tiers import PINNED, Buffer, device_tier
@@ -55,7 +55,7 @@ class PagedWeights:
         assert num_pages >= 1, "a layer has at least one page"
         self._store, self._resident = store, resident
         self._tier = device_tier(rank)
-        self._h2d = Lane(LaneKind.H2D, rank)
+        self._h2d, self._pin = Lane(LaneKind.H2D, rank), Lane(LaneKind.PIN, rank)
         self.num_pages, self._packet_bytes = num_pages, packet_bytes
         self._layers = layers = range(len(store.layers)) if layers is None else layers
         self._names = {layer: part_names(store, layer, experts=experts) for layer in layers}
@@ -98,7 +98,7 @@ class PagedWeights:
         for number in self._missing(self._num_staged, index, page):
             key = (index, number)
             self._staging.take(key, self._staging_pages[index % _SLOTS][number])
-            self._bring(self._staging, key, PIN, StagePage, self._pieces(key))
+            self._bring(self._staging, key, self._pin, StagePage, self._pieces(key))
 
     def load(self, index: int, page: int) -> None:
         """Load the pages up to this one, from pinned memory to the device (CGOPipe's W_PinToG)."""

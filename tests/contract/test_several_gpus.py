@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 
 from harness.config import ConfigError
-from harness.machine.base import CPU, HOST_KINDS, PIN, LaneKind
+from harness.machine.base import CPU, HOST_KINDS, LaneKind
 from harness.machine.shuffled import ShuffledMachine
 from harness.memory.tiers import device_tier
 from tests.contract.running import check_tokens, emulated, engine_on, requests, run_to_end, shuffled, strategy_of
@@ -57,7 +57,7 @@ def test_shuffled_machine(tiny, name, change, num_gpus):
     [("moelightning", 2), ("moelightning", 4), ("flexgen", 2), ("deepspeed_zero", 2), ("deepspeed_zero", 4)],
 )
 def test_emulated_machine(tiny, name, num_gpus):
-    """Every GPU brings and computes a share; the host's lanes are one."""
+    """Every GPU brings and computes a share; the host's lane is one."""
     engine, _ = run(tiny, emulated(num_gpus=num_gpus), name, {}, num_gpus)
     moved: dict[int, float] = defaultdict(float)
     for span in engine.machine.spans:
@@ -65,7 +65,9 @@ def test_emulated_machine(tiny, name, num_gpus):
             moved[span.lane.rank] += span.work.link_bytes
     assert set(moved) == set(range(num_gpus))
     assert max(moved.values()) < 1.1 * min(moved.values())
-    assert {s.lane for s in engine.machine.spans if s.lane.kind in HOST_KINDS} <= {CPU, PIN}
+    assert {s.lane for s in engine.machine.spans if s.lane.kind in HOST_KINDS} <= {CPU}
+    staging = {s.lane.rank for s in engine.machine.spans if s.lane.kind is LaneKind.PIN}
+    assert staging == (set(range(num_gpus)) if name == "moelightning" else set()), "each stages its own pages"
     assert {s.lane.rank for s in engine.machine.spans if s.lane.kind is LaneKind.GPU} == set(range(num_gpus))
 
 

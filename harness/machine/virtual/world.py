@@ -135,7 +135,7 @@ def profile_costs(hardware: HardwareConfig, spec: ModelSpec) -> Roofline | Laten
             ),
             LaneKind.H2D: LaneCost(overhead_s=latency_s, link_bytes_s=rate("h2d_gb_s")),
             LaneKind.D2H: LaneCost(overhead_s=latency_s, link_bytes_s=rate("d2h_gb_s")),
-            LaneKind.PIN: LaneCost(link_bytes_s=rate("pin_gb_s")),
+            LaneKind.PIN: LaneCost(link_bytes_s=rate("staging_gb_s")),
         }
     )
     if spec.latent is None:

@@ -202,7 +202,7 @@ class CostModel:
         else:
             resources |= {"gpu": [*apart, *on_gpu] if on_gpu else [], "cpu": [*apart, *on_cpu] if on_cpu else []}
         if self._is_staged and rates.pin_bytes_s is not None:
-            resources["pin"] = [_task("weights", link=self.deployment.num_gpus * to_gpu["weights"] / rates.pin_bytes_s)]
+            resources["pin"] = [_task("weights", link=to_gpu["weights"] / rates.pin_bytes_s)]
         resources["host memory"] = self._host_memory(to_gpu, to_host, cpu_bytes)
         return LayerTime(resources={name: tasks for name, tasks in resources.items() if tasks})
 

@@ -104,7 +104,7 @@ class RateProbe:
         return rates
 
     def _weights(self, weights: list[PagedWeights]) -> tuple[float, float]:
-        """Return the bytes/s of the staging copies and of each link, over a whole layer; the layer stays on the
+        """Return the bytes/s of each GPU's staging copies and of each link, over a whole layer; the layer stays on the
         device."""
         last = weights[0].num_pages_of(self._layer) - 1
         machine, nbytes = self._engine.machine, weights[0].slot_bytes
@@ -124,7 +124,7 @@ class RateProbe:
             if repeat < _REPEATS - 1:
                 for pages in weights:
                     pages.release(self._layer)
-        return len(self._engine.ranks) * nbytes / min(staging_s), nbytes / min(link_s)
+        return nbytes / min(staging_s), nbytes / min(link_s)
 
     def _gpu(self, bench: OpBench) -> Level:
         """Measure FLOP/s with many tokens, and bytes/s with so few that reading the weights is what takes time."""

@@ -80,6 +80,7 @@ def test_a_planner_finds_all_it_needs(name):
     hardware = profile(name)
     may_lack = {"gpu_gflop_s", "ram_times", "ram_plus_gb"}  # these state memory in place of ram_gb
     may_lack |= {"cpu_latent_gflop_s"}  # follows from cpu_gemm_gflop_s
+    may_lack |= {"pin_gb_s", "pin_threads"}  # follows from pin_thread_gb_s; has a default
     may_lack |= {"cpu_op_us"} if hardware.cpu_op_us is None else set()  # nothing
     may_lack |= {"p2p_gb_s", "p2p_peak_gb_s"} if hardware.num_gpus == 1 else set()
     assert {f.name for f in fields(hardware) if getattr(hardware, f.name) in (None, {})} == may_lack
@@ -108,7 +109,8 @@ def test_ratios_are_those_of_gpu_servers(name):
     assert 1.5 <= hardware.host_gb_s / hardware.h2d_gb_s <= 12
     assert 5 <= hardware.gemm_flop_s("bfloat16") / hardware.cpu_gemm_gflop_s / 1e9 <= 500  # torch without bfloat16
     assert 1e3 <= hardware.gemm_flop_s("bfloat16") / hardware.h2d_gb_s / 1e9 <= 2e4
-    assert hardware.pin_gb_s <= hardware.host_gb_s / 2
+    assert hardware.pin_thread_gb_s <= hardware.staging_gb_s <= hardware.host_gb_s / 2
+    assert hardware.staged_by(1).staging_gb_s == hardware.pin_thread_gb_s
     assert 2 <= hardware.transfer_latency_us <= 100 and 1 <= hardware.kernel_launch_us <= 20
     assert hardware.ram_gb > hardware.device_memory_gb
 
@@ -165,7 +167,7 @@ def test_a_number_on_the_command_line_takes_the_place_of_a_sourced_one():
     assert changed.constants()["h2d_gb_s"].kind == "chosen"
     sizes_gb = {"device": 16, "pinned": 350, "host": 350, "ram": 350}
     assert changed.capacities_bytes == {tier: size * 10**9 for tier, size in sizes_gb.items()}
-    assert changed.link_ceilings_gb_s == {"h2d": 25, "d2h": 19.5, "pin": 75}
+    assert changed.link_ceilings_gb_s == {"h2d": 25, "d2h": 19.5, "pin": 4 * 8.8}
 
 
 def test_constants_are_numbers_that_survive_copies():
