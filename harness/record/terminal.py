@@ -23,6 +23,10 @@ _REDRAW_S = 0.25  # drawing takes the interpreter from the lanes: not more often
 _BAR_WIDTH = 20
 _SPREAD = ("mean", "p50", "p90", "p99")
 _LATENCIES = {"first token": "ttft_s", "per token": "tpot_s", "token gaps": "itl_s", "request": "e2e_s"}
+_PLANNED = {
+    "as_built": "as built: by the published planner, memory model, staging and defaults; plan.json has their sources",
+    "best": "best: by the search here, on this engine",
+}
 _PLAIN_STEPS = 4  # progress lines a stage where there is no terminal
 
 
@@ -128,6 +132,11 @@ def _rows(summary: Mapping[str, Any], full: str, empty: str) -> list[tuple[str, 
     rows += [] if timeless else [("throughput", _throughput(summary))]
     if summary.get("disturbed"):
         rows.append(("disturbed", Text(f"{summary['disturbed']}: no time or rate here counts", style="bold red")))
+    plan = summary.get("plan") or {}
+    if why := plan.get("as_built_is_best"):
+        rows.append(("planned", f"as built and best alike: {why}"))
+    elif planning := plan.get("planning"):
+        rows.append(("planned", _PLANNED.get(planning, planning)))
     rows += [("time", _times(summary)), ("requests", _requests(summary))]
     rows += [("latency", _latency(summary))] if summary.get("latency") else []
     if summary.get("num_passes") and not timeless:

@@ -20,12 +20,9 @@ class Config(CpuAttentionConfig):
 
 def build(config: Config, engine: Engine) -> Strategy:
     planned = complete_policy(
-        config.policy,
+        config,
         engine,
-        packet_mb=config.packet_mb,
-        padded=config.padding,
-        extended=config.extended_model,
         gpu_attention=False,
         overlap="weights apart",
     )
-    return build_offloading(engine, planned, overlapping_cpu_attention, paging=False, packet_mb=config.packet_mb)
+    return build_offloading(engine, planned, overlapping_cpu_attention, config, paging=False)

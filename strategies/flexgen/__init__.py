@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from harness.config import config, require
 from harness.engine.engine import Engine
 from harness.engine.strategy import Strategy
 from strategies.offloading.config import OffloadingConfig
 from strategies.offloading.gpu_attention import gpu_attention
+from strategies.offloading.published.as_built import AsBuilt
+from strategies.offloading.published.flexgen import AS_BUILT
 from strategies.offloading.system import build_offloading, complete_policy
 
 
 @config
 class Config(OffloadingConfig):
+    published: ClassVar[AsBuilt | None] = AS_BUILT
+
     parallelism: Literal["pipeline", "tensor"] = "pipeline"  # of several GPUs; its paper's, or every layer shared
 
     def __post_init__(self) -> None:
@@ -24,13 +28,10 @@ class Config(OffloadingConfig):
 
 def build(config: Config, engine: Engine) -> Strategy:
     planned = complete_policy(
-        config.policy,
+        config,
         engine,
-        packet_mb=config.packet_mb,
-        padded=config.padding,
-        extended=config.extended_model,
         gpu_attention=True,
         overlap="weights apart",
         stages=config.parallelism == "pipeline",
     )
-    return build_offloading(engine, planned, gpu_attention, paging=False, packet_mb=config.packet_mb)
+    return build_offloading(engine, planned, gpu_attention, config, paging=False)

@@ -9,22 +9,22 @@ from harness.engine.engine import Engine
 from harness.engine.strategy import Strategy
 from strategies.flexgen_c.schedule import waiting_for_cpu_attention
 from strategies.offloading.config import CpuAttentionConfig
+from strategies.offloading.published.as_built import AsBuilt
+from strategies.offloading.published.flexgen import AS_BUILT
 from strategies.offloading.system import build_offloading, complete_policy
 
 
 @config
 class Config(CpuAttentionConfig):
+    published: ClassVar[AsBuilt | None] = AS_BUILT
     parallelism: ClassVar[str] = "tensor"
 
 
 def build(config: Config, engine: Engine) -> Strategy:
     planned = complete_policy(
-        config.policy,
+        config,
         engine,
-        packet_mb=config.packet_mb,
-        padded=config.padding,
-        extended=config.extended_model,
         gpu_attention=False,
         overlap="nothing",
     )
-    return build_offloading(engine, planned, waiting_for_cpu_attention, paging=False, packet_mb=config.packet_mb)
+    return build_offloading(engine, planned, waiting_for_cpu_attention, config, paging=False)

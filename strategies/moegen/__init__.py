@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from harness.engine.engine import Engine
-from harness.engine.strategy import Strategy
+from harness.engine.strategy import Strategy, planned_alike
 from strategies.moegen.config import Config
 from strategies.moegen.memory import phases
 from strategies.moegen.pipeline import ModuleBatching
@@ -27,6 +27,7 @@ def build(config: Config, engine: Engine) -> Strategy:
     ready = profiled_search(config, engine, deployment) if config.search else None
     deployment = deployment if ready is None else ready[0].deployment
     policy = complete_by_memory(config.policy, deployment, prefetch=config.prefetch)
+    alike = planned_alike(config.planning, "MoE-Gen's own search over the graph of its ops is what runs")
     plan: dict[str, Any] = {"chosen_by": "memory alone"}
     prediction = None
     if ready is not None:
@@ -43,7 +44,7 @@ def build(config: Config, engine: Engine) -> Strategy:
         scheduler=scheduler,
         pipeline=pipeline,
         prediction=prediction,
-        plan={**policy.as_record(), "held_bytes": deployment.held(policy), **plan},
+        plan={**alike, **policy.as_record(), "held_bytes": deployment.held(policy), **plan},
     )
 
 

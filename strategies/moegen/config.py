@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 
 from harness.config import config
-from harness.engine.strategy import require_packet_mb
+from harness.engine.strategy import Planning, require_packet_mb
 from harness.memory.placed import ModelParts
 from harness.memory.weights import expert_slots, layer_slots
 from strategies.moegen.policy import GivenPolicy
@@ -19,6 +19,7 @@ class Config:
     from memory alone.
     """
 
+    planning: Planning = "best"  # the same either way: the search of its §4 is its planner
     padding: bool = False
     prefetch: bool = True
     packet_mb: float = 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from harness.engine.engine import Engine
-from harness.engine.strategy import Strategy
+from harness.engine.strategy import Strategy, planned_alike
 from strategies.common.continuous_batches import ContinuousBatches
 from strategies.moelens.config import Config
 from strategies.moelens.planner import plan_policy
@@ -40,5 +40,5 @@ def build(config: Config, engine: Engine) -> Strategy:
         pipeline=pipeline,
         prediction=predict(config, policy, engine),
         gpu_tok_s=policy.profile.gpu_tok_s(engine.spec.num_layers),
-        plan=policy.as_record(),
+        plan={**planned_alike(config.planning, "the profiler of MoE-Lens §6.3 decides"), **policy.as_record()},
     )

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Literal
 
 from harness.config import config, require
-from harness.engine.strategy import require_packet_mb
+from harness.engine.strategy import Planning, require_packet_mb
 
 
 @config
 class Config:
+    planning: Planning = "best"  # the same either way: the profiler of §6.3 is its planner
     overlap_prefill_decode: bool = True  # §5.4; false: static batches, phases apart
     pipeline: Literal["vslpipe", "sequential"] = "vslpipe"  # §6.4; sequential: no alpha/beta split
     attention: Literal["cpu", "gpu"] = "cpu"  # §6.6; gpu: KV comes over the link to the gpu lane

@@ -16,11 +16,8 @@ def build(config: Config, engine: Engine) -> Strategy:
     """Build CGOPipe where the CPU attends. A policy with attention on the GPU falls back to FlexGen's schedule, in
     pages."""
     planned = complete_policy(
-        config.policy,
+        config,
         engine,
-        packet_mb=config.packet_mb,
-        padded=config.padding,
-        extended=config.extended_model,
         min_micro_batches=2,
         overlap="all" if config.paging else "weights apart",
     )
@@ -28,7 +25,7 @@ def build(config: Config, engine: Engine) -> Strategy:
         engine,
         planned,
         gpu_attention if planned.policy.gpu_attention else cgopipe,
+        config,
         paging=config.paging,
-        packet_mb=config.packet_mb,
         min_micro_batches=2,
     )

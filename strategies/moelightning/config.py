@@ -6,6 +6,8 @@ from typing import ClassVar
 
 from harness.config import config
 from strategies.offloading.config import OffloadingConfig
+from strategies.offloading.published.as_built import AsBuilt
+from strategies.offloading.published.moelightning import AS_BUILT
 
 
 @config
@@ -14,5 +16,7 @@ class Config(OffloadingConfig):
 
     parallelism: ClassVar[str] = "tensor"  # §4.3
 
+    published: ClassVar[AsBuilt | None] = AS_BUILT
+
     paging: bool = True  # §4.1; false: a layer's weights as one block
-    staging: bool = True
+    staging: bool | None = True

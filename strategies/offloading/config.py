@@ -4,25 +4,54 @@ from __future__ import annotations
 
 from dataclasses import field
 from functools import partial
+from typing import ClassVar
 
 from harness.config import config, require
-from harness.engine.strategy import require_packet_mb
+from harness.engine.strategy import Planning, require_packet_mb
 from harness.memory.placed import ModelParts
 from harness.memory.tiers import PAGEABLE, PINNED
 from harness.memory.weights import layer_slots
 from strategies.offloading.planning.policy import GivenPolicy
+from strategies.offloading.published.as_built import AsBuilt
 
 
 @config
 class OffloadingConfig:
-    staging: bool = False  # true: pageable -> pinned -> device; false: the whole model lies in pinned memory
-    padding: bool = False  # true: prompts are padded to the longest of their batch
+    """The settings of all of them. What is null is chosen by `planning`: as published, or false in `best`."""
+
+    published: ClassVar[AsBuilt | None] = None  # the system as published; None: no planner of its own is
+
+    planning: Planning = "best"
+    staging: bool | None = None  # true: pageable -> pinned -> device; false: the whole model lies in pinned memory
+    padding: bool | None = None  # true: prompts are padded to the longest of their batch
     packet_mb: float = 1.0
     extended_model: bool = True  # false: Eq. 12-14 as printed, without the cost of ops and host memory
     policy: GivenPolicy = field(default_factory=partial(GivenPolicy, gpu_ffn=True))  # Table 1; null: searched
 
     def __post_init__(self) -> None:
         require_packet_mb(self.packet_mb)
+        told = "must be best: no planner of its own was published with this system"
+        require(self.planning == "best" or self.published is not None, "planning", told)
+
+    @property
+    def as_built(self) -> AsBuilt | None:
+        """The published system where `planning` asks for it."""
+        return self.published if self.planning == "as_built" else None
+
+    @property
+    def is_staged(self) -> bool:
+        default = self.as_built is not None and self.as_built.staging
+        return default if self.staging is None else self.staging
+
+    @property
+    def is_padded(self) -> bool:
+        default = self.as_built is not None and self.as_built.padding
+        return default if self.padding is None else self.padding
+
+    @property
+    def pin_threads(self) -> int | None:
+        """The threads that stage weights in the published system; None: as many as the machine has for that."""
+        return self.as_built.pin_threads if self.as_built else None
 
     def least_weight_bytes(self, model: ModelParts) -> dict[str, int]:
         """Return the device memory that weights take, by name: two slots of pages for whole layers. Where decode has a
@@ -32,7 +61,7 @@ class OffloadingConfig:
 
     @property
     def weights_tier(self) -> str:
-        return PAGEABLE if self.staging else PINNED
+        return PAGEABLE if self.is_staged else PINNED
 
 
 @config

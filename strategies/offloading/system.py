@@ -13,44 +13,47 @@ from harness.engine.strategy import Strategy
 from harness.memory.kv_cache import Blocks
 from harness.memory.paged_weights import kept_share
 from strategies.offloading.batches_in_flight import TakingTurns, dealt_out
+from strategies.offloading.config import OffloadingConfig
 from strategies.offloading.pipeline import MicroBatchPipeline
 from strategies.offloading.planning.cost import Overlap
-from strategies.offloading.planning.planner import OffloadPlan, plan_policy
+from strategies.offloading.planning.planner import OffloadPlan, deployment_of, plan_policy
 from strategies.offloading.planning.policy import GivenPolicy
 from strategies.offloading.request_batching import BatchScheduler
 from strategies.offloading.steps import Schedule
 
 
 def complete_policy(
-    given: GivenPolicy,
+    config: OffloadingConfig,
     engine: Engine,
     *,
-    packet_mb: float,
-    padded: bool = False,
     gpu_attention: bool | None = None,
     min_micro_batches: int = 1,
     overlap: Overlap = "all",
-    extended: bool = True,
     stages: bool = False,
 ) -> OffloadPlan:
-    """Complete what is given with the best that the search finds, by the extended model or by the paper's.
+    """Complete what is given of a policy: by the published planner, or with the best that the search finds.
 
     `gpu_attention` tells whether the schedule attends on the GPU, null where there is a schedule for either. Raises
     ConfigError naming what these pipelines cannot run, or what does not fit.
     """
+    given = config.policy
     require_supported(given, num_gpus=len(engine.ranks), min_micro_batches=min_micro_batches)
+    if gpu_attention is not None:
+        given = replace(given, gpu_attention=gpu_attention)
+    if config.as_built is not None:
+        deployment = deployment_of(engine, padded=config.is_padded, num_stages=len(engine.ranks) if stages else 1)
+        given = config.as_built.complete(deployment, given)
+        require_supported(given, num_gpus=len(engine.ranks), min_micro_batches=min_micro_batches)
     if len(engine.ranks) > 1:
         given = replace(given, gpu_ffn=True, resident_kv=0.0)
-    given = replace(given, resident_weights=_whole_parts(given, engine))
-    chosen = gpu_attention if given.gpu_attention is None else given.gpu_attention
     return plan_policy(
         engine,
-        replace(given, gpu_attention=chosen),
-        packet_bytes=int(packet_mb * 1e6),
-        padded=padded,
+        replace(given, resident_weights=_whole_parts(given, engine)),
+        packet_bytes=int(config.packet_mb * 1e6),
+        padded=config.is_padded,
         min_micro_batches=min_micro_batches,
         overlap=overlap,
-        extended=extended,
+        extended=config.extended_model,
         stages=stages,
     )
 
@@ -83,9 +86,9 @@ def build_offloading(
     engine: Engine,
     planned: OffloadPlan,
     schedule: Schedule,
+    config: OffloadingConfig,
     *,
     paging: bool,
-    packet_mb: float,
     min_micro_batches: int = 1,
 ) -> Strategy:
     """Build the strategy that runs `schedule` by the plan.
@@ -102,7 +105,7 @@ def build_offloading(
         memory,
         num_pages=num_pages,
         resident_share=policy.resident_weights,
-        packet_bytes=int(packet_mb * 1e6),
+        packet_bytes=int(config.packet_mb * 1e6),
         gpu_ffn=policy.gpu_ffn,
         stages=num_blocks > 1,
     )
@@ -122,6 +125,9 @@ def build_offloading(
         )
 
     plan = {
+        "planning": config.planning,
+        **(config.as_built.as_record() if config.as_built else {}),
+        "weights_wait_in": "pageable memory" if config.is_staged else "pinned memory",
         **planned.as_record(),
         "pages_per_layer": num_pages,
         "page_mb": pipeline.page_bytes / 1e6,

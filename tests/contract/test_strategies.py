@@ -34,6 +34,7 @@ VARIANTS = {
     "ondemand": [{"max_pass_tokens": 64}],
     "moelightning": [
         {"paging": False},
+        {"planning": "as_built", "policy": {}},
         {"staging": False, "policy": {"micro_batch_size": 1}},
         {"policy": {"gpu_attention": True, "resident_weights": 0.4}},
         {"policy": {"batch_size": 3, "micro_batch_size": 2, "resident_weights": 0.8}, "packet_mb": 0.002},
@@ -51,6 +52,7 @@ VARIANTS = {
         {"policy": {"resident_kv": 1.0, "gpu_ffn": False}},
     ],
     "flexgen": [
+        {"planning": "as_built", "policy": {"micro_batch_size": 2}},
         {"staging": True, "policy": {"micro_batch_size": 1}},
         {"padding": True, "policy": {"resident_kv": 0.5}},
     ],

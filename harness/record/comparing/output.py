@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.record.comparing.folders import GROUPS, LeftOut
-from harness.record.comparing.rows import OLDEST, RATE, TIMES, Comparison
+from harness.record.comparing.rows import OLDEST, PLANNING, RATE, TIMES, Comparison
 from harness.record.files import plain
 from harness.record.terminal import number
 
@@ -190,6 +190,8 @@ def _shared_lines(comparison: Comparison) -> list[str]:
         for group in GROUPS[1:]
         if f"{group}.name" not in comparison.shown
     ]
+    if rows["planning"].nunique() == 1 and PLANNING not in comparison.shown:
+        same.append(f"planned {rows['planning'].dropna().iloc[0]}")
     lines = [", ".join(same)] if same else []
     return lines + [f"{name.split('_')[0]}: {rows[name].iloc[0]}" for name in _SOURCES if rows[name].nunique() == 1]
 
@@ -219,8 +221,16 @@ def _notes(comparison: Comparison) -> list[str]:
             f"{_UNLIKE} row {index} is {row['label']}, its baseline {row['ratio_to_label']}: not like with like"
             for index, row in unlike.iterrows()
         ]
+        notes += [
+            f"{_UNLIKE} row {index} is planned {row['planning']}, its baseline {row['ratio_to_planning']}: "
+            "not like with like"
+            for index, row in rows[_unlike_planning(rows)].iterrows()
+        ]
         if len(alone := rows[rows["ratio_to_row"].isna()]):
             notes.append(f"{_rows(alone.index)}: no baseline agrees in all else, so there is no ratio")
+    if rows["planning"].nunique() > 1:
+        told = [f"{_rows(of.index)} {value}" for value, of in rows.groupby("planning", sort=False)]
+        notes.append(f"planned: {', '.join(told)}; a speed-up is of rows planned alike")
     if any(f"{time}_p50" in rows for time in TIMES):
         notes.append("latencies: median / 99th percentile of requests, all of which arrive at time 0")
         if len(simulated := rows[rows["label"] == "simulated"]):
@@ -230,6 +240,13 @@ def _notes(comparison: Comparison) -> list[str]:
     for reason, of_reason in rows.groupby("disturbed", sort=False):
         notes.append(f"disturbed, {_rows(of_reason.index)}: {reason}; no time or rate there counts")
     return notes
+
+
+def _unlike_planning(rows: pd.DataFrame) -> pd.Series:
+    """Tell which rows are planned as built where their baseline is not, or the other way round."""
+    return (rows[["planning", "ratio_to_planning"]].notna().all(axis="columns")) & (
+        rows["planning"] != rows["ratio_to_planning"]
+    )
 
 
 def _rows(numbers: Sequence[int]) -> str:
@@ -254,7 +271,8 @@ def _with_spread(row: pd.Series, name: str, told: Callable[[float], str]) -> str
 def _ratio(row: pd.Series) -> str:
     if pd.isna(row["ratio"]):
         return "-"
-    unlike = "" if row["ratio_to_label"] == row["label"] else _UNLIKE
+    planned = {planning for planning in (row["planning"], row["ratio_to_planning"]) if pd.notna(planning)}
+    unlike = "" if row["ratio_to_label"] == row["label"] and len(planned) < 2 else _UNLIKE
     spread = "" if row["ratio_min"] == row["ratio_max"] else f" ({row['ratio_min']:.2f}-{row['ratio_max']:.2f})"
     return f"{row['ratio']:.2f}x{unlike}{spread}"
 

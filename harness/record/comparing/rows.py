@@ -15,6 +15,7 @@ from harness.record.comparing.settings import Defaults, differing, of_configurat
 RATE = "throughput_tok_s"
 TIMES = ("ttft_s", "tpot_s", "e2e_s")
 OLDEST = "row 1, the oldest"  # the baseline where none is asked for
+PLANNING = "strategy.planning"  # of systems with a planner of their own; None of others, which are the same either way
 _NUMBERS = (RATE, "predicted_tok_s", "prediction_accuracy")  # None where there are none
 
 
@@ -49,8 +50,11 @@ def compared(runs: Sequence[Finished], default_of: Defaults) -> Comparison:
     alike = pd.concat([settings[differing(settings)], measured[["label", "weights_source"]]], axis="columns")
     row = alike.groupby(list(alike), dropna=False, sort=False).ngroup() + 1
     settings = settings.groupby(row).head(1).set_axis(range(1, row.max() + 1))
+    planning = settings[PLANNING] if PLANNING in settings else pd.Series(None, index=settings.index, dtype=object)
     return Comparison(
-        settings=settings, measured=_over_repeats(measured, row), shown=worth_showing(settings, default_of)
+        settings=settings,
+        measured=_over_repeats(measured, row).assign(planning=planning),
+        shown=worth_showing(settings, default_of),
     )
 
 
@@ -59,8 +63,8 @@ def with_ratios(comparison: Comparison, asked: str | None) -> Comparison:
     row.
 
     A row's extremes are those of its worst repeat to its baseline's best, and the other way round. Where `asked` are
-    settings, a row's baseline has them and agrees with the row in all others but the strategy's own; some rows may have
-    none. Raises ConfigError.
+    settings, a row's baseline has them and agrees with the row in all others but the strategy's own; whether both are
+    planned as built counts, though. Some rows may have none. Raises ConfigError.
     """
     rows = comparison.measured
     if len(rows) == 1 and asked is None:
@@ -78,6 +82,7 @@ def with_ratios(comparison: Comparison, asked: str | None) -> Comparison:
         for suffix, other in (("", ""), ("_min", "_max"), ("_max", "_min"))
     }
     found |= {"ratio_to_row": base_of.astype("Int64"), "ratio_to_label": base["label"]}
+    found["ratio_to_planning"] = base["planning"]
     return replace(comparison, measured=rows.assign(**found), baseline=told)
 
 
@@ -162,13 +167,25 @@ def _rows_with(asked: str, comparison: Comparison) -> pd.Series:
         has &= values == value
         wanted.append(name)
     others = [n for n in differing(settings) if n not in wanted and not n.startswith("strategy.")]
-    same = settings.groupby(others, dropna=False, sort=False).ngroup() if others else pd.Series(0, index=has.index)
+    agreeing = settings[others]
+    if PLANNING not in wanted:
+        agreeing = agreeing.assign(planning=_like(comparison.measured["planning"], has))
+    same = agreeing.groupby(list(agreeing), dropna=False, sort=False).ngroup() if list(agreeing) else has * 0
     bases = same[has]
     twice = bases[bases.duplicated(keep=False)]
     if len(bases) == 0 or len(twice):
         told = f"rows {', '.join(map(str, twice.index))} all have it; add a setting" if len(twice) else "no row has it"
         raise ConfigError("--baseline", f"must name one row for each, got '{asked}'; {told}")
     return same.map(pd.Series(bases.index, index=bases))
+
+
+def _like(planning: pd.Series, is_base: pd.Series) -> pd.Series:
+    """Return what a row's baseline has to be planned like; the same for all rows where no baseline has a planner of its
+    own. A row without one is like those that are planned best, or like all there are."""
+    of_bases = set(planning[is_base].dropna())
+    if not of_bases:
+        return pd.Series("", index=planning.index)
+    return planning.fillna("best" if "best" in of_bases else of_bases.pop())
 
 
 def _comparable(column: pd.Series) -> pd.Series:

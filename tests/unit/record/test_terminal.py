@@ -47,6 +47,20 @@ def test_the_table_says_what_matters(summary):
     assert text.index("h2d weights") < text.index("gpu experts") < text.index("cpu decode_attention")
 
 
+@pytest.mark.parametrize(
+    ("plan", "line"),
+    [
+        ({"planning": "as_built"}, "as built: by the published planner"),
+        ({"planning": "best"}, "best: by the search here"),
+        ({"planning": "as_built", "as_built_is_best": "its profiler decides"}, "as built and best alike: its profiler"),
+        ({}, None),
+    ],
+)
+def test_the_summary_says_who_planned(plan, line, summary):
+    text = " ".join(rendered({**summary, "plan": plan}, width=200).split())
+    assert (f"planned {line}" in text) if line else ("planned" not in text)
+
+
 def test_active_experts_are_told_by_where_they_ran(summary):
     counted = {"resident": 371, "prefetched": 12, "cached": 0, "on_demand": 1120, "cpu": 226, "active": 1729}
     guesses = {"hit_rate": 383 / 1729, "issued": 40, "withdrawn": 3, "wasted": 25, "wasted_bytes": 78_600_000}

@@ -1,0 +1,1 @@
+"""Hold the planners that were published with systems, restated from their artifacts, with what else they fix."""

@@ -1,0 +1,188 @@
+"""Published planners, restated: they give the published policies, keep to their own memory, and are what runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from harness.config import ConfigError
+from harness.plan.planning import draft_plan
+from paper_figures.moelens import table1
+from paper_figures.moelightning.published import GENERATED, POLICIES
+from paper_figures.support import composed, model_spec
+from strategies.common.workload_shape import WorkloadShape
+from strategies.offloading.planning.memory import Deployment, Storage, WeightSizes
+from strategies.offloading.planning.policy import GivenPolicy
+from strategies.offloading.published import flexgen, moelightning
+
+GIB = 2**30
+SPEC = model_spec("mixtral-8x7b")
+DEVICE_GIB = {"S1": 15, "S2": 24}  # as the artifact takes a T4 and an L4
+
+
+def deployment(prompt: float, new: int, device_gib: float, host_gib: float, **storage) -> Deployment:
+    shape = WorkloadShape.of_lengths(prompt, new, longest_prompt=418, num_requests=20_000)
+    return Deployment(
+        spec=SPEC, sizes=WeightSizes.of_spec(SPEC), shape=shape, storage=Storage(**storage),
+        capacities_bytes={"device": int(device_gib * GIB), "ram": int(host_gib * GIB)},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", ["S1", "S2"])
+def test_moelightnings_planner_gives_its_published_padded_policies(setting):
+    """With the memory that a cloud machine of 192 GB shows, all eight to the sequence."""
+    plans = [moelightning.published_plan(deployment(418, g, DEVICE_GIB[setting], 187)) for g in GENERATED]
+    wanted = [(sizes.micro_batch_size, sizes.batch_size) for sizes in POLICIES[setting]["MoE-Lightning(p)"]]
+    assert [(plan.micro_batch_size, plan.batch_size) for plan in plans] == wanted
+
+
+@pytest.mark.parametrize("setting", ["S1", "S2"])
+def test_moelightnings_planner_comes_near_its_published_unpadded_batches(setting):
+    for g, sizes in zip(GENERATED, POLICIES[setting]["MoE-Lightning"], strict=True):
+        plan = moelightning.published_plan(deployment(77, g, DEVICE_GIB[setting], 187))
+        assert plan.batch_size == pytest.approx(sizes.batch_size, rel=0.1)
+
+
+@pytest.mark.parametrize("setting", ["S1", "S2"])
+def test_flexgens_cost_model_comes_near_its_published_policies(setting):
+    """N within 10 %; on the L4 its micro-batches and resident weights too. On the T4 it published smaller ones."""
+    plans = [flexgen.published_plan(deployment(418, g, DEVICE_GIB[setting], 200)) for g in GENERATED]
+    for plan, sizes in zip(plans, POLICIES[setting]["FlexGen"], strict=True):
+        assert plan.batch_size == pytest.approx(sizes.batch_size, rel=0.1)
+    if setting == "S2":
+        assert [plan.micro_batch_size for plan in plans[:3]] == [64, 64, 64]
+        assert all(plan.resident == pytest.approx(0.12, abs=0.005) for plan in plans)
+
+
+@pytest.mark.parametrize(("prompt", "generated", "share"), table1.PUBLISHED)
+def test_moelightnings_planner_gives_moelens_table_1(prompt, generated, share):
+    """Within half a point of what MoE-Lens publishes, with nothing fitted but which model and memory it is."""
+    plan = moelightning.published_plan(table1.deployment(prompt, generated))
+    assert plan.host_bytes / (table1.HOST_GIB * GIB) == pytest.approx(share, abs=0.006)
+    assert plan.batch_size % plan.micro_batch_size == 0 and 0 <= plan.resident <= 1
+
+
+@pytest.mark.parametrize("planner", [moelightning, flexgen])
+def test_planners_keep_to_their_shares_of_memory(planner):
+    """Less memory in the planner's share is less in the plan; none of it looks at the rest."""
+    for device, host in ((15, 192), (24, 192), (15, 400)):
+        assert planner.published_plan(deployment(77, 64, device, host)).host_bytes <= 0.8 * host * GIB
+    batches = [planner.published_plan(deployment(418, 128, 24, host)).batch_size for host in (140, 160, 190)]
+    assert all(less < more for less, more in pairwise(batches))
+    residents = [planner.published_plan(deployment(418, 128, device, 190)).resident for device in (15, 24, 48)]
+    assert all(less < more for less, more in pairwise(residents))
+    with pytest.raises(ConfigError, match=r"strategy.planning: as_built: .* finds no policy in .* of the device"):
+        planner.published_plan(deployment(418, 128, 6, 190))
+
+
+def test_the_given_cache_and_the_given_sizes_count():
+    free = moelightning.published_plan(deployment(77, 64, 15, 192))
+    kept = moelightning.published_plan(deployment(77, 64, 15, 192, kv_cache_bytes=int(20e9)))
+    assert kept.batch_size < free.batch_size
+    given = GivenPolicy(batch_size=504, micro_batch_size=36)
+    for planner in (moelightning, flexgen):
+        done = planner.complete(deployment(418, 128, 15, 192), given)
+        assert (done.batch_size, done.micro_batch_size, done.gpu_ffn, done.resident_kv) == (504, 36, True, 0.0)
+        free = planner.complete(deployment(418, 128, 15, 192), GivenPolicy(micro_batch_size=20))
+        assert free.micro_batch_size == 20 and free.batch_size % 20 == 0 and free.batch_size != 504
+        assert planner.complete(deployment(418, 128, 8, 192), given).resident_weights == 0.0
+
+
+def test_flexgens_cost_model_knows_one_gpu():
+    with pytest.raises(ConfigError, match=r"strategy.planning: must be best with several GPUs"):
+        flexgen.published_plan(replace(deployment(418, 128, 15, 192), num_gpus=2))
+
+
+S1 = (
+    *("model=mixtral-8x7b", "hardware=t4", "dataset=mtbench_lightning", "dataset.synthetic=lengths", "kv_cache_gb=80"),
+    *("strategy.packet_mb=100", "dataset.num_requests=3000", "dataset.max_new_tokens=128"),
+)
+
+
+@pytest.fixture(scope="module")
+def plans():
+    """Plans of the same machine and workload, as built and best."""
+    return {
+        (strategy, planning): draft_plan(
+            composed(f"strategy={strategy}", *S1, *([f"strategy.planning={planning}"] if planning else []))
+        )
+        for strategy in ("moelightning", "flexgen")
+        for planning in ("as_built", "best", None)
+    }
+
+
+@pytest.mark.parametrize("strategy", ["moelightning", "flexgen"])
+def test_as_built_is_not_best_and_best_is_the_default(plans, strategy):
+    as_built, best, default = (plans[strategy, planning] for planning in ("as_built", "best", None))
+    assert as_built.strategy.plan["planning"] == "as_built"
+    assert best.strategy.plan == default.strategy.plan and best.strategy.plan["planning"] == "best"
+    sizes = ("batch_size", "micro_batch_size")
+    assert [as_built.strategy.plan[name] for name in sizes] != [best.strategy.plan[name] for name in sizes]
+    assert as_built.strategy.prediction.throughput_tok_s < 0.7 * best.strategy.prediction.throughput_tok_s
+
+
+def test_the_plan_is_the_published_planners_and_names_its_sources(plans):
+    plan = plans["moelightning", "as_built"].strategy.plan
+    theirs = moelightning.published_plan(
+        replace(deployment(77, 128, 16e9 / GIB, 192e9 / GIB, kv_cache_bytes=int(80e9)), shape=_shape(plans))
+    )
+    assert (plan["batch_size"], plan["micro_batch_size"]) == (theirs.batch_size, theirs.micro_batch_size)
+    for strategy in ("moelightning", "flexgen"):
+        told = plans[strategy, "as_built"].strategy.plan
+        assert all(told[name] for name in ("planner", "memory_model", "staging_as_built", "as_in_best"))
+        assert not {"planner", "as_in_best"} & set(plans[strategy, "best"].strategy.plan)
+
+
+def _shape(plans) -> WorkloadShape:
+    on = plans["moelightning", "best"].engine
+    return WorkloadShape.of_sequences(on.sequences, block_tokens=on.kv.allocator.block_size)
+
+
+def test_defaults_are_those_of_the_published_system(plans):
+    """FlexGen as built pads, and keeps its weights in pageable memory; one thread stages them, not all of them."""
+    waits = {key: plan.strategy.plan["weights_wait_in"] for key, plan in plans.items()}
+    assert waits["flexgen", "as_built"] == waits["moelightning", "as_built"] == "pageable memory"
+    assert waits["flexgen", "best"] == "pinned memory"
+    for strategy in ("moelightning", "flexgen"):
+        as_built, best = plans[strategy, "as_built"], plans[strategy, "best"]
+        thread = as_built.settings.hardware.pin_thread_gb_s
+        assert as_built.strategy.plan["rates"]["pin_bytes_s"] == pytest.approx(thread * 1e9, rel=0.01)
+        assert as_built.settings.hardware.staging_gb_s == thread < best.settings.hardware.staging_gb_s
+    for strategy, padded in (("flexgen", True), ("moelightning", False)):
+        plan = plans[strategy, "as_built"]
+        longest = max(sequence.prompt_len for sequence in plan.engine.sequences)
+        tokens = plan.strategy.plan["micro_batch_size"] * longest
+        assert (plan.strategy.plan["prefill_micro_batch_tokens"] == tokens) is padded
+
+
+def test_a_setting_wins_over_what_the_published_system_has():
+    plan = draft_plan(
+        composed(
+            "strategy=flexgen", *S1, "strategy.planning=as_built", "strategy.staging=false", "hardware.pin_threads=2"
+        )
+    )
+    assert plan.strategy.plan["weights_wait_in"] == "pinned memory"
+    assert plan.settings.hardware.staging_gb_s == 2 * plan.settings.hardware.pin_thread_gb_s
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [("fastdecode", r"strategy.planning: must be best: no planner of its own"), ("ondemand", "planning: unknown key")],
+)
+def test_a_system_without_a_planner_of_its_own_refuses(strategy, message):
+    values = composed(f"strategy={strategy}", "model=mixtral-8x7b", "hardware=t4")
+    values["strategy"]["planning"] = "as_built"
+    with pytest.raises(ConfigError, match=message):
+        draft_plan(values)
+
+
+def test_moelens_is_the_same_either_way_and_says_so():
+    values = ("strategy=moelens", "model=mixtral-8x7b", "hardware=a40", "dataset.num_requests=50", "kv_cache_gb=10")
+    plans = [
+        draft_plan(composed(*values, f"strategy.planning={planning}")).strategy.plan
+        for planning in ("as_built", "best")
+    ]
+    assert [plan.pop("planning") for plan in plans] == ["as_built", "best"]
+    assert plans[0] == plans[1] and "profiler" in plans[0]["as_built_is_best"]
