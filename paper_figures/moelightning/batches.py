@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from harness.engine.strategy import Prediction
+from harness.engine.strategy import Planning, Prediction
+from harness.record.provenance import code_version
 from harness.record.summary import accuracy
 from paper_figures.passes import Batch, first_batch, planned
 
@@ -23,7 +24,8 @@ _BLOCK_TOKENS, _KV_BYTES_PER_TOKEN = 16, 2**17  # kv_block_tokens of conf/config
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A system with a policy on a setting. Sizes are null where the system's own search finds the policy."""
+    """A system with a policy on a setting. Sizes are null where `planning` finds the policy. `policy_source` says where
+    given sizes come from; DeepSpeed has no planner of its own, so that both ways of planning are the same."""
 
     system: str
     strategy: str
@@ -34,7 +36,8 @@ class Case:
     padded: bool = True
     batch_size: int | None = None
     micro_batch_size: int | None = None
-    policy_source: str = "searched"
+    policy_source: str = "planned"
+    planning: Planning = "best"
     extended_model: bool = False  # Eq. 12-14 as printed
     more: tuple[str, ...] = ()  # overrides
     max_steps: int | None = None  # decode steps that are simulated; null: all
@@ -55,6 +58,7 @@ class Case:
         policy = [f"{field}.{name}={value}" for name, value in given.items() if value is not None]
         if self.strategy != "deepspeed_zero":  # the paper's policies have neither experts on the CPU nor KV on the GPU
             policy += [f"{field}.gpu_ffn=true", f"{field}.resident_kv=0"]
+            policy += [f"strategy.planning={self.planning}"]
             policy += [f"strategy.extended_model={str(self.extended_model).lower()}"]
         longest = LONGEST_PROMPT[self.dataset]
         padded = (f"dataset.lengths.mean={longest}", "dataset.lengths.shape=constant") if self.padded else ()
@@ -82,6 +86,8 @@ def row(case: Case) -> dict[str, Any]:
         "g": case.g,
         "padded": case.padded,
         "policy_source": case.policy_source,
+        "planning": policy.get("planning"),
+        "code": code_version(),
         "N": policy["batch_size"],
         "mu": policy.get("micro_batch_size", policy["batch_size"]),
         "r_w": policy.get("resident_weights", 0.0),

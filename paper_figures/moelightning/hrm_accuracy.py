@@ -52,7 +52,7 @@ def compared(row: dict[str, Any]) -> dict[str, Any]:
     simulated, predicted = row["simulated"], row["predicted"]
     steps_s = [side["step_s"] * (row["g"] - 1) for side in (simulated, predicted)]
     total_s = simulated["prefill_s"] + steps_s[0]
-    kept = ("system", "setting", "dataset", "g", "padded", "policy_source", "mu", "N")
+    kept = ("system", "setting", "dataset", "g", "padded", "policy_source", "planning", "mu", "N")
     return {
         **{name: row[name] for name in kept},
         "sequences": simulated["sequences"],

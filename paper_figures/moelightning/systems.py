@@ -1,6 +1,8 @@
 """Simulate MoE-Lightning Fig. 7, S1 and S2: every system over generation lengths, next to what is published.
 
-Each system runs with the policy that its own search finds on our memory model, and, where one is published, with that.
+Each system runs best, with the policy that the search here finds on our memory model, and as built, where its policies
+are published: with these, its own staging and defaults. A speed-up is of two systems of the same kind; DeepSpeed, which
+has no planner, is the same either way.
 One that is padded has prompts of the longest prompt's length. Of decode the first steps are simulated; the rest is
 their linear continuation (`paper_figures.passes.Batch`), as only the context grows.
 """
@@ -11,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from harness.engine.strategy import Planning
 from paper_figures.moelightning.batches import Case, row
 from paper_figures.moelightning.published import FIG7_TOK_S, GENERATED, POLICIES, Sizes
 from paper_figures.support import markdown_table, new_figure
@@ -45,14 +48,15 @@ def cases(settings: Sequence[str] = tuple(HARDWARE), generated: Sequence[int] = 
                 )  # fmt: skip
                 yield case
                 if system in POLICIES[setting]:
-                    yield with_sizes(case, POLICIES[setting][system][GENERATED.index(g)])
+                    yield with_sizes(case, POLICIES[setting][system][GENERATED.index(g)], "as_built")
 
 
-def with_sizes(case: Case, sizes: Sizes) -> Case:
-    """Return the case with a published policy."""
+def with_sizes(case: Case, sizes: Sizes, planning: Planning = "best") -> Case:
+    """Return the case with a published policy; what the policy leaves open is planned so."""
     return replace(
-        case, batch_size=sizes.batch_size, micro_batch_size=sizes.micro_batch_size, policy_source="published"
-    )
+        case, batch_size=sizes.batch_size, micro_batch_size=sizes.micro_batch_size, policy_source="published",
+        planning=planning,
+    )  # fmt: skip
 
 
 def published_tok_s(row: dict[str, Any]) -> float | None:
@@ -66,37 +70,36 @@ def compute(chosen: Sequence[Case] | None = None) -> dict[str, Any]:
         made = row(case)
         rows.append({**made, "published_tok_s": published_tok_s(made)})
         print(
-            f"{case.setting}, g {case.g}, {case.system}, {case.policy_source}: {made['simulated']['tok_s']:.4g} tok/s",
+            f"{case.setting}, g {case.g}, {case.system}, {case.planning}: {made['simulated']['tok_s']:.4g} tok/s",
             flush=True,
         )
     return {"label": "simulated", "rows": rows, "ratios": ratios(rows)}
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Divide MoE-Lightning by each baseline where both are known: published, with published policies, with searched
-    ones."""
+    """Divide MoE-Lightning by each baseline: as published, and as simulated with both as built or both best."""
     found = []
-    by_key = {(r["setting"], r["g"], r["system"], r["policy_source"]): r for r in rows}
+    by_key = {(r["setting"], r["g"], r["system"], r["planning"]): r for r in rows}
     for setting, g in dict.fromkeys((r["setting"], r["g"]) for r in rows):
         for ours in ("MoE-Lightning", "MoE-Lightning(p)"):
             for baseline in _BASELINES:
                 values = {}
-                for source in ("published", "searched"):
-                    pair = [_with_source(by_key, setting, g, system, source) for system in (ours, baseline)]
+                for planning in ("as_built", "best"):
+                    pair = [_planned(by_key, setting, g, system, planning) for system in (ours, baseline)]
                     if None not in pair:
-                        values[source] = pair[0]["simulated"]["tok_s"] / pair[1]["simulated"]["tok_s"]
+                        values[planning] = pair[0]["simulated"]["tok_s"] / pair[1]["simulated"]["tok_s"]
                 at = GENERATED.index(g)
                 found.append({
                     "setting": setting, "g": g, "over": baseline, "system": ours,
                     "published": FIG7_TOK_S[setting][ours][at] / FIG7_TOK_S[setting][baseline][at],
-                    "published_policies": values.get("published"), "searched_policies": values.get("searched"),
+                    "as_built": values.get("as_built"), "best": values.get("best"),
                 })  # fmt: skip
     return found
 
 
-def _with_source(by_key: dict[Any, Any], setting: str, g: int, system: str, source: str) -> Any:
-    """Return the system's row; a system whose policy nobody publishes is represented by its searched one."""
-    return by_key.get((setting, g, system, source)) or by_key.get((setting, g, system, "searched"))
+def _planned(by_key: dict[Any, Any], setting: str, g: int, system: str, planning: str) -> Any:
+    """Return the system's row that is planned so, or its only one where it has no planner of its own."""
+    return by_key.get((setting, g, system, planning)) or by_key.get((setting, g, system, None))
 
 
 def tables(data: dict[str, Any]) -> str:
@@ -104,7 +107,7 @@ def tables(data: dict[str, Any]) -> str:
         "setting": lambda r: r["setting"],
         "g": lambda r: str(r["g"]),
         "system": lambda r: r["system"],
-        "policy": lambda r: r["policy_source"],
+        "planned": lambda r: _told(r["planning"]),
         "μ": lambda r: str(r["mu"]),
         "N": lambda r: f"{r['N']:,}",
         "published tok/s": lambda r: _number(r["published_tok_s"]),
@@ -124,13 +127,17 @@ def tables(data: dict[str, Any]) -> str:
         "system": lambda r: r["system"],
         "over": lambda r: r["over"],
         "published": lambda r: _number(r["published"]),
-        "simulated, published policies": lambda r: _number(r["published_policies"]),
-        "simulated, searched policies": lambda r: _number(r["searched_policies"]),
+        "simulated, both as built": lambda r: _number(r["as_built"]),
+        "simulated, both best": lambda r: _number(r["best"]),
     }
     return (
         f"# Systems on S1 and S2 (simulated)\n\n{markdown_table(rows, data['rows'])}\n"
         f"## Speed-ups\n\n{markdown_table(speed_ups, data['ratios'])}"
     )
+
+
+def _told(planning: str | None) -> str:
+    return "either way" if planning is None else planning.replace("_", " ")
 
 
 def _number(value: float | None) -> str:
@@ -143,9 +150,9 @@ def draw(data: dict[str, Any]) -> Figure:
     figure = new_figure(10.0, 3.2 * len(settings))
     blocks = figure.subplots(len(settings), 1, squeeze=False)[:, 0]
     kinds = {
-        "published": ("#bab0ac", lambda r: r["published_tok_s"] if r["policy_source"] == "searched" else None),
-        "simulated, published policy": ("#86bcec", lambda r: _of_source(r, "published")),
-        "simulated, searched policy": ("#1f4e8c", lambda r: _of_source(r, "searched")),
+        "published": ("#bab0ac", lambda r: r["published_tok_s"] if r["planning"] != "as_built" else None),
+        "simulated, as built": ("#86bcec", lambda r: _planned_so(r, "as_built")),
+        "simulated, best": ("#1f4e8c", lambda r: _planned_so(r, "best", None)),
     }
     for axes, setting in zip(blocks, settings, strict=True):
         rows = [r for r in data["rows"] if r["setting"] == setting]
@@ -163,5 +170,5 @@ def draw(data: dict[str, Any]) -> Figure:
     return figure
 
 
-def _of_source(row: dict[str, Any], source: str) -> float | None:
-    return row["simulated"]["tok_s"] if row["policy_source"] == source else None
+def _planned_so(row: dict[str, Any], *plannings: str | None) -> float | None:
+    return row["simulated"]["tok_s"] if row["planning"] in plannings else None

@@ -96,14 +96,21 @@ def test_reports_are_made_of_rows(rows, monkeypatch):
     for module in (systems, table4, table5, hrm_accuracy):
         monkeypatch.setattr(module, "row", lambda case: {
             **made[case.system], "setting": case.setting, "g": case.g, "dataset": case.dataset,
-            "policy_source": case.policy_source,
+            "policy_source": case.policy_source, "planning": None if "Zero" in case.system else case.planning,
+            "simulated": made[case.system]["simulated"]
+            | ({"tok_s": 1.0} if (case.system, case.planning) == ("FlexGen", "as_built") else {}),
         })  # fmt: skip
     compared = systems.compute(list(systems.cases(["S1"], [128])))
-    assert [r["policy_source"] for r in compared["rows"] if r["system"] == "FlexGen"] == ["searched", "published"]
+    assert [r["planning"] for r in compared["rows"] if r["system"] == "FlexGen"] == ["best", "as_built"]
     ours = next(r for r in compared["ratios"] if r["system"] == "MoE-Lightning(p)" and r["over"] == "FlexGen")
     assert ours["published"] == pytest.approx(30.1 / 9.5)
     expected = made["MoE-Lightning(p)"]["simulated"]["tok_s"] / made["FlexGen"]["simulated"]["tok_s"]
-    assert ours["published_policies"] == ours["searched_policies"] == pytest.approx(expected)
+    assert ours["best"] == pytest.approx(expected), "both best"
+    assert ours["as_built"] == pytest.approx(made["MoE-Lightning(p)"]["simulated"]["tok_s"]), "both as built"
+    unpadded = next(r for r in compared["ratios"] if r["system"] == "MoE-Lightning" and r["over"] == "FlexGen")
+    assert unpadded["as_built"] == pytest.approx(made["MoE-Lightning"]["simulated"]["tok_s"]), "not its searched policy"
+    alone = systems.ratios([r for r in compared["rows"] if (r["system"], r["planning"]) != ("FlexGen", "as_built")])
+    assert all(r["as_built"] is None for r in alone if r["over"] == "FlexGen"), "a best row stands for nothing else"
     assert systems.tables(compared).count("\n| S1 |") == len(compared["rows"]) + len(compared["ratios"])
     assert table4.tables(table4.compute()).count("| summarization |") == 8
     assert "9.72 s for tokens 32-64" in table5.tables(table5.compute())
