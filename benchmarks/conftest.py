@@ -87,7 +87,17 @@ def machine_facts() -> dict[str, Any]:
     from harness.record.provenance import environment
     from kernels import isa
 
-    return {"isa": isa(), "compiler": compiled.compiler_version(), **environment(("torch", "numpy"))}
+    facts = {"isa": isa(), "compiler": compiled.compiler_version(), **environment(("torch", "numpy"))}
+    return {**facts, "processor_model": processor_model(Path("/proc/cpuinfo"))}
+
+
+def processor_model(cpuinfo: Path) -> str | None:
+    """Return family, model and stepping as in "25.17.1": clouds give many generations one name. None where Linux does
+    not tell."""
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    entries = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}
+    numbers = [entries.get(name) for name in ("cpu family", "model", "stepping")]
+    return ".".join(number or "?" for number in numbers) if any(numbers) else None
 
 
 @pytest.fixture

@@ -63,9 +63,11 @@ def measure(part: str, arguments: list[str]) -> dict[str, Any] | None:
 
 
 def folder_of(machine: dict[str, Any]) -> str:
-    """Name the results' folder by the processor's name and the code path, in letters that any file system takes."""
+    """Name the results' folder by the processor's name, its model where that is known, and the code path, in letters
+    that any file system takes."""
     name = machine["processor"].replace("(R)", "").replace("(TM)", "")
-    return "-".join(re.findall("[a-z0-9]+", f"{name} {machine['isa']}".lower()))
+    model = machine.get("processor_model") or ""
+    return "-".join(re.findall(r"[a-z0-9.?]+", f"{name} {model} {machine['isa']}".lower())).replace("?", "x")
 
 
 def page_texts(folder: Path) -> dict[str, str]:

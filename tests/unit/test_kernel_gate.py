@@ -7,16 +7,17 @@ import json
 import pytest
 
 from benchmarks import gate
+from benchmarks.conftest import processor_model
 
-MACHINE = {"processor": "Some Processor(R)", "isa": "avx2"}
+MACHINE = {"processor": "Some Processor(R)", "processor_model": "6.143.8", "isa": "avx2"}
 REFERENCE = {("test_a", "copy ceiling"): 0.8, ("test_a", "torch"): 2.0, ("test_gone", "torch"): 1.0}
 
 
-def rows_of(ratios):
+def rows_of(ratios, **entries):
     tests: dict[str, dict[str, float]] = {}
     for (test, contestant), value in ratios.items():
         tests.setdefault(test, {})[contestant] = value
-    return [{"test": test, "ratio": ratio} for test, ratio in tests.items()]
+    return [{"test": test, "ratio": ratio, **entries} for test, ratio in tests.items()]
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def measured(monkeypatch):
 
 @pytest.fixture
 def reference(tmp_path):
-    folder = tmp_path / "some-processor-avx2"
+    folder = tmp_path / "some-processor-6.143.8-avx2"
     folder.mkdir()
     (folder / "linear.json").write_text(json.dumps({"rows": rows_of(REFERENCE)}))
     return tmp_path
@@ -74,8 +75,37 @@ def test_an_unknown_processor_is_told_and_passes(measured, reference, monkeypatc
     monkeypatch.setattr(gate, "machine_facts", lambda: MACHINE | {"isa": "amx"})
     assert run(reference) == 0
     out = capsys.readouterr().out
-    assert out.startswith("SKIPPED: no reference for some-processor-amx (there are some-processor-avx2)")
+    assert out.startswith(
+        "SKIPPED: no reference for some-processor-6.143.8-amx (there are some-processor-6.143.8-avx2)"
+    )
     assert not measured[1]
+
+
+@pytest.mark.parametrize("model", ["6.143.7", None])
+def test_another_model_of_the_same_name_has_no_reference(measured, reference, monkeypatch, capsys, model):
+    monkeypatch.setattr(gate, "machine_facts", lambda: MACHINE | {"processor_model": model})
+    assert run(reference) == 0
+    assert capsys.readouterr().out.startswith("SKIPPED: no reference for some-processor") and not measured[1]
+
+
+@pytest.mark.parametrize(("kind", "now_gb_s", "code"), [("read", 30.1, 0), ("copy", 19.1, 0), ("read", 29.9, 1)])
+def test_a_row_under_another_ceiling_is_skipped_visibly(monkeypatch, reference, capsys, kind, now_gb_s, code):
+    key = f"{kind}_ceiling_gb_s"
+    slow = rows_of({("test_a", "torch"): 0.5}, **{key: now_gb_s})
+    monkeypatch.setattr(gate, "machine_facts", lambda: MACHINE)
+    monkeypatch.setattr(gate, "measure", lambda part, arguments: {"rows": slow})
+    file = reference / "some-processor-6.143.8-avx2" / "linear.json"
+    file.write_text(json.dumps({"rows": rows_of(REFERENCE, **{key: 24.0})}))
+    assert run(reference) == code
+    assert (f"SKIPPED: the ceiling is {now_gb_s} GB/s, the reference's 24.0" in capsys.readouterr().out) == (not code)
+
+
+def test_the_model_of_the_processor_is_read(tmp_path):
+    cpuinfo = tmp_path / "cpuinfo"
+    one = "cpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\nstepping\t: 1\n"
+    cpuinfo.write_text(one + "\n" + one.replace("17", "1"))
+    assert processor_model(cpuinfo) == "25.17.1"
+    assert processor_model(tmp_path / "missing") is None
 
 
 def test_a_part_without_a_reference_is_told(measured, reference, capsys):
