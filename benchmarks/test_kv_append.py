@@ -17,6 +17,7 @@ from benchmarks.support.decode_data import huge_array
 from benchmarks.support.paged_attention import as_bf16
 from benchmarks.support.rounds import Rounds
 from benchmarks.support.stopwatch import stopwatch
+from benchmarks.support.torch_threads import with_threads
 from kernels import kv_append, kv_gather
 
 NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 128, 16
@@ -43,8 +44,8 @@ class Append:
         self.v.copy_(-self.k)
         self.slots = make_slots(pattern, self.num_tokens)
 
-    def run(self) -> None:
-        kv_append(self.k, self.v, self.k_cache, self.v_cache, self.slots)
+    def run(self, num_threads: int = 1) -> None:
+        kv_append(self.k, self.v, self.k_cache, self.v_cache, self.slots, num_threads=num_threads)
 
     def by_torch(self) -> Callable[[], None]:
         blocks, offsets = self.slots // BLOCK_SIZE, self.slots % BLOCK_SIZE
@@ -57,10 +58,11 @@ class Append:
 
 
 @pytest.mark.parametrize("pattern", ["prefill", "decode"])
-def test_kv_append(benchmark: Any, report: Any, ceilings: Any, scale: Scale, pattern: str) -> None:
+def test_kv_append(benchmark: Any, report: Any, ceilings: Any, scale: Scale, pattern: str, num_threads: int) -> None:
     append = Append(scale.working_set_bytes, pattern)
-    torch_run = stopwatch(append.by_torch())
-    rounds = Rounds("ours", append.run, {"copy ceiling": ceilings.copy(1), "torch index_put": torch_run})
+    torch_run = with_threads(append.by_torch(), num_threads)
+    others = {"copy ceiling": ceilings.copy(num_threads), "torch index_put": torch_run}
+    rounds = Rounds("ours", lambda: append.run(num_threads), others, num_threads)
     rounds.measure(benchmark, scale.num_rounds)
     seconds = rounds.median_s("ours")
     copied_bytes = append.num_tokens * TOKEN_BYTES
@@ -68,7 +70,7 @@ def test_kv_append(benchmark: Any, report: Any, ceilings: Any, scale: Scale, pat
         rounds,
         kernel="kv_append",
         shape=pattern,
-        num_threads=1,
+        num_threads=num_threads,
         kv_bytes=copied_bytes,
         kv_tokens_s=append.num_tokens / seconds,
         gb_s=copied_bytes / seconds / 1e9,

@@ -6,12 +6,19 @@ from collections.abc import Sequence
 
 import torch
 
+from kernels import _options
 from kernels import _tensors as check
 from kernels._extension import native
 
 
 def kv_append(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    num_threads: int = 1,
 ) -> None:
     """Scatter new tokens into one layer's cache, converting dtypes (round to nearest even).
 
@@ -20,7 +27,8 @@ def kv_append(
     slots:            int32 or int64 [tokens], block * block_size + offset; of equal slots the last token wins
 
     The blocks of both caches may alternate in one tensor (pool[:, 0] and pool[:, 1]), but no block may overlap another.
-    Raises ValueError naming the argument; nothing is written if a slot is out of range.
+    `num_threads` is that of `decode_attention`; threads share the heads. Raises ValueError naming the argument; nothing
+    is written if a slot is out of range.
     """
     check.cpu("k", k, 3)
     check.cpu("v", v, 3)
@@ -37,6 +45,7 @@ def kv_append(
     check.dtype("v", v, k.dtype)
     check.dtype("v_cache", v_cache, k_cache.dtype)
     _check_slots(slots)
+    num_threads = _options.num_threads(num_threads)
     if num_tokens == 0:
         return
 
@@ -49,16 +58,16 @@ def kv_append(
     native().kv_append(
         k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slots.data_ptr(),
         slots.dtype is torch.int64, src_code, cache_code, num_tokens, num_blocks, num_kv_heads, head_dim, block_size,
-        k_stride, v_stride, k_block_stride, v_block_stride,
+        k_stride, v_stride, k_block_stride, v_block_stride, num_threads,
     )  # fmt: skip
 
 
-def latent_append(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+def latent_append(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, *, num_threads: int = 1) -> None:
     """Scatter the compressed rows of new tokens into one layer's cache for `latent_attention`, converting dtypes.
 
     latent: [tokens, dim]; may be strided in dim 0
     cache:  [num_blocks, block_size, dim]; may be strided in dim 0
-    slots:  as in `kv_append`
+    slots:  as in `kv_append`, as is `num_threads`: threads share a row's columns
     """
     check.cpu("latent", latent, 2)
     check.cpu("cache", cache, 3)
@@ -68,6 +77,7 @@ def latent_append(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
     check.shape("cache", cache, (num_blocks, block_size, dim))
     check.shape("slots", slots, (num_tokens,))
     _check_slots(slots)
+    num_threads = _options.num_threads(num_threads)
     if num_tokens == 0:
         return
     src_code, cache_code = check.float_code("latent", latent), check.float_code("cache", cache)
@@ -75,7 +85,7 @@ def latent_append(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
     check.disjoint("cache", check.spans(cache=cache, latent=latent, slots=slots))
     native().kv_append(
         latent.data_ptr(), 0, cache.data_ptr(), 0, slots.data_ptr(), slots.dtype is torch.int64, src_code, cache_code,
-        num_tokens, num_blocks, 1, dim, block_size, stride, stride, block_stride, block_stride,
+        num_tokens, num_blocks, 1, dim, block_size, stride, stride, block_stride, block_stride, num_threads,
     )  # fmt: skip
 
 

@@ -28,9 +28,12 @@ SPECIAL_VALUES += [2049.0, 2051.0, float("inf"), float("-inf"), float("nan"), 6.
     dst=st.sampled_from(list(DTYPES)),
     index_dtype=st.sampled_from([torch.int32, torch.int64]),
     padding=st.integers(0, 9),
+    num_threads=st.integers(1, 3),
     seed=st.integers(0, 1000),
 )
-def test_matches_torch(isa, num_tokens, num_kv_heads, head_dim, block_size, src, dst, index_dtype, padding, seed):
+def test_matches_torch(
+    isa, num_tokens, num_kv_heads, head_dim, block_size, src, dst, index_dtype, padding, num_threads, seed
+):
     generator = torch.Generator().manual_seed(seed)
     row = num_kv_heads * head_dim
     wide = [torch.randn((num_tokens, row + i * padding), generator=generator).to(DTYPES[src]) for i in (2, 1)]
@@ -40,9 +43,25 @@ def test_matches_torch(isa, num_tokens, num_kv_heads, head_dim, block_size, src,
     caches = [pool[:, :num_kv_heads] for pool in pools]  # keys and values with strides of their own
     expected = [cache.clone() for cache in caches]
     slots = torch.randperm(num_blocks * block_size, generator=generator)[:num_tokens].to(index_dtype)
-    kernels.kv_append(k, v, *caches, slots)
+    kernels.kv_append(k, v, *caches, slots, num_threads=num_threads)
     reference.kv_append(k, v, *expected, slots)
     assert torch.equal(caches[0], expected[0]) and torch.equal(caches[1], expected[1])
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize(("heads", "dim"), [(8, 128), (3, 40), (1, 576)])
+def test_the_last_of_equal_slots_wins_whatever_threads_do(heads, dim, num_threads):
+    generator = torch.Generator().manual_seed(1)
+    k, v = torch.randn(2, 900, heads, dim, generator=generator)
+    slots = torch.randint(0, 160, (900,), generator=generator)
+    caches, expected = torch.zeros(2, 10, heads, 16, dim), torch.zeros(2, 10, heads, 16, dim)
+    reference.kv_append(k, v, *expected, slots)
+    kernels.kv_append(k, v, *caches, slots, num_threads=num_threads)
+    assert torch.equal(caches, expected)
+    if heads == 1:
+        latent = torch.zeros(10, 16, dim)
+        kernels.latent_append(k[:, 0], latent, slots, num_threads=num_threads)
+        assert torch.equal(latent, expected[0, :, 0])
 
 
 @pytest.mark.parametrize("dst", list(DTYPES))

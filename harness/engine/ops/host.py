@@ -62,17 +62,17 @@ class AppendKv(KvOp):
         new, cached = self.new_rows(ctx, self.acts.host_new_kv(self.spec)), self.cached(ctx)
         slots = tensor_of(self.batch.slots)
         for rows in self.batch.on_host.ranges:
-            _append([piece[rows] for piece in new], cached, slots[rows])
+            _append([piece[rows] for piece in new], cached, slots[rows], ctx.num_threads())
 
 
-def _append(new: list[Any], cached: tuple[Any, ...], slots: Any) -> None:
+def _append(new: list[Any], cached: tuple[Any, ...], slots: Any, num_threads: int) -> None:
     """Scatter rows with the kernel for two pieces of the same shape, or for one whose row all heads share."""
     if len(cached) == 2:
         (k, v), (k_cache, v_cache) = new, cached
-        kernels.kv_append(k, v, k_cache, v_cache, slots)
+        kernels.kv_append(k, v, k_cache, v_cache, slots, num_threads=num_threads)
     else:
         [latent], [latent_cache] = new, cached
-        kernels.latent_append(latent.squeeze(1), latent_cache.squeeze(1), slots)
+        kernels.latent_append(latent.squeeze(1), latent_cache.squeeze(1), slots, num_threads=num_threads)
 
 
 class AttentionOverCache(KvOp):

@@ -48,13 +48,14 @@ void bind_cache(py::module_& m) {
   m.def("kv_append",
         [](uintptr_t k, uintptr_t v, uintptr_t k_cache, uintptr_t v_cache, uintptr_t slots, bool slots_are_64_bit,
            int src_dtype, int cache_dtype, int64_t num_tokens, int64_t num_blocks, int num_kv_heads, int head_dim,
-           int block_size, int64_t k_stride, int64_t v_stride, int64_t k_block_stride, int64_t v_block_stride) {
+           int block_size, int64_t k_stride, int64_t v_stride, int64_t k_block_stride, int64_t v_block_stride,
+           int num_threads) {
           const AppendRequest request{pointer(k), pointer(v), pointer(k_cache), pointer(v_cache), pointer(slots),
                                       slots_are_64_bit, DType(src_dtype), DType(cache_dtype), num_tokens, num_blocks,
                                       num_kv_heads, head_dim, block_size, k_stride, v_stride, k_block_stride,
                                       v_block_stride};
           py::gil_scoped_release unlocked;
-          kv_append(request);
+          kv_append(request, default_pool(num_threads));
         });
   m.def("kv_gather",
         [](const std::vector<std::tuple<uintptr_t, int64_t, int64_t, int>>& pieces, uintptr_t block_tables,

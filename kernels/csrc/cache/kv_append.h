@@ -7,6 +7,8 @@
 
 namespace kernels {
 
+class ThreadPool;
+
 struct AppendRequest {
   const void *k, *v;        // [num_tokens, num_kv_heads, head_dim], dim 0 strided; v may be null
   void *k_cache, *v_cache;  // [num_blocks, num_kv_heads, block_size, head_dim], dim 0 strided
@@ -19,6 +21,6 @@ struct AppendRequest {
 };
 
 // Throws std::invalid_argument for a slot out of range, before anything is written. Of equal slots the last token wins.
-void kv_append(const AppendRequest& request);
+void kv_append(const AppendRequest& request, ThreadPool* pool);
 
 }  // namespace kernels
