@@ -14,6 +14,8 @@ namespace kernels {
 namespace {
 
 DecodeKernel choose_kernel(const DecodeRequest& r) {
+  const bool is_bf16 = r.q_dtype == DType::kBf16 && r.kv_dtype == DType::kBf16;
+  if (current_isa() == Isa::kAvx512Bf16 && is_bf16) return avx512bf16::decode_kernel(r);
   switch (current_vector_isa()) {
     case Isa::kAvx512: return avx512::decode_kernel(r);
     case Isa::kAvx2: return avx2::decode_kernel(r);

@@ -14,6 +14,8 @@
 
 #include "../simd/vec.h"
 
+#include "widened_dots.h"
+
 #include "decode_kernel.h"
 
 #include "../simd/end.h"

@@ -6,7 +6,6 @@
 #pragma once
 
 #include "decode.h"
-#include "rows.h"
 #include "state.h"
 #include "tiles.h"
 #include "units.h"
@@ -14,39 +13,6 @@
 namespace kernels::KERNELS_ISA_NS {
 
 constexpr int kQuads = kTile / 4;  // score vectors of a tile
-
-// The scores q[h] . k[t] of H heads and 4 tokens, whose rows start at k + offset[t].
-template <class T, int H, int D>
-KERNELS_INLINE Vec dot_4_tokens(const Row<D>& row, const float* q, const T* k, const int (&offset)[4],
-                                TilePrefetcher<T>& prefetch) {
-  Vec acc[H][4];
-  for (int h = 0; h < H; ++h)
-    for (int t = 0; t < 4; ++t) acc[h][t] = zero();
-  int d = 0;
-  for (; d < row.paired(); d += 2 * kWidth) {
-    prefetch.during_dot();
-    Vec q0[H], q1[H];
-    for (int h = 0; h < H; ++h) {
-      q0[h] = load(q + h * row.padded() + d);
-      q1[h] = load(q + h * row.padded() + d + kWidth);
-    }
-    for (int t = 0; t < 4; ++t) {
-      Vec k0, k1;
-      load_pair(k + offset[t] + d, k0, k1);
-      for (int h = 0; h < H; ++h) {
-        acc[h][t] = fmadd(q0[h], k0, acc[h][t]);
-        acc[h][t] = fmadd(q1[h], k1, acc[h][t]);
-      }
-    }
-  }
-  for (; d < row.size(); d += kWidth) {
-    for (int t = 0; t < 4; ++t) {
-      const Vec k0 = row.load(k + offset[t], d);
-      for (int h = 0; h < H; ++h) acc[h][t] = fmadd(load(q + h * row.padded() + d), k0, acc[h][t]);
-    }
-  }
-  return reduce_4_tokens<H>(acc);
-}
 
 // For tiles with less than 16 tokens, and for rounding.
 inline void scale_one_by_one(Vec (&scores)[kQuads], int num_tokens, const DecodeRequest& r) {
@@ -156,12 +122,13 @@ template <class T, int D, int V>
 void attend(const DecodeRequest& r, const DecodePiece& piece, const DecodePiece* next, float* states) {
   const Row<D> key(r.head_dim);
   const Row<V> value(r.value_dim);
-  float* const queries = scratch(size_t(piece.num_heads()) * r.group() * key.padded());
+  const int64_t num_queries = int64_t(piece.num_heads()) * r.group();
+  float* const queries = scratch(size_t(num_queries * query_floats<T>(key)));
   load_queries<T, D>(r, piece, queries);
   for (int head = 0; head < piece.num_heads(); ++head)
     State(states + head * state_floats(r), r.group()).clear(r.group(), value.padded());
 
-  UnitStream<T> units(r, piece, next, queries, states);
+  UnitStream<T> units(r, piece, next, queries, query_floats<T>(key), states);
   const auto score = [&](const Unit<T>& unit, Vec(&scores)[kQuads]) {
     with_num_heads(unit.num_heads, [&](auto h) { score_unit<T, h(), D>(key, r, unit, units.prefetch, scores); });
   };
@@ -195,11 +162,11 @@ DecodeKernel kernel_for(const DecodeRequest& r) {
 }
 
 DecodeKernel decode_kernel(const DecodeRequest& r) {
-  switch (r.kv_dtype) {
-    case DType::kBf16: return kernel_for<bf16>(r);
-    case DType::kFp16: return kernel_for<fp16>(r);
-    default: return kernel_for<float>(r);
+  if constexpr (!kOnlyBf16) {
+    if (r.kv_dtype == DType::kFp16) return kernel_for<fp16>(r);
+    if (r.kv_dtype == DType::kFp32) return kernel_for<float>(r);
   }
+  return kernel_for<bf16>(r);
 }
 
 }  // namespace kernels::KERNELS_ISA_NS

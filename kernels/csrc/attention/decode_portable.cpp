@@ -14,5 +14,7 @@
 
 #include "../simd/vec.h"
 
+#include "widened_dots.h"
+
 #include "decode_kernel.h"
 

@@ -60,7 +60,7 @@ class TileStream {
 template <class T>
 class TilePrefetcher {
  public:
-  static constexpr int kWindow = 8;  // tiles; twice as many streams, one for K and one for V
+  static constexpr int kWindow = kFetchedTiles;  // twice as many streams, one for K and one for V
 
   // `current` stands at the piece's first tile; `after` is what this thread does next. The first tiles are taken to be
   // under way, because the piece before fetched them. A tile is computed in `num_units` units.
@@ -104,8 +104,8 @@ class TilePrefetcher {
     for (int i = 0; i < num_pairs && left_ > 0; ++i, --left_, ++position_) {
       const Stream& stream = streams_[position_ % kWindow];
       const uintptr_t offset = uintptr_t(position_ / kWindow * 64);
-      __builtin_prefetch(reinterpret_cast<const char*>(stream.k + offset), 0, 3);
-      __builtin_prefetch(reinterpret_cast<const char*>(stream.v + offset), 0, 3);
+      __builtin_prefetch(reinterpret_cast<const char*>(stream.k + offset), 0, kFetchLocality);
+      __builtin_prefetch(reinterpret_cast<const char*>(stream.v + offset), 0, kFetchLocality);
     }
   }
 

@@ -19,10 +19,10 @@ template <class T>
 class UnitStream {
   const DecodePiece& piece_;
   const DecodePiece nothing_;
-  const float* const queries_;  // [kv_heads * group, padded head_dim]
+  const float* const queries_;  // [kv_heads * group, query_floats]
   float* const states_;
   const int64_t state_floats_;
-  const int group_, key_padded_, value_padded_;
+  const int group_, query_floats_, value_padded_;
   TileStream<T> tiles_;
   Tile<T> tile_;
   int head_;
@@ -31,9 +31,9 @@ class UnitStream {
   TilePrefetcher<T> prefetch;
 
   UnitStream(const DecodeRequest& r, const DecodePiece& piece, const DecodePiece* next, const float* queries,
-             float* states)
+             int query_floats, float* states)
       : piece_(piece), nothing_{piece.seq, 0, 0, 0, 0}, queries_(queries), states_(states),
-        state_floats_(state_floats(r)), group_(r.group()), key_padded_(padded_width(r.head_dim)),
+        state_floats_(state_floats(r)), group_(r.group()), query_floats_(query_floats),
         value_padded_(padded_width(r.value_dim)), tiles_(r, piece), tile_(), head_(group_),
         prefetch(tiles_, TileStream<T>(r, next ? *next : nothing_), r, (group_ + kHeadTile - 1) / kHeadTile) {}
 
@@ -47,7 +47,7 @@ class UnitStream {
     const int64_t kv_head = tile_.kv_head - piece_.first_head;
     const State state(states_ + kv_head * state_floats_, group_);
     const int lane = State::lane(head_);
-    unit = {tile_, queries_ + (kv_head * group_ + head_) * key_padded_, state.maxima + lane, state.sums + lane,
+    unit = {tile_, queries_ + (kv_head * group_ + head_) * query_floats_, state.maxima + lane, state.sums + lane,
             state.acc + int64_t(head_) * value_padded_, std::min(kHeadTile, group_ - head_)};
     head_ += kHeadTile;
     return true;
