@@ -24,6 +24,8 @@ SHAPES = {
     "mixtral": (32, 8, 100, 700),
     "long": (32, 8, 8192, 8192),
     "group-1": (32, 32, 100, 700),
+    "group-6": (48, 8, 100, 700),
+    "group-8": (64, 8, 100, 700),
 }
 NUM_CHECKED_SEQS = 2
 CACHED_BYTES, NUM_SHARING = 3 << 18, 200  # K and V that fit a core's L2 cache, shared by many sequences

@@ -20,7 +20,9 @@ _HOMES = {
     "kv_gather": "cache",
     "latent_append": "cache",
     "linear": "linear",
+    "ExpertWeights": "ffn",
     "expert_ffn": "ffn",
+    "expert_ffns": "ffn",
     "Gating": "gating",
     "paced_copy": "link",
     "sleep_until": "link",
@@ -43,7 +45,9 @@ if TYPE_CHECKING:
     from kernels.cpu import isa as isa
     from kernels.cpu import num_cores as num_cores
     from kernels.cpu import thread_cpu_s as thread_cpu_s
+    from kernels.ffn import ExpertWeights as ExpertWeights
     from kernels.ffn import expert_ffn as expert_ffn
+    from kernels.ffn import expert_ffns as expert_ffns
     from kernels.gating import Gating as Gating
     from kernels.linear import linear as linear
     from kernels.link import paced_copy as paced_copy

@@ -97,6 +97,25 @@ def _span(name: str, tensor: torch.Tensor) -> Span:
     return start, start + num_bytes
 
 
+class Memory:
+    """The places of tensors that passed `spans`, for quick looks whether they are still there."""
+
+    __slots__ = ("_places", "_tensors")
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        self._tensors = tensors
+        by_storage = {tensor.untyped_storage()._cdata: tensor for tensor in tensors.values()}
+        storages = [(tensor.untyped_storage(), tensor) for tensor in by_storage.values()]
+        self._places = [(storage, storage.nbytes(), tensor, tensor.data_ptr()) for storage, tensor in storages]
+
+    def require(self) -> None:
+        """Raise ValueError, naming a tensor, where a storage was freed or resized since."""
+        for storage, num_bytes, tensor, address in self._places:
+            if storage.nbytes() != num_bytes or tensor.data_ptr() != address:
+                spans(**self._tensors)
+                raise ValueError(f"{next(iter(self._tensors))}: its memory is another since it was checked")
+
+
 def disjoint(name: str, spans: dict[str, Span], *others: str) -> None:
     """Check that none of the tensors `others` lies where `name` does; without `others`, none of all in `spans`."""
     start, end = spans[name]

@@ -1,6 +1,8 @@
-"""Compute the gated feed-forward network of one expert on the CPU."""
+"""Compute the gated feed-forward networks of experts on the CPU."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -8,12 +10,63 @@ from kernels import _options
 from kernels import _tensors as check
 from kernels._extension import native
 from kernels.gating import ACTIVATIONS, Gating
-from kernels.gemm import gemm_ffn, gemm_is_faster
+from kernels.gemm import gemm_ffn, gemm_from_tokens
 
 _METHODS = ("auto", "kernel", "gemm")
 
 
 SILU = Gating()
+
+
+class ExpertWeights:
+    """The matrices of one expert, checked once for any number of calls.
+
+    gate, up: [expert_dim, hidden] bfloat16 or float16; may be strided in dim 0, so that halves of a stacked tensor
+              (t[:n], t[n:]) and rows of an interleaved one (t[0::2], t[1::2]) need no copy
+    down:     [hidden, expert_dim] in the dtype of gate and up; may be strided in dim 0
+
+    Raises ValueError or TypeError naming the argument.
+    """
+
+    __slots__ = ("_matrices", "_memory", "_spans", "biases", "code", "down", "gate", "gating", "kind", "up")
+
+    def __init__(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, gating: Gating = SILU) -> None:
+        for name, tensor in (("gate", gate), ("up", up), ("down", down)):
+            check.cpu(name, tensor, 2)
+        self.code = check.weight_code("gate", gate)
+        check.dtype("up", up, gate.dtype)
+        check.dtype("down", down, gate.dtype)
+        expert_dim, hidden = gate.shape
+        check.shape("up", up, (expert_dim, hidden))
+        check.shape("down", down, (hidden, expert_dim))
+        _options.instance("gating", gating, Gating)
+        self.gate, self.up, self.down, self.gating = gate, up, down, gating
+        self.biases = gating.float_biases(hidden, expert_dim)
+        # What experts of one call must have in common.
+        self.kind = (hidden, expert_dim, self.code, gating.activation, float(gating.alpha), float(gating.limit))
+        strides = (check.rows("gate", gate), check.rows("up", up), check.rows("down", down))
+        tensors = {"gate": gate, "up": up, "down": down}
+        for name, bias in zip(("gate_bias", "up_bias", "down_bias"), self.biases, strict=True):
+            if bias is not None:
+                tensors[name] = bias
+        self._spans = check.spans(**tensors)
+        self._memory = check.Memory(**tensors)
+        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in (gate, up, down, *self.biases))
+        self._matrices = (*addresses, *strides)
+
+    def require_in_place(self) -> None:
+        """Raise ValueError where a matrix or a bias was freed or resized since."""
+        self._memory.require()
+
+    def require_outside(self, out: check.Span) -> None:
+        """Raise ValueError where results at `out` would overwrite a matrix or a bias."""
+        for start, end in self._spans.values():
+            if out[0] < end and start < out[1]:
+                check.disjoint("out", {"out": out, **self._spans})
+
+    def arguments(self, first_row: int, num_tokens: int) -> tuple[int, ...]:
+        """Return what the extension is told of the expert and of its tokens."""
+        return (first_row, num_tokens, *self._matrices)
 
 
 def expert_ffn(
@@ -31,27 +84,51 @@ def expert_ffn(
 ) -> None:
     """Compute out = row_weights * down(gating(gate(x), up(x))), or += with `accumulate`, for the tokens of one expert.
 
-    x, out:      [tokens, hidden] in the weights' dtype or float32 each; may be strided in dim 0
-    gate, up:    [expert_dim, hidden] bfloat16 or float16; may be strided in dim 0, so that halves of a stacked tensor
-                 (t[:n], t[n:]) and rows of an interleaved one (t[0::2], t[1::2]) need no copy
-    down:        [hidden, expert_dim] in the dtype of gate and up; may be strided in dim 0
-    row_weights: float32 [tokens], the router's weights; 1 where not given
+    x, out:         [tokens, hidden] in the weights' dtype or float32 each; may be strided in dim 0
+    gate, up, down: as of `ExpertWeights`
+    row_weights:    float32 [tokens], the router's weights; 1 where not given
 
     `method="kernel"` reads every weight once for up to 66 tokens, sums in float32 and rounds only the output (denormal
     numbers may count as zeros); "gemm" is torch's product, on torch's threads, which rounds x and intermediate results
     to the weights' dtype; "auto" takes the kernel unless x is bfloat16 and torch was measured to be faster for so many
     tokens (gemm.py). `num_threads` is that of `decode_attention`. Raises ValueError naming the argument.
     """
-    codes = _check_types(x, gate, up, down, out)
+    check.cpu("x", x, 2)
+    check.cpu("gate", gate, 2)
+    check.shape("gate", gate, (gate.shape[0], x.shape[1]))
+    expert_ffns(
+        x, [len(x)], [ExpertWeights(gate, up, down, gating)], out,
+        row_weights=row_weights, accumulate=accumulate, num_threads=num_threads, method=method,
+    )  # fmt: skip
+
+
+def expert_ffns(
+    x: torch.Tensor,
+    counts: Sequence[int],
+    experts: Sequence[ExpertWeights],
+    out: torch.Tensor,
+    *,
+    row_weights: torch.Tensor | None = None,
+    accumulate: bool = False,
+    num_threads: int = 1,
+    method: str = "auto",
+) -> None:
+    """Compute `expert_ffn` of several experts of one size in one call, whose threads go from expert to expert without
+    waiting for each other.
+
+    x, out, row_weights: as for `expert_ffn`; the tokens of one expert after those of another
+    counts:              tokens of each expert, 0 and more
+
+    Each expert's outputs are the same, bit for bit, as those of a call with that expert alone. Raises ValueError or
+    TypeError naming the argument; of an expert's tensors by their names in `ExpertWeights`.
+    """
+    check.cpu("x", x, 2)
+    check.cpu("out", out, 2)
     num_tokens, hidden = x.shape
-    expert_dim = gate.shape[0]
-    check.shape("gate", gate, (expert_dim, hidden))
-    check.shape("up", up, (expert_dim, hidden))
-    check.shape("down", down, (hidden, expert_dim))
     check.shape("out", out, (num_tokens, hidden))
-    _options.instance("gating", gating, Gating)
+    if len(counts) != len(experts) or sum(counts) != num_tokens or min(counts, default=0) < 0:
+        raise ValueError(f"counts: expected the tokens of {len(experts)} experts, {num_tokens} in all, got {counts}")
     _options.instance("accumulate", accumulate, bool)
-    biases = gating.float_biases(hidden, expert_dim)
     if row_weights is not None:
         check.cpu("row_weights", row_weights, 1)
         check.dtype("row_weights", row_weights, torch.float32)
@@ -59,35 +136,47 @@ def expert_ffn(
         check.contiguous("row_weights", row_weights)
     _options.one_of("method", method, _METHODS)
     num_threads = _options.num_threads(num_threads)
-    tensors = {"x": x, "gate": gate, "up": up, "down": down, "out": out}
-    strides = [check.rows(name, tensor) for name, tensor in tensors.items()]
-    optional = {"row_weights": row_weights, "gate_bias": biases[0], "up_bias": biases[1], "down_bias": biases[2]}
-    _check_overlap({**tensors, **optional})
-    if not out.numel():
+    strides = check.rows("x", x), check.rows("out", out)
+    others = {"x": x} if row_weights is None else {"x": x, "row_weights": row_weights}
+    spans = check.spans(out=out, **others)
+    check.disjoint("out", spans)
+    if not experts:
         return
-    if method == "gemm" or (method == "auto" and x.dtype is torch.bfloat16 and gemm_is_faster(num_tokens, num_threads)):
-        return gemm_ffn(x, gate, up, down, out, row_weights, gating, biases, accumulate)
-    native().expert_ffn(
-        *(tensor.data_ptr() for tensor in tensors.values()), *map(_address, (*biases, row_weights)), *codes,
-        num_tokens, hidden, expert_dim, *strides, ACTIVATIONS[gating.activation], gating.alpha, gating.limit,
-        accumulate, num_threads,
-    )  # fmt: skip
+    first = experts[0]
+    codes = check.sum_code("x", x, first.gate), first.code, check.sum_code("out", out, first.gate)
+    for expert in experts:
+        if expert.kind != first.kind:
+            raise ValueError("experts: expected the same sizes, dtypes and activation in one call")
+        expert.require_in_place()
+        expert.require_outside(spans["out"])
+    if hidden != first.kind[0]:
+        raise ValueError(f"x: expected rows of {first.kind[0]} elements as the experts have, got {hidden}")
+    if not num_tokens or not hidden:
+        return
+    least = _least_tokens_of_torch(method, x, num_threads)
+    mine, start = [], 0
+    for expert, count in zip(experts, counts, strict=True):
+        rows = slice(start, start + count)
+        if count and least is not None and count >= least:
+            weights = None if row_weights is None else row_weights[rows]
+            gemm_ffn(
+                x[rows], expert.gate, expert.up, expert.down, out[rows], weights, expert.gating, expert.biases,
+                accumulate,
+            )  # fmt: skip
+        elif count:
+            mine.append(expert.arguments(start, count))
+        start += count
+    if mine:
+        gating = first.gating
+        native().expert_ffns(
+            mine, spans["x"][0], spans["out"][0], row_weights.data_ptr() if row_weights is not None else 0,
+            *codes, *first.kind[:2], *strides, ACTIVATIONS[gating.activation], gating.alpha, gating.limit, accumulate,
+            num_threads,
+        )  # fmt: skip
 
 
-def _check_types(
-    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, out: torch.Tensor
-) -> tuple[int, int, int]:
-    for name, tensor in {"x": x, "gate": gate, "up": up, "down": down, "out": out}.items():
-        check.cpu(name, tensor, 2)
-    weight_code = check.weight_code("gate", gate)
-    for name, tensor in {"up": up, "down": down}.items():
-        check.dtype(name, tensor, gate.dtype)
-    return check.sum_code("x", x, gate), weight_code, check.sum_code("out", out, gate)
-
-
-def _check_overlap(tensors: dict[str, torch.Tensor | None]) -> None:
-    check.disjoint("out", check.spans(**{name: tensor for name, tensor in tensors.items() if tensor is not None}))
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _least_tokens_of_torch(method: str, x: torch.Tensor, num_threads: int) -> int | None:
+    """Return from how many tokens on torch computes an expert; None where the kernel always does."""
+    if method == "gemm":
+        return 0
+    return gemm_from_tokens(num_threads) if method == "auto" and x.dtype is torch.bfloat16 else None

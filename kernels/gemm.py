@@ -17,15 +17,12 @@ THRESHOLD_VARIABLE = "KERNELS_GEMM_TOKENS"  # tokens from which torch is taken, 
 _TORCH_FROM_TOKENS = {"avx512bf16": (16, 32)}
 
 
-def gemm_is_faster(num_tokens: int, num_threads: int) -> bool:
-    """Decide by the environment's KERNELS_GEMM_TOKENS or by what was measured on this code path. No timing decides: the
-    two round differently, and equal runs must give equal tokens."""
-    threshold = gemm_from_tokens(num_threads)
-    return threshold is not None and num_tokens >= threshold
-
-
 def gemm_from_tokens(num_threads: int) -> int | None:
-    """Return the least number of tokens for which torch's GEMM computes the expert FFN; None where it never does."""
+    """Return the least number of tokens for which torch's GEMM computes the expert FFN; None where it never does.
+
+    It is the environment's KERNELS_GEMM_TOKENS, or what was measured on this code path. No timing decides: the two
+    round differently, and equal runs must give equal tokens.
+    """
     asked = os.environ.get(THRESHOLD_VARIABLE)
     if asked:
         if asked != "never" and not asked.isdecimal():

@@ -1,4 +1,4 @@
-// A body that throws in some of a pool's shares, or in all: the caller gets one of the errors, when no share runs any
+// A body that throws in some of a pool's threads, or in all: the caller gets one of the errors, when no share runs any
 // more, and the pool works on. Says what went wrong, and returns non-zero.
 #include <atomic>
 #include <chrono>
@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "pool/thread_pool.h"
 
@@ -15,10 +16,12 @@ using namespace kernels;
 namespace {
 
 bool fails_well(ThreadPool& pool, int first, int last) {
-  std::atomic<int> num_over{0};
+  std::atomic<int> num_inside{0}, num_over{0};
   std::string error;
   try {
-    pool.run([&](int i) {
+    pool.run([&] {
+      const int i = num_inside++;
+      while (num_inside < pool.size()) std::this_thread::yield();
       if (i >= first && i <= last) {
         ++num_over;
         throw std::runtime_error("share " + std::to_string(i));
@@ -30,15 +33,13 @@ bool fails_well(ThreadPool& pool, int first, int last) {
     error = caught.what();
   }
   const int num_seen = num_over;
-  int num_after = 0;
-  std::atomic<int> count{0};
-  pool.run([&](int) { ++count; });
-  num_after = count;
+  std::atomic<int> num_after{0};
+  for_each_item(&pool, 1000, [&](int64_t, int64_t) { ++num_after; });
   bool known = false;
   for (int i = first; i <= last; ++i) known |= error == "share " + std::to_string(i);
-  if (known && num_seen == pool.size() && num_after == pool.size()) return true;
+  if (known && num_seen == pool.size() && num_after == 1000) return true;
   std::fprintf(stderr, "%d..%d of %d throw: \"%s\", %d over, then %d\n", first, last, pool.size(), error.c_str(), num_seen,
-               num_after);
+               num_after.load());
   return false;
 }
 
@@ -46,8 +47,8 @@ bool fails_well(ThreadPool& pool, int first, int last) {
 
 int main() {
   bool good = true;
-  for (int size : {1, 2, 4}) {
-    ThreadPool pool(size);
+  for (const auto& [size, spin_us] : {std::pair{1, 0}, {2, 0}, {2, 50}, {4, 0}, {4, 1000}}) {
+    ThreadPool pool(size, spin_us);
     for (int i = 0; i < size; ++i) good &= fails_well(pool, i, i);
     good &= fails_well(pool, 0, size - 1);
   }

@@ -47,17 +47,25 @@ std::vector<float> attend(ThreadPool* pool) {
   return out;
 }
 
+// Three experts of 9, 2 and 30 tokens.
 std::vector<float> feed_forward(ThreadPool* pool) {
-  const int tokens = 9, hidden = 200, width = 330;
-  const std::vector<bf16> x = random_bf16(tokens * hidden, 4), gate_up = random_bf16(2 * width * hidden, 5);
+  const int counts[] = {9, 2, 30}, num_tokens = 41, hidden = 200, width = 330;
+  const std::vector<bf16> x = random_bf16(num_tokens * hidden, 4), gate_up = random_bf16(2 * width * hidden, 5);
   const std::vector<bf16> down = random_bf16(size_t(hidden) * width, 6);
   std::vector<float> out(x.size());
   FfnRequest r{};
   r.x = x.data(), r.gate = gate_up.data(), r.up = gate_up.data() + width * hidden, r.down = down.data();
   r.out = out.data(), r.x_dtype = DType::kBf16, r.out_dtype = DType::kFp32;
-  r.num_tokens = tokens, r.hidden = hidden, r.expert_dim = width;
+  r.hidden = hidden, r.expert_dim = width;
   r.x_stride = r.gate_stride = r.up_stride = r.out_stride = hidden, r.down_stride = width;
-  expert_ffn(r, pool);
+  std::vector<FfnRequest> requests;
+  for (const int count : counts) {
+    r.num_tokens = count;
+    requests.push_back(r);
+    r.x = static_cast<const bf16*>(r.x) + count * hidden;
+    r.out = static_cast<float*>(r.out) + count * hidden;
+  }
+  expert_ffns(requests, pool);
   return out;
 }
 
@@ -80,7 +88,7 @@ int main(int num_arguments, char** arguments) {
   if (!known) return std::printf("expected portable, avx2, avx512 or amx, got '%s'\n", name.c_str()), 1;
   set_isa(name);
   const std::vector<float> attention = attend(nullptr), ffn = feed_forward(nullptr);
-  ThreadPool pool(3);
+  ThreadPool pool(3, 20);
   std::vector<int> wrong(4);
   std::vector<std::thread> callers;
   for (size_t caller = 0; caller < wrong.size(); ++caller)
@@ -88,7 +96,7 @@ int main(int num_arguments, char** arguments) {
       for (int i = 0; i < 6; ++i) {
         ThreadPool* const chosen = i % 3 == 2 ? default_pool(2) : &pool;
         wrong[caller] += !close(attend(chosen), attention) + !close(feed_forward(chosen), ffn);
-        ThreadPool own(2);  // made and ended while the others run
+        ThreadPool own(2, 0);  // made and ended while the others run
         wrong[caller] += !close(feed_forward(&own), ffn);
       }
     });

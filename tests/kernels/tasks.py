@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,11 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 240.0
 
 
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    """Run `code` in a new interpreter, which finds the packages and what these tests share."""
+def python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a new interpreter, which finds the packages and what these tests share, with these variables."""
     path = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests/kernels')!r}]\n"
-    return subprocess.run([sys.executable, "-c", path + code], capture_output=True, text=True, timeout=TIMEOUT_S)
+    command = [sys.executable, "-c", path + code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env={**os.environ, **environ})
 
 
 def threads() -> dict[int, str]:

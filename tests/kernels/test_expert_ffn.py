@@ -147,16 +147,103 @@ def test_gemm_agrees_up_to_rounding_of_the_weights_dtype(activation, accumulate,
     assert error(outs[1], outs[0].double()) < 8 * unit * float(outs[0].abs().max())
 
 
+@settings(
+    max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(
+    counts=st.lists(st.sampled_from([0, 1, 2, 5, 8, 17, 70, 529]), min_size=0, max_size=6),
+    hidden=st.sampled_from([1, 40, 96, 600]),
+    expert_dim=st.sampled_from([1, 33, 80]),
+    dtype=st.sampled_from(NARROW),
+    x_is_narrow=st.booleans(),
+    biased=st.booleans(),
+    weighted=st.booleans(),
+    accumulate=st.booleans(),
+    num_threads=st.integers(1, 3),
+    method=st.sampled_from(["kernel", "auto"]),
+)
+def test_experts_together_give_the_bits_that_each_gives_alone(
+    isa, counts, hidden, expert_dim, dtype, x_is_narrow, biased, weighted, accumulate, num_threads, method
+):
+    generator = torch.Generator().manual_seed(len(counts))
+    matrices = [weights(hidden, expert_dim, "interleaved", generator, dtype) for _ in counts]
+    gatings = [
+        kernels.Gating(activation="gelu", up_bias=torch.randn(expert_dim, generator=generator) if biased else None)
+        for _ in counts
+    ]
+    x = torch.randn(sum(counts), hidden + 2, generator=generator).to(dtype if x_is_narrow else torch.float32)[:, 1:-1]
+    row_weights = torch.rand(sum(counts), generator=generator) if weighted else None
+    together, alone = torch.ones(sum(counts), hidden), torch.ones(sum(counts), hidden)
+    experts = [kernels.ExpertWeights(*three, gating) for three, gating in zip(matrices, gatings, strict=True)]
+    options = {"accumulate": accumulate, "num_threads": num_threads, "method": method}
+    kernels.expert_ffns(x, counts, experts, together, row_weights=row_weights, **options)
+    start = 0
+    for count, three, gating in zip(counts, matrices, gatings, strict=True):
+        mine = slice(start, start + count)
+        rows = None if row_weights is None else row_weights[mine]
+        kernels.expert_ffn(x[mine], *three, alone[mine], row_weights=rows, gating=gating, **options)
+        start += count
+    assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_many_experts_in_several_waves(isa, num_threads):
+    """More intermediate results than are kept at once, and more experts than threads."""
+    generator = torch.Generator().manual_seed(3)
+    counts = [1, 300, 0, 2, 528, 40, 9, 700, 1, 1]
+    experts = [kernels.ExpertWeights(*weights(640, 900, "stacked", generator)) for _ in counts]
+    x = torch.randn(sum(counts), 640, generator=generator)
+    out = torch.empty(sum(counts), 640)
+    for _ in range(3):
+        kernels.expert_ffns(x, counts, experts, out.fill_(7), num_threads=num_threads)
+    start = 0
+    for count, expert in zip(counts, experts, strict=True):
+        some = slice(start, start + min(count, 5))
+        expected = reference.expert_ffn(x[some], expert.gate, expert.up, expert.down)
+        assert error(out[some], expected) < 2e-5
+        last = slice(start + count - min(count, 2), start + count)
+        assert error(out[last], reference.expert_ffn(x[last], expert.gate, expert.up, expert.down)) < 2e-5
+        start += count
+
+
+def test_arguments_of_several_experts_are_checked():
+    small, other = (kernels.ExpertWeights(*(torch.zeros(n, n).bfloat16(),) * 3) for n in (16, 8))
+    clamped = kernels.ExpertWeights(*(small.gate,) * 3, kernels.Gating(activation="gelu"))
+    x, out = torch.zeros(3, 16), torch.zeros(3, 16)
+    for counts, experts, named in (
+        ([1, 1], [small, small], "counts"), ([4, -1], [small, small], "counts"), ([3], [small, small], "counts"),
+        ([2, 1], [small, other], "experts"), ([2, 1], [small, clamped], "experts"), ([3], [other], "x"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{named}: "):
+            kernels.expert_ffns(x, counts, experts, out)
+    shared = torch.zeros(32, 16).bfloat16()
+    with pytest.raises(ValueError, match="^out: overlaps down in memory"):
+        within = kernels.ExpertWeights(small.gate, small.up, shared[16:])
+        kernels.expert_ffns(x.bfloat16(), [0, 3], [small, within], shared[15:18])
+
+
 def test_gemm_threshold(monkeypatch):
     monkeypatch.setenv(gemm.THRESHOLD_VARIABLE, "40")
-    assert [gemm.gemm_is_faster(n, 1) for n in (1, 39, 40, 1000)] == [False, False, True, True]
+    assert gemm.gemm_from_tokens(1) == 40
     monkeypatch.setenv(gemm.THRESHOLD_VARIABLE, "never")
-    assert not gemm.gemm_is_faster(10**6, 1)
+    assert gemm.gemm_from_tokens(1) is None
     monkeypatch.setenv(gemm.THRESHOLD_VARIABLE, "often")
     with pytest.raises(ValueError, match=f"^{gemm.THRESHOLD_VARIABLE}: "):
-        gemm.gemm_is_faster(20, 1)
-    monkeypatch.delenv(gemm.THRESHOLD_VARIABLE)
-    assert not gemm.gemm_is_faster(1, 1)
+        gemm.gemm_from_tokens(1)
+
+
+@pytest.mark.parametrize("count", [39, 40])
+def test_torch_computes_an_expert_from_the_threshold_on(monkeypatch, count):
+    monkeypatch.setenv(gemm.THRESHOLD_VARIABLE, "40")
+    expert = kernels.ExpertWeights(*weights(96, 96, "stacked", torch.Generator().manual_seed(4)))
+    x = torch.randn(count + 2, 96, generator=torch.Generator().manual_seed(5)).bfloat16()
+    outs = {}
+    for method in ("auto", "kernel", "gemm"):
+        outs[method] = torch.empty(x.shape)
+        kernels.expert_ffns(x, [count, 2], [expert, expert], outs[method], method=method)
+    assert not torch.equal(outs["kernel"][:count], outs["gemm"][:count])
+    assert torch.equal(outs["auto"][:count], outs["gemm" if count >= 40 else "kernel"][:count])
+    assert torch.equal(outs["auto"][count:], outs["kernel"][count:])
 
 
 @pytest.mark.parametrize(
@@ -167,8 +254,7 @@ def test_gemm_threshold(monkeypatch):
 def test_torch_is_taken_where_it_was_measured_to_be_faster(monkeypatch, path, num_threads, least):
     monkeypatch.delenv(gemm.THRESHOLD_VARIABLE, raising=False)
     monkeypatch.setattr(gemm, "isa", lambda: path)
-    taken = [n for n in (1, 15, 16, 31, 32, 4096) if gemm.gemm_is_faster(n, num_threads)]
-    assert taken == [n for n in (16, 31, 32, 4096) if least is not None and n >= least]
+    assert gemm.gemm_from_tokens(num_threads) == least
 
 
 @pytest.mark.parametrize("method", ["kernel", "gemm", "auto"])

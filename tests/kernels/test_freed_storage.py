@@ -56,6 +56,22 @@ def call(kernel: str, given: dict[str, Any]) -> None:
     getattr(kernels, kernel)(**given)
 
 
+@pytest.mark.parametrize("name", ["gate", "up", "down", "up_bias"])
+@pytest.mark.parametrize("grows", [False, True])
+def test_an_expert_whose_memory_was_freed_since_it_was_checked(name, grows):
+    given = {each: torch.zeros(16, 16, dtype=BFLOAT16) for each in ("gate", "up", "down")} | {
+        "up_bias": torch.zeros(16)
+    }
+    gating = kernels.Gating(up_bias=given["up_bias"])
+    expert = kernels.ExpertWeights(given["gate"], given["up"], given["down"], gating)
+    x, out = torch.zeros(2, 16), torch.ones(2, 16)
+    kernels.expert_ffns(x, [2], [expert], out)
+    given[name].untyped_storage().resize_(1 << 20 if grows else 0)
+    with pytest.raises(ValueError, match="^gate: its memory is another" if grows else f"^{name}: reaches beyond"):
+        kernels.expert_ffns(x, [2], [expert], out.fill_(3))
+    assert (out == 3).all()
+
+
 KERNELS = (
     *("decode_attention", "latent_attention", "staged_attention", "kv_append", "kv_gather", "latent_append"),
     *("linear", "expert_ffn", "paced_copy"),

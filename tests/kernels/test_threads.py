@@ -124,3 +124,36 @@ def test_what_a_share_throws_is_thrown_in_the_caller(tmp_path):
     subprocess.run([compiler, "-std=c++17", "-O1", "-pthread", include, *sources, "-o", driver], check=True)
     result = subprocess.run([driver], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_threads_watch_for_work_as_long_as_they_are_told_and_then_sleep():
+    """A thread that watches uses its core: in all of the ten calls, some of the time that it may."""
+    result = python(
+        FORK_SETUP
+        + """
+def worker_cpu_s():
+    [worker] = threads().keys() - before
+    fields = open(f"/proc/self/task/{worker}/schedstat").read().split()
+    return int(fields[0]) / 1e9
+def sleeps(worker):
+    return open(f"/proc/self/task/{worker}/stat").read().rsplit(") ", 1)[1][0] == "S"
+attend(case)
+before = threads().keys()
+attend(case, num_threads=2)
+[worker] = threads().keys() - before
+used_s = worker_cpu_s()
+for _ in range(10):
+    attend(case, num_threads=2)
+    eventually(lambda: sleeps(worker))
+print(worker_cpu_s() - used_s)
+""",
+        KERNELS_SPIN_US="10000",
+    )
+    assert result.returncode == 0, result.stderr
+    assert float(result.stdout) > 0.01
+
+
+@pytest.mark.parametrize("value", ["-1", "10001", "long", "1e3"])
+def test_a_wrong_time_of_watching_is_named(value):
+    result = python(FORK_SETUP + "attend(case, num_threads=2)", KERNELS_SPIN_US=value)
+    assert f"ValueError: KERNELS_SPIN_US: expected 0 to 10000, got '{value}'" in result.stderr

@@ -144,9 +144,9 @@ __attribute__((noinline)) void panel_chunk(const TokenTiles& x, const Panel& pan
 }
 
 // Computes a block of panels with all tokens and calls finish(i, sums) for each; `next`'s first chunk is fetched at the
-// end (an empty one: nothing).
+// end.
 template <class Finish>
-inline void multiply_panels(const TokenTiles& x, const Panel* panels, int num_panels, const Panel& next,
+inline void multiply_panels(const TokenTiles& x, const Panel* panels, int num_panels, const NextWeights& next,
                             const Finish& finish) {
   thread_local Scratch scratch;
   const int64_t panel_floats = PanelSums::num_floats(x.num_groups);
@@ -160,8 +160,9 @@ inline void multiply_panels(const TokenTiles& x, const Panel* panels, int num_pa
     for (int i = 0; i < num_panels; ++i) {
       const bool same_chunk = i + 1 < num_panels, same_block = same_chunk || depth.last < x.depth;
       const int64_t start = same_chunk ? first : same_block ? depth.last : 0;
-      const WeightBlock rows = (same_chunk ? panels[i + 1] : same_block ? panels[0] : next).rows();
-      TilePrefetcher prefetch(rows, start, std::min(x.depth, start + kChunkDepth), num_steps);
+      const WeightBlock rows = same_block ? panels[same_chunk ? i + 1 : 0].rows() : first_rows(next);
+      const int64_t end = std::min(same_block ? x.depth : next.depth, start + kChunkDepth);
+      TilePrefetcher prefetch(rows, start, end, num_steps);
       if (x.num_terms == 1)
         panel_chunk<1>(x, panels[i], depth, panel_sums(i), prefetch);
       else
@@ -190,14 +191,13 @@ inline void tokens_first(const PanelSums& sums, int64_t group, float* rows) {
 
 // Calls put(token, weight rows, sums) for all tokens and for weight rows [range) of one matrix, some at a time.
 template <class Put>
-inline void multiply_rows(const TokenTiles& x, const bf16* weights, int64_t stride, Range range, Range next,
+inline void multiply_rows(const TokenTiles& x, const bf16* weights, int64_t stride, Range range, const NextWeights& next,
                           const Put& put) {
   Panel panels[kMaxPanels];
   int num_panels = 0;
   for (int64_t first = range.first; first < range.last; first += kPanelRows)
     panels[num_panels++] = panel_of(weights, stride, first, range.last);
-  multiply_panels(x, panels, num_panels, panel_of(weights, stride, next.first, next.last),
-                  [&](int index, const PanelSums& sums) {
+  multiply_panels(x, panels, num_panels, next, [&](int index, const PanelSums& sums) {
     const int64_t first = range.first + index * kPanelRows;
     const Range rows{first, std::min(range.last, first + kPanelRows)};
     alignas(64) float by_token[kTileSide * kPanelRows];

@@ -38,14 +38,15 @@ class Scratch {
 class ScratchLoan {
  public:
   explicit ScratchLoan(size_t num_floats) : start_(scratch().floats(num_floats)) {}
-  ~ScratchLoan() { scratch().keep_at_most(kKeptFloats); }
+  ~ScratchLoan() { scratch().keep_at_most(size_t(kKeptFloats)); }
   ScratchLoan(const ScratchLoan&) = delete;
   ScratchLoan& operator=(const ScratchLoan&) = delete;
 
   float* floats() const { return start_; }
 
+  static constexpr int64_t kKeptFloats = int64_t(1) << 20;
+
  private:
-  static constexpr size_t kKeptFloats = size_t(1) << 20;
   static Scratch& scratch() {
     thread_local Scratch memory;
     return memory;

@@ -1,9 +1,12 @@
 #include "ffn.h"
 
 #include <algorithm>
+#include <atomic>
+#include <memory>
 
 #include "../core/scratch.h"
 #include "../pool/thread_pool.h"
+#include "../pool/waiting.h"
 #include "../product/product.h"
 
 namespace kernels {
@@ -30,25 +33,148 @@ LinearRequest down_projection(const FfnRequest& r) {
   return down;
 }
 
-void run_slab(const FfnRequest& r, ThreadPool* pool) {
-  const ProductKernel kernel = product_kernel(r.num_tokens, r.w_dtype);
-  const int64_t x_floats = (kernel.packed_floats(r.x_dtype, r.num_tokens, r.hidden) + 15) / 16 * 16;
-  const ScratchLoan scratch(size_t(x_floats + kernel.packed_floats(DType::kFp32, r.num_tokens, r.expert_dim)));
-  float* const x = scratch.floats();
-  float* const h = x + x_floats;
-  kernel.pack({r.x, r.x_dtype, r.w_dtype, r.num_tokens, r.hidden, r.x_stride}, x);
-  const int64_t units = kernel.block_rows(r.num_tokens, 2 * r.expert_dim, pool ? pool->size() : 1) / 2;
-  for_each_item(pool, (r.expert_dim + units - 1) / units, [&](int64_t i, int64_t next) {
-    kernel.gate_up(r, x, range_of_item(i, units, r.expert_dim), range_of_item(next, units, r.expert_dim), h);
-  });
-  compute_outputs(kernel, down_projection(r), h, pool);
-}
+int64_t whole_lines(int64_t num_floats) { return (num_floats + 15) / 16 * 16; }
+
+// A slab of one expert's tokens. x is packed first, by one thread; then h is computed from it, and outputs from h, both
+// cut over the weights' rows.
+struct Job {
+  Job(const FfnRequest& request, int num_threads)
+      : ffn(request), down(down_projection(request)), kernel(product_kernel(ffn.num_tokens, ffn.w_dtype)),
+        x_floats(whole_lines(kernel.packed_floats(ffn.x_dtype, ffn.num_tokens, ffn.hidden))),
+        h_floats(whole_lines(kernel.packed_floats(DType::kFp32, ffn.num_tokens, ffn.expert_dim))),
+        hidden_step(kernel.block_rows(ffn.num_tokens, 2 * ffn.expert_dim, num_threads) / 2),
+        output_step(kernel.block_rows(ffn.num_tokens, ffn.hidden, num_threads)) {}
+
+  int64_t num_hidden() const { return (ffn.expert_dim + hidden_step - 1) / hidden_step; }
+  int64_t num_outputs() const { return (ffn.hidden + output_step - 1) / output_step; }
+
+  FfnRequest ffn;
+  LinearRequest down;
+  ProductKernel kernel;
+  int64_t x_floats, h_floats;
+  int64_t hidden_step, output_step;
+  float *x = nullptr, *h = nullptr;
+};
+
+enum class Stage { kPack, kHidden, kOutputs };
+
+// Items of one stage of a job, numbered from `first` on in the order of the whole wave.
+struct Stretch {
+  int64_t first;
+  size_t job;
+  Stage stage;
+};
+
+// Jobs whose intermediate results are in memory at the same time. After all packing, stages follow each other so that an
+// expert's outputs come after the next one's hidden activations: what they wait for is done when a thread comes to them.
+// Threads take items in ascending order, and an item waits for lower ones only, so there is always one that runs.
+class Wave {
+ public:
+  Wave(Job* jobs, size_t num_jobs) : jobs_(jobs), left_(new Left[num_jobs]) {
+    for (size_t i = 0; i < num_jobs; ++i) {
+      left_[i].hidden = jobs[i].num_hidden();
+      add(i, Stage::kPack, 1);
+    }
+    for (size_t i = 0; i < num_jobs; ++i) {
+      add(i, Stage::kHidden, jobs[i].num_hidden());
+      if (i > 0) add(i - 1, Stage::kOutputs, jobs[i - 1].num_outputs());
+    }
+    add(num_jobs - 1, Stage::kOutputs, jobs[num_jobs - 1].num_outputs());
+  }
+
+  void run(ThreadPool* pool) {
+    for_each_item(pool, num_items_, [&](int64_t item, int64_t next) {
+      try {
+        run_item(item, next);
+      } catch (...) {
+        failed_ = true;  // nobody waits for what will not come
+        throw;
+      }
+    });
+  }
+
+ private:
+  struct alignas(64) Left {  // what is not done yet
+    std::atomic<int64_t> packing{1}, hidden{0};
+  };
+
+  void add(size_t job, Stage stage, int64_t num_items) {
+    stretches_.push_back({num_items_, job, stage});
+    num_items_ += num_items;
+  }
+
+  const Stretch& stretch_of(int64_t item) const {
+    const auto is_before = [](int64_t value, const Stretch& stretch) { return value < stretch.first; };
+    return *(std::upper_bound(stretches_.begin(), stretches_.end(), item, is_before) - 1);
+  }
+
+  // False where another thread has failed.
+  bool wait_for(const std::atomic<int64_t>& left) const {
+    wait_briefly([&] { return left.load() == 0 || failed_.load(); });
+    return !failed_.load();
+  }
+
+  NextWeights weights_of(int64_t item) const {
+    if (item >= num_items_) return {};
+    const Stretch& at = stretch_of(item);
+    const Job& job = jobs_[at.job];
+    const int64_t i = item - at.first;
+    if (at.stage == Stage::kHidden)
+      return next_weights(job.ffn, range_of_item(i, job.hidden_step, job.ffn.expert_dim));
+    if (at.stage == Stage::kOutputs) return next_weights(job.down, range_of_item(i, job.output_step, job.ffn.hidden));
+    return {};
+  }
+
+  void run_item(int64_t item, int64_t next) {
+    const Stretch& at = stretch_of(item);
+    const Job& job = jobs_[at.job];
+    Left& left = left_[at.job];
+    const int64_t i = item - at.first;
+    if (at.stage == Stage::kPack) {
+      const FfnRequest& r = job.ffn;
+      job.kernel.pack({r.x, r.x_dtype, r.w_dtype, r.num_tokens, r.hidden, r.x_stride}, job.x);
+      --left.packing;
+    } else if (at.stage == Stage::kHidden && wait_for(left.packing)) {
+      const Range range = range_of_item(i, job.hidden_step, job.ffn.expert_dim);
+      job.kernel.gate_up(job.ffn, job.x, range, weights_of(next), job.h);
+      --left.hidden;
+    } else if (at.stage == Stage::kOutputs && wait_for(left.hidden)) {
+      const Range range = range_of_item(i, job.output_step, job.ffn.hidden);
+      job.kernel.outputs(job.down, job.h, range, weights_of(next));
+    }
+  }
+
+  Job* const jobs_;
+  const std::unique_ptr<Left[]> left_;
+  std::vector<Stretch> stretches_;
+  int64_t num_items_ = 0;
+  std::atomic<bool> failed_{false};
+};
 
 }  // namespace
 
-void expert_ffn(const FfnRequest& r, ThreadPool* pool) {
-  for (int64_t first = 0; first < r.num_tokens; first += kSlabRows)
-    run_slab(slab(r, first, std::min(kSlabRows, r.num_tokens - first)), pool);
+void expert_ffns(const std::vector<FfnRequest>& requests, ThreadPool* pool) {
+  std::vector<Job> jobs;
+  for (const FfnRequest& r : requests)
+    for (int64_t first = 0; first < r.num_tokens; first += kSlabRows)
+      jobs.emplace_back(slab(r, first, std::min(kSlabRows, r.num_tokens - first)), pool ? pool->size() : 1);
+  for (size_t first = 0; first < jobs.size();) {
+    int64_t num_floats = jobs[first].x_floats + jobs[first].h_floats;
+    size_t last = first + 1;
+    for (; last < jobs.size(); ++last) {
+      const int64_t more = jobs[last].x_floats + jobs[last].h_floats;
+      if (num_floats + more > ScratchLoan::kKeptFloats) break;
+      num_floats += more;
+    }
+    const ScratchLoan scratch{size_t(num_floats)};
+    float* place = scratch.floats();
+    for (size_t i = first; i < last; ++i) {
+      jobs[i].x = place, jobs[i].h = place + jobs[i].x_floats;
+      place += jobs[i].x_floats + jobs[i].h_floats;
+    }
+    Wave(&jobs[first], last - first).run(pool);
+    first = last;
+  }
 }
 
 }  // namespace kernels

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "../core/types.h"
 
@@ -28,6 +29,8 @@ struct FfnRequest {
   bool accumulate;     // add to `out` instead of overwriting it
 };
 
-void expert_ffn(const FfnRequest& request, ThreadPool* pool);
+// One parallel region for all of them where their intermediate results fit into a few MB: threads go on to the next
+// expert while others finish one. An expert's outputs are the same, bit for bit, whichever experts come with it.
+void expert_ffns(const std::vector<FfnRequest>& requests, ThreadPool* pool);
 
 }  // namespace kernels

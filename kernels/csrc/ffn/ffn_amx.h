@@ -41,17 +41,16 @@ void activate_panel(const FfnRequest& r, const PanelSums& sums, int64_t first, c
     }
 }
 
-void gate_up(const FfnRequest& r, const float* x, Range range, Range next, float* h) {
+void gate_up(const FfnRequest& r, const float* x, Range range, const NextWeights& next, float* h) {
   const TokenTiles tokens = packed_tokens(x, r.x_dtype, r.num_tokens, r.hidden);
   const TokenTiles hidden = packed_tokens(h, DType::kFp32, r.num_tokens, r.expert_dim);
   Panel panels[kMaxPanels];
   int num_panels = 0;
   for (int64_t first = range.first; first < range.last; first += kPanelUnits)
     panels[num_panels++] = gate_up_panel(r, first, range.last);
-  multiply_panels(tokens, panels, num_panels, gate_up_panel(r, next.first, next.last),
-                  [&](int index, const PanelSums& sums) {
-                    activate_panel(r, sums, range.first + index * kPanelUnits, hidden);
-                  });
+  multiply_panels(tokens, panels, num_panels, next, [&](int index, const PanelSums& sums) {
+    activate_panel(r, sums, range.first + index * kPanelUnits, hidden);
+  });
 }
 
 }  // namespace

@@ -33,18 +33,18 @@ void activate_row(const FfnRequest& r, const float* gate, const float* up, Range
 }
 
 template <class W>
-void gate_up_with(const FfnRequest& r, const float* x, Range range, Range next, float* h) {
+void gate_up_with(const FfnRequest& r, const float* x, Range range, const NextWeights& next, float* h) {
   const WeightBlock block = gate_up_block(r, range);
   const PackedRows<float, W> hidden(h, r.num_tokens, r.expert_dim);
   with_packed<W>(x, r.x_dtype, r.num_tokens, r.hidden, [&](const auto& rows) {
-    multiply_block(rows, block, gate_up_block(r, next), [&](int64_t token, int64_t last, const float* sums) {
+    multiply_block(rows, block, next, [&](int64_t token, int64_t last, const float* sums) {
       for (; token < last; ++token, sums += kMaxBlockRows)
         activate_row(r, sums, sums + block.num_rows / 2, range, token, hidden);
     });
   });
 }
 
-void gate_up(const FfnRequest& r, const float* x, Range range, Range next, float* h) {
+void gate_up(const FfnRequest& r, const float* x, Range range, const NextWeights& next, float* h) {
   r.w_dtype == DType::kFp16 ? gate_up_with<fp16>(r, x, range, next, h) : gate_up_with<bf16>(r, x, range, next, h);
 }
 

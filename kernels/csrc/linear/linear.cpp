@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "../core/scratch.h"
+#include "../pool/thread_pool.h"
 #include "../product/product.h"
 
 namespace kernels {
@@ -21,7 +22,11 @@ void run_slab(const LinearRequest& r, ThreadPool* pool) {
   const ProductKernel kernel = product_kernel(r.num_rows, r.w_dtype);
   const ScratchLoan scratch(size_t(kernel.packed_floats(r.x_dtype, r.num_rows, r.depth)));
   kernel.pack({r.x, r.x_dtype, r.w_dtype, r.num_rows, r.depth, r.x_stride}, scratch.floats());
-  compute_outputs(kernel, r, scratch.floats(), pool);
+  const int64_t step = kernel.block_rows(r.num_rows, r.num_outputs, pool ? pool->size() : 1);
+  for_each_item(pool, (r.num_outputs + step - 1) / step, [&](int64_t i, int64_t next) {
+    kernel.outputs(r, scratch.floats(), range_of_item(i, step, r.num_outputs),
+                   next_weights(r, range_of_item(next, step, r.num_outputs)));
+  });
 }
 
 }  // namespace

@@ -16,7 +16,7 @@ void pack(const InputRows& x, float* packed) {
   pack_tokens(packed_tokens(packed, x.dtype, x.num_rows, x.depth), x);
 }
 
-void outputs(const LinearRequest& r, const float* x, Range range, Range next) {
+void outputs(const LinearRequest& r, const float* x, Range range, const NextWeights& next) {
   const TokenTiles tokens = packed_tokens(x, r.x_dtype, r.num_rows, r.depth);
   multiply_rows(tokens, static_cast<const bf16*>(r.w), r.w_stride, range, next,
                 [&](int64_t row, Range outputs, const float* sums) { put(r, row, outputs, sums); });

@@ -26,16 +26,16 @@ WeightBlock output_block(const LinearRequest& r, Range range) {
 }
 
 template <class W>
-void outputs_with(const LinearRequest& r, const float* x, Range range, Range next) {
+void outputs_with(const LinearRequest& r, const float* x, Range range, const NextWeights& next) {
   with_packed<W>(x, r.x_dtype, r.num_rows, r.depth, [&](const auto& rows) {
-    multiply_block(rows, output_block(r, range), output_block(r, next),
+    multiply_block(rows, output_block(r, range), next,
                    [&](int64_t row, int64_t last, const float* sums) {
                      for (; row < last; ++row, sums += kMaxBlockRows) put(r, row, range, sums);
                    });
   });
 }
 
-void outputs(const LinearRequest& r, const float* x, Range range, Range next) {
+void outputs(const LinearRequest& r, const float* x, Range range, const NextWeights& next) {
   r.w_dtype == DType::kFp16 ? outputs_with<fp16>(r, x, range, next) : outputs_with<bf16>(r, x, range, next);
 }
 

@@ -15,7 +15,7 @@ namespace kernels {
 namespace {
 
 // Equal parts, one a thread, cut at cache lines.
-int64_t part_start(int64_t num_bytes, int part, int num_parts) {
+int64_t part_start(int64_t num_bytes, int64_t part, int num_parts) {
   return part == num_parts ? num_bytes : num_bytes / num_parts * part / 64 * 64;
 }
 
@@ -29,7 +29,7 @@ uint64_t stream_read(const void* src, int64_t num_bytes, int num_streams, Thread
   const char* from = static_cast<const char*>(src);
   if (!pool) return read(from, num_bytes, num_streams);
   std::atomic<uint64_t> total{0};
-  pool->run([&](int part) {
+  for_each_item(pool, pool->size(), [&](int64_t part, int64_t) {
     const int64_t start = part_start(num_bytes, part, pool->size());
     total ^= read(from + start, part_start(num_bytes, part + 1, pool->size()) - start, num_streams);
   });
@@ -59,7 +59,7 @@ void stream_copy(void* dst, const void* src, int64_t num_bytes) {
 
 void parallel_stream_copy(void* dst, const void* src, int64_t num_bytes, ThreadPool* pool) {
   if (!pool || num_bytes == 0) return stream_copy(dst, src, num_bytes);
-  pool->run([&](int part) {
+  for_each_item(pool, pool->size(), [&](int64_t part, int64_t) {
     const int64_t start = part_start(num_bytes, part, pool->size());
     const int64_t end = part_start(num_bytes, part + 1, pool->size());
     stream_copy(static_cast<char*>(dst) + start, static_cast<const char*>(src) + start, end - start);

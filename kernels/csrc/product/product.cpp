@@ -1,7 +1,6 @@
 #include "product.h"
 
 #include "../core/isa.h"
-#include "../pool/thread_pool.h"
 
 namespace kernels {
 namespace {
@@ -21,13 +20,6 @@ ProductKernel product_kernel(int64_t num_rows, DType w_dtype) {
     case Isa::kAvx2: return avx2::product_kernel();
     default: return portable::product_kernel();
   }
-}
-
-void compute_outputs(const ProductKernel& kernel, const LinearRequest& r, const float* x, ThreadPool* pool) {
-  const int64_t step = kernel.block_rows(r.num_rows, r.num_outputs, pool ? pool->size() : 1);
-  for_each_item(pool, (r.num_outputs + step - 1) / step, [&](int64_t i, int64_t next) {
-    kernel.outputs(r, x, range_of_item(i, step, r.num_outputs), range_of_item(next, step, r.num_outputs));
-  });
 }
 
 }  // namespace kernels

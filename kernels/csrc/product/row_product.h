@@ -106,21 +106,31 @@ inline int64_t num_tiles(const RowGroups& groups, int num_weight_rows) {
   return count;
 }
 
+// How much of the next weights' rows is their first chunk.
+template <class W>
+inline int64_t first_chunk_depth(const NextWeights& next) {
+  if (next.num_rows == 0) return 0;  // nothing is next
+  const int64_t chunk = next.x_dtype == DType::kFp32 ? chunk_depth<float>(next.num_rows)
+                                                     : chunk_depth<PackedAs<W>>(next.num_rows);
+  return std::min(next.depth, chunk);
+}
+
 // Rows [first_row, last_row) of x, up to a panel: sums[row - first_row][n] is the product of row and block.rows[n];
-// rows of sums lie kMaxBlockRows apart. The first chunk of `next` (which may be empty) is fetched during the last.
+// rows of sums lie kMaxBlockRows apart. The first chunk of `next` is fetched during the last.
 template <class X, class W>
 inline void multiply_panel(const PackedRows<X, W>& x, int64_t first_row, int64_t last_row, const WeightBlock& block,
-                           const WeightBlock& next, float* sums) {
+                           const NextWeights& next, float* sums) {
   if (x.depth == 0) return;  // sums are zeros
   const int width = block.num_rows;
   const int64_t num_rows = last_row - first_row;
   const RowGroups groups{first_row, last_row, (num_rows + most_tile_rows<X>() - 1) / most_tile_rows<X>()};
   const int64_t tiles = num_tiles<X>(groups, width);
   Vec* const acc = accumulators(size_t(num_rows) * size_t(width));
+  const WeightBlock next_block = first_rows(next);
   for (int64_t first = 0; first < x.depth; first += x.chunk) {
     const int64_t last = x.chunk_end(first), num_steps = tiles * ((last - first) / kPair);
     RowPrefetcher prefetch = last < x.depth ? RowPrefetcher(block, last, x.chunk_end(last), num_steps)
-                                            : RowPrefetcher(next, 0, x.chunk_end(0), num_steps);
+                                            : RowPrefetcher(next_block, 0, first_chunk_depth<W>(next), num_steps);
     for (int64_t group = 0; group < groups.num_groups; ++group) {
       const Range rows = groups[group];
       chunk_of_up_to<most_tile_rows<X>(), W>(rows.last - rows.first, x.chunk_of(rows.first, first), block, first, last,
@@ -136,12 +146,12 @@ inline void multiply_panel(const PackedRows<X, W>& x, int64_t first_row, int64_t
 
 // All rows of x with a block: finish(first row, last row, sums) is called for each panel of them.
 template <class X, class W, class Finish>
-inline void multiply_block(const PackedRows<X, W>& x, const WeightBlock& block, const WeightBlock& next,
+inline void multiply_block(const PackedRows<X, W>& x, const WeightBlock& block, const NextWeights& next,
                            const Finish& finish) {
   alignas(64) float sums[panel_rows<X>() * kMaxBlockRows] = {};
   for (int64_t row = 0; row < x.num_rows; row += panel_rows<X>()) {
     const int64_t last = std::min<int64_t>(x.num_rows, row + panel_rows<X>());
-    multiply_panel(x, row, last, block, last == x.num_rows ? next : WeightBlock(), sums);
+    multiply_panel(x, row, last, block, last == x.num_rows ? next : NextWeights{}, sums);
     finish(row, last, static_cast<const float*>(sums));
   }
 }

@@ -19,6 +19,16 @@ struct WeightBlock {
   }
 };
 
+// The first rows that a thread multiplies with next: equally many of each matrix.
+inline WeightBlock first_rows(const NextWeights& next) {
+  WeightBlock block;
+  if (next.range.first == next.range.last) return block;
+  const int64_t last = std::min<int64_t>(next.range.last, next.range.first + kMaxBlockRows / next.num_matrices);
+  for (int i = 0; i < next.num_matrices; ++i)
+    block.add(next.matrices[i], next.strides[i], next.range.first, last, 1);
+  return block;
+}
+
 // Fetches elements [first, last) of a block's rows in equal shares a step, a line of each of kStreams rows in turn,
 // into the second-level cache (kLocality 2) or the first (3).
 template <int kStreams, int kLocality>
