@@ -18,7 +18,7 @@ from harness.engine.activations import Activations
 from harness.engine.batch import MicroBatch
 from harness.engine.ops import on_gpu
 from harness.engine.ops.compute import ComputeOp
-from harness.engine.ops.views import all_rows, matrices, rows, weights
+from harness.engine.ops.views import all_rows, expert_weights, matrices, rows, weights
 from harness.machine.base import Context, Op, Work
 from harness.memory.placed import PlacedPart
 from harness.memory.tiers import Buffer
@@ -110,12 +110,7 @@ class Experts(ComputeOp):
         tokens, probs = chosen // spec.experts_per_token, probs.reshape(-1)[chosen]
         x = normed[tokens]
         y = x.new_empty(x.shape, dtype=out.dtype)
-        start = 0
-        for part, count in zip(self.parts, counts, strict=True):
-            if count:
-                mine = slice(start, start + count)
-                _run_expert(ctx, self.family, spec, part, x[mine], y[mine], probs[mine], on_host=self.on_host)
-            start += count
+        _run_experts(ctx, self.family, spec, self.parts, counts, x, y, probs)
         out.index_add_(0, tokens, y)
 
     def _by_expert(self, ids: Any) -> tuple[Any, list[int]]:
@@ -181,10 +176,10 @@ class Expert(Op):
         x, y = all_rows(ctx, self.source, spec, spec.dtype), all_rows(ctx, self.target, spec, "float32")
         if self.tokens is None or self.weights is None:
             mine = slice(self.num_rows)
-            return _run_expert(ctx, self.family, spec, self.part, x[mine], y[mine], None, on_host=self.on_host)
+            return _run_experts(ctx, self.family, spec, (self.part,), [self.num_rows], x[mine], y[mine], None)
         tokens, probs = on_gpu.numbers(self.tokens, x.device), on_gpu.numbers(self.weights, x.device)
         results = y.new_empty((self.num_rows, spec.hidden_dim))
-        _run_expert(ctx, self.family, spec, self.part, x[tokens], results, probs, on_host=self.on_host)
+        _run_experts(ctx, self.family, spec, (self.part,), [self.num_rows], x[tokens], results, probs)
         y.index_add_(0, tokens, results)
 
 
@@ -195,26 +190,30 @@ def _expert_work(spec: ModelSpec, tokens: float, read_bytes: float, *, on_host: 
     return Work(flops=flops, host_bytes=nbytes) if on_host else Work(flops=flops, device_bytes=nbytes)
 
 
-def _run_expert(
-    ctx: Context, family: Any, spec: ModelSpec, part: PlacedPart, x: Any, out: Any, probs: Any, *, on_host: bool
+def _run_experts(
+    ctx: Context,
+    family: Any,
+    spec: ModelSpec,
+    parts: tuple[PlacedPart, ...],
+    counts: list[int],
+    x: Any,
+    out: Any,
+    probs: Any,
 ) -> None:
-    """Write an expert's results for rows `x` [n, hidden] to `out` (float32), times `probs` [n] where there are any. On
-    the cpu lane the CPU's kernel for 16-bit weights computes them, otherwise the family's own math."""
-    w = weights(ctx, part)
-    if on_host and spec.dtype != "float32":
-        m = family.expert_matrices(spec, w)
-        gating = kernels.Gating(
-            activation=m.activation.name,
-            alpha=m.activation.alpha,
-            limit=m.activation.limit,
-            gate_bias=m.gate_bias,
-            up_bias=m.up_bias,
-            down_bias=m.down_bias,
-        )
-        kernels.expert_ffn(
-            x, m.gate, m.up, m.down, out, row_weights=probs, gating=gating, num_threads=ctx.num_threads()
-        )
-        return
-    out.copy_(family.expert(spec, w, x))
+    """Write the results of experts over rows `x` [rows, hidden] to `out` (float32), times `probs` [rows] where given.
+
+    Each expert has the next of `counts` rows. In host memory the CPU's kernel for 16-bit weights computes all of them
+    in one call, whichever lane asks; elsewhere the family's own math does, one by one.
+    """
+    chosen = [(part, count) for part, count in zip(parts, counts, strict=True) if count]
+    if x.is_cpu and spec.dtype != "float32":
+        experts = [expert_weights(ctx, family, spec, part) for part, _ in chosen]
+        counts = [count for _, count in chosen]
+        return kernels.expert_ffns(x, counts, experts, out, row_weights=probs, num_threads=ctx.num_threads())
+    start = 0
+    for part, count in chosen:
+        mine = slice(start, start + count)
+        out[mine] = family.expert(spec, weights(ctx, part), x[mine])
+        start += count
     if probs is not None:
         out.mul_(probs[:, None])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import kernels
 from harness.engine.batch import KvReads
 from harness.engine.ops import on_gpu
 from harness.machine.base import Context
@@ -36,6 +37,25 @@ def matrices(ctx: Context, family: Any, spec: ModelSpec, part: PlacedPart) -> tu
         expert = family.expert_matrices(spec, weights(ctx, part))
         memo[key] = (expert.shape, expert.addresses)
     found: tuple[Any, tuple[int, ...]] = memo[key]
+    return found
+
+
+def expert_weights(ctx: Context, family: Any, spec: ModelSpec, part: PlacedPart) -> kernels.ExpertWeights:
+    """Return an expert's 16-bit matrices for the CPU's kernels; they are checked once for each place that a part can
+    lie in."""
+    memo, key = ctx.memo(part.buffer), ("expert", part.buffer, id(part.layout))
+    if key not in memo:
+        m = family.expert_matrices(spec, weights(ctx, part))
+        gating = kernels.Gating(
+            activation=m.activation.name,
+            alpha=m.activation.alpha,
+            limit=m.activation.limit,
+            gate_bias=m.gate_bias,
+            up_bias=m.up_bias,
+            down_bias=m.down_bias,
+        )
+        memo[key] = kernels.ExpertWeights(m.gate, m.up, m.down, gating)
+    found: kernels.ExpertWeights = memo[key]
     return found
 
 
