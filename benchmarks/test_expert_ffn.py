@@ -1,6 +1,7 @@
-"""The FFN of one expert on the CPU, against the read and GEMM ceilings and torch: its time as a function of its tokens.
+"""The FFN of experts on the CPU, against the read and GEMM ceilings and torch: its time as a function of its tokens.
 
-Two experts of Mixtral 8x7B in turn, 704 MB of weights, which exceed the caches.
+Two experts of Mixtral 8x7B in turn, 704 MB of weights, which exceed the caches; and small experts, as many as exceed
+them too, all in one call as a layer has them.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from benchmarks.conftest import Scale
 from benchmarks.support.decode_data import huge_array
 from benchmarks.support.paged_attention import as_bf16
 from benchmarks.support.rounds import Rounds
+from benchmarks.support.stopwatch import stopwatch
 from benchmarks.support.torch_threads import with_threads
 
 pytest.importorskip("kernels.ffn", reason="this version has no expert FFN")
-from kernels import expert_ffn, isa
+from kernels import ExpertWeights, expert_ffn, expert_ffns, isa
 
 HIDDEN, EXPERT_DIM, NUM_EXPERTS = 4096, 14336, 2
 QUICK_HIDDEN, QUICK_EXPERT_DIM = 256, 512
+SMALL = {"9 MB": (2048, 768), "17 MB": (2048, 1408)}  # Qwen3-30B-A3B; DeepSeek-V2-Lite and Moonlight
 NUM_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
 # What the kernel multiplies in, by code path: the hidden activations, a third of the work, are float32.
 MULTIPLIES = {"amx": {torch.bfloat16: 1.0}, "avx512bf16": {torch.bfloat16: 2 / 3, torch.float32: 1 / 3}}
@@ -31,15 +34,20 @@ FEW_TOKENS = 16  # beyond them a run is long: fewer rounds
 
 
 class Experts:
-    def __init__(self, quick: bool) -> None:
-        self.hidden, self.expert_dim = (QUICK_HIDDEN, QUICK_EXPERT_DIM) if quick else (HIDDEN, EXPERT_DIM)
+    """Experts of one size have each their weights, in places of their own. Beyond the second, they are copies."""
+
+    def __init__(self, hidden: int, expert_dim: int, num_experts: int) -> None:
+        self.hidden, self.expert_dim = hidden, expert_dim
         generator = torch.Generator().manual_seed(31)
-        self.weights = []
-        for _ in range(NUM_EXPERTS):
+        self.weights: list[list[torch.Tensor]] = []
+        for index in range(num_experts):
             shapes = ((self.expert_dim, self.hidden),) * 2 + ((self.hidden, self.expert_dim),)
             matrices = [as_bf16(huge_array(shape, np.uint16)) for shape in shapes]
-            for matrix in matrices:
-                matrix.copy_(torch.randn(matrix.shape, generator=generator) / matrix.shape[1] ** 0.5)
+            for at, matrix in enumerate(matrices):
+                if index < NUM_EXPERTS:
+                    matrix.copy_(torch.randn(matrix.shape, generator=generator) / matrix.shape[1] ** 0.5)
+                else:
+                    matrix.copy_(self.weights[index % NUM_EXPERTS][at])
             self.weights.append(matrices)
 
     @property
@@ -56,6 +64,15 @@ class Experts:
 
         return run
 
+    def in_one_call(self, x: torch.Tensor, out: torch.Tensor, num_threads: int) -> Callable[[], None]:
+        experts = [ExpertWeights(*matrices) for matrices in self.weights]
+        rows, counts = x.repeat(len(experts), 1), [len(x)] * len(experts)
+
+        def run() -> None:
+            expert_ffns(rows, counts, experts, out, num_threads=num_threads, method="kernel")
+
+        return run
+
     def by_torch(self, x: torch.Tensor) -> Callable[[], None]:
         def run() -> None:
             for gate, up, down in self.weights:
@@ -66,7 +83,14 @@ class Experts:
 
 @pytest.fixture(scope="module")
 def experts(scale: Scale) -> Experts:
-    return Experts(scale.quick)
+    sizes = (QUICK_HIDDEN, QUICK_EXPERT_DIM) if scale.quick else (HIDDEN, EXPERT_DIM)
+    return Experts(*sizes, NUM_EXPERTS)
+
+
+@pytest.fixture(scope="module", params=list(SMALL))
+def small_experts(request: pytest.FixtureRequest, scale: Scale) -> tuple[str, Experts]:
+    hidden, expert_dim = SMALL[request.param]
+    return request.param, Experts(hidden, expert_dim, -(-scale.working_set_bytes // (6 * hidden * expert_dim)) + 1)
 
 
 @pytest.mark.parametrize("num_tokens", NUM_TOKENS)
@@ -105,3 +129,44 @@ def test_expert_ffn(
     gate, up, down = (matrix.double() for matrix in experts.weights[-1])
     expected = (F.silu(x[:1].double() @ gate.T) * (x[:1].double() @ up.T)) @ down.T
     torch.testing.assert_close(out[:1].double(), expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 16])
+def test_small_experts(
+    benchmark: Any,
+    report: Any,
+    ceilings: Any,
+    small_experts: tuple[str, Experts],
+    scale: Scale,
+    num_tokens: int,
+    num_threads: int,
+) -> None:
+    """Compute all of a layer's experts in one call, each with so many tokens."""
+    size, experts = small_experts
+    x = experts.inputs(num_tokens)
+    num_experts = len(experts.weights)
+    together, alone = torch.zeros(num_experts * num_tokens, experts.hidden), torch.zeros(num_tokens, experts.hidden)
+    others = {
+        "read ceiling": ceilings.read(num_threads),
+        "ours, a call an expert": stopwatch(experts.ours(x, alone, num_threads)),
+        "torch": with_threads(experts.by_torch(x), num_threads),
+    }
+    rounds = Rounds("ours", experts.in_one_call(x, together, num_threads), others, num_threads)
+    rounds.measure(benchmark, -(-scale.num_rounds // 3))
+    seconds = rounds.median_s("ours")
+    weight_bytes = 2 * experts.num_weights
+    report(
+        rounds,
+        kernel="expert_ffns",
+        shape=f"{size}, {num_tokens} tokens",
+        num_rows=num_tokens,
+        num_threads=num_threads,
+        weight_bytes=weight_bytes,
+        expert_s=seconds / num_experts,
+        gb_s=weight_bytes / seconds / 1e9,
+        gflop_s=num_tokens * weight_bytes / seconds / 1e9,
+        read_ceiling_gb_s=ceilings.num_bytes / rounds.median_s("read ceiling") / 1e9,
+        share_of_ceiling=rounds.ratio("read ceiling", "ours") * weight_bytes / ceilings.num_bytes,
+        times_faster_than={name: rounds.ratio(name, "ours") for name in ("torch", "ours, a call an expert")},
+    )
+    assert torch.equal(together[-num_tokens:], alone), "one call and a call an expert differ"
