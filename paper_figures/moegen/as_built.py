@@ -25,7 +25,7 @@ OURS = "MoE-Gen(H)"
 WORKLOADS = (
     ("C1", "mixtral-8x7b", 256, 368), ("C2", "mixtral-8x7b", 256, 368), ("C2", "mixtral-8x22b", 256, 198),
     ("C2", "deepseek-v2", 64, 434), ("C2", "deepseek-v2-lite", 256, 512), ("C3", "mixtral-8x7b", 256, 512),
-    ("C3", "mixtral-8x22b", 256, 444), ("C2, 1 TB", "deepseek-r1", 32, 346),
+    ("C3", "mixtral-8x22b", 256, 444),
 )  # fmt: skip
 Workload = tuple[str, str, int, int]
 _BUILT: Mapping[str, tuple[str, ...]] = {
