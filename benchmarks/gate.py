@@ -1,6 +1,6 @@
 """Measures the kernels and fails where one has become slower than its committed reference.
 
-    python benchmarks/gate.py                          # about three minutes on 2 cores; exit code 1 below 0.9
+    python benchmarks/gate.py                          # some minutes on 2 cores; exit code 1 below 0.9
     python benchmarks/gate.py --only linear --least 0.8
 
 Compared are ratios taken within one run, of a ceiling's or another implementation's time over ours, with those in
