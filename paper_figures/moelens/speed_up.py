@@ -43,16 +43,24 @@ def overrides(kv_gb: float, g: int, planning: Planning, host: str, more: Sequenc
     ]
 
 
-def moelightning(kv_gb: float, g: int, planning: Planning, host: str) -> dict[str, Any]:
-    """Simulate a full batch of the policy that MoE-Lightning gets for thousands of requests."""
-    policy = planned(overrides(kv_gb, g, planning, host, [f"dataset.num_requests={_MOST_REQUESTS}"])).strategy.plan
-    sizes = [f"strategy.policy.{name}={policy[name]}" for name in ("batch_size", "micro_batch_size")]
-    arguments = overrides(kv_gb, g, planning, host, [*sizes, f"dataset.num_requests={policy['batch_size']}"])
+def moelightning(kv_gb: float, g: int, planning: Planning) -> list[dict[str, Any]]:
+    """Simulate a full batch of each policy that MoE-Lightning gets for thousands of requests; hosts on which it gets
+    the same one share a row."""
+    hosts: dict[tuple[int, int], list[str]] = {}
+    for host in HOSTS:
+        policy = planned(overrides(kv_gb, g, planning, host, [f"dataset.num_requests={_MOST_REQUESTS}"])).strategy.plan
+        hosts.setdefault((policy["batch_size"], policy["micro_batch_size"]), []).append(host)
+    return [_row(kv_gb, g, planning, names, *sizes) for sizes, names in hosts.items()]
+
+
+def _row(kv_gb: float, g: int, planning: Planning, hosts: list[str], batch_size: int, size: int) -> dict[str, Any]:
+    sizes = [f"strategy.policy.batch_size={batch_size}", f"strategy.policy.micro_batch_size={size}"]
+    arguments = overrides(kv_gb, g, planning, hosts[0], [*sizes, f"dataset.num_requests={batch_size}"])
     plan = planned(arguments)
     batch = first_batch(plan, max_steps=STEPS)
     return {
-        "kv_cache_gb": kv_gb, "g": g, "planning": plan.strategy.plan["planning"], "host": host,
-        "N": policy["batch_size"], "mu": policy["micro_batch_size"], "tok_s": batch.throughput_tok_s,
+        "kv_cache_gb": kv_gb, "g": g, "planning": plan.strategy.plan["planning"], "host": " and ".join(hosts),
+        "N": batch_size, "mu": size, "tok_s": batch.throughput_tok_s,
         "prefill_s": batch.prefill_s, "step_s": batch.all_decode_s / batch.num_steps,
         "decode_busy": dict(batch.decode_busy), "code": code_version(),
         "command": f"python -m harness.plan {' '.join(arguments)}",
@@ -135,6 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = CommandParser("paper_figures.moelens.speed_up", __doc__)
     parser.add_argument("--kv", type=float, nargs="+", default=list(KV_CACHES_GB), help="KV cache, 10^9 bytes")
     parser.add_argument("--g", type=int, nargs="+", default=list(GENERATION_LENGTHS), help="tokens to generate")
+    parser.add_argument("--planning", nargs="+", choices=PLANNINGS, default=list(PLANNINGS), help="of MoE-Lightning")
     parser.add_argument("--out", type=Path, default=FOLDER, metavar="FOLDER", help="cells that are there are kept")
     return parser.run(_simulate, arguments)
 
@@ -146,8 +155,10 @@ def _simulate(args: Namespace) -> int:
     moelens = [summarize(run) for run in runs()]
     for kv_gb in args.kv:
         for g in args.g:
-            rows = [r for r in rows if (r["kv_cache_gb"], r["g"]) != (kv_gb, g)]
-            rows += [moelightning(kv_gb, g, planning, host) for planning in PLANNINGS for host in HOSTS]
+            rows = [
+                r for r in rows if not ((r["kv_cache_gb"], r["g"]) == (kv_gb, g) and r["planning"] in args.planning)
+            ]
+            rows += [row for planning in args.planning for row in moelightning(kv_gb, g, planning)]
             rows.sort(key=lambda r: (r["kv_cache_gb"], r["g"], r["planning"], r["host"]))
             found = ratios(rows, moelens)
             head = made_by("python -m paper_figures.moelens.speed_up")
