@@ -146,7 +146,6 @@ def test_later_requests_of_another_text_are_predicted_better_as_the_judgement_sa
     going_on, engine = run(tiny, other, shuffled(3), path=path, online_steps=4)
     later, first = slice(-LATER, None), slice(0, 3)
     before, after = as_learned.hit_rate(later), going_on.hit_rate(later)
-    print(before, after, as_learned.hit_rate(first), going_on.hit_rate(first))
     assert after > before + 0.05, (before, after)
     assert going_on.hit_rate(first) == pytest.approx(as_learned.hit_rate(first), abs=0.03), "nothing was learned yet"
     for layer, data in examples(as_learned, inputs).items():
