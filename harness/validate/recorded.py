@@ -19,7 +19,6 @@ from harness.study.recorded import read_domain
 # Which strategy computes them does not matter to a token's experts, nor does the links' rate. Requests that come
 # together meet the same experts as alone.
 RECORDING = (
-    "strategy=ondemand",
     "machine=emulated",
     "hardware=laptop",
     "hardware.h2d_gb_s=20",
