@@ -63,6 +63,7 @@ COLUMNS: dict[str, dict[str, Callable[[Row], str]]] = {
     "latent_attention": _TOKENS | _READ | _GFLOPS | _GEMM,
     "read": {f"{n} streams": _value(f"streams_{n}_gb_s", lambda v: f"{v:.2f}") for n in (1, 4, 16)},
     "kv_append": _TOKENS | _COPY,
+    "kv_gather": _COPY,
     "linear": _GFLOPS | _READ,
     "expert_ffns": {"ms/expert": _value("expert_s", lambda value: f"{1e3 * value:.2f}")} | _GFLOPS | _READ,
     "expert_ffn": {"ms/expert": _value("expert_s", lambda value: f"{1e3 * value:.2f}")} | _GFLOPS | _READ | _GEMM,

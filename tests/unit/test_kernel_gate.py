@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks import gate
 from benchmarks.conftest import processor_model
+from benchmarks.report_kernels import OUT, PARTS
+from benchmarks.support import tables
 
 MACHINE = {"processor": "Some Processor(R)", "processor_model": "6.143.8", "isa": "avx2"}
 REFERENCE = {("test_a", "copy ceiling"): 0.8, ("test_a", "torch"): 2.0, ("test_gone", "torch"): 1.0}
@@ -119,3 +121,12 @@ def test_committed_references_have_ratios():
     assert found
     for path in found:
         assert gate.ratios(json.loads(path.read_text())["rows"]), path
+
+
+def test_every_committed_result_has_a_section_of_tables():
+    found = sorted(OUT.glob("*/*.json"))
+    assert {path.stem for path in found} == set(PARTS)
+    for path in found:
+        result = json.loads(path.read_text())
+        text = tables.section(result)
+        assert all(row["shape"] in text for row in result["rows"]), path
