@@ -4,8 +4,8 @@ Prompts have 512 tokens and 64 are generated, as in PreScope's Section 6.1. Rout
 trained models was fitted (`routing=trained_*`), and the gate's predictions hit as often as was recorded of these models
 (results/reference/routing), one layer ahead. What those see that look further is stated: 4 points less for each layer,
 as public measurements of Qwen3's gates have it (3.5 to 4; docs/route-ahead.md of Helldez/BigMoeOnEdge on GitHub).
-PreScope is there twice: predicting by the gate, as the others do, and by LLaPor, which hits as often as PreScope's
-Table 3 says.
+PreScope is there twice: predicting by the gate, as the others do, and by LLaPor, which foresees each expert with the
+chance of Table 3's share of tokens.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 NOTE = (
     f"prompts of {PROMPT} tokens, 64 generated; routing fitted to small trained models and the gate's hit rates as "
     "recorded of them, or both as in a recorded trace; prescope predicts by the gate as well, and by LLaPor with the "
-    "hit rates of its Table 3 where that is said; Klotski has two batches of the size; "
+    "share of tokens of its Table 3 as each expert's chance where that is said; Klotski has two batches of the size; "
     "published: PreScope, Sections 6.2.2 and 6.2.3"
 )
 

@@ -41,7 +41,7 @@ _PACKET_MB = 16
 _FIELDS = ("system", "gpu", "model", "batch", "variant")
 NOTE = (
     "prompts of 512 tokens, 64 to generate; 7 steps simulated, those between interpolated; routing drawn by a Zipf law "
-    "with exponent 1; the predictor's hit rate is stated: Table 3's share of tokens"
+    "with exponent 1; Table 3's share of tokens is stated as the chance that any expert of a token is foreseen"
 )
 
 
@@ -121,7 +121,7 @@ def computed(name: str, cases: Iterable[Case]) -> list[dict[str, Any]]:
     path, rows = FOLDER / f"{name}.json", []
     others = [each for each in FOLDER.glob("*.json") if each != path]
     read = (r for each in (*others, path) if each.exists() for r in read_json(each)["rows"])
-    kept = {r["command"]: r for r in read if "command" in r}
+    kept = {r["command"]: r for r in read if r.keys() & {"tok_s", "refused"}}
     for case in cases:
         found = kept.get(case.command)
         rows.append({**found, **case.named} if found else row(case))

@@ -13,6 +13,7 @@ import numpy as np
 from harness.engine import loop
 from harness.machine.base import CPU, D2H, GPU, H2D, Span
 from harness.record.passes import PassRecord
+from harness.record.provenance import code_version
 from paper_figures.passes import planned
 from paper_figures.prescope.cases import OURS, Case
 from paper_figures.prescope.published import FIG17_LARGEST_GAP_S, FIG17_MEDIAN_GAP_S
@@ -77,7 +78,11 @@ def _simulated(case: Case) -> list[Times]:
 
 
 def compute() -> dict[str, Any]:
-    rows = [{"system": name, "layers_s": _simulated(replace(CASE, system=name))} for name in OURS]
+    cases = [replace(CASE, system=name) for name in OURS]
+    rows = [
+        {"system": case.system, "code": code_version(), "command": case.command, "layers_s": _simulated(case)}
+        for case in cases
+    ]
     return {"label": "simulated", "rows": rows}
 
 

@@ -9,10 +9,10 @@ import pytest
 from harness.machine.base import CPU, D2H, GPU, H2D, Span, Work
 from harness.record.passes import PassRecord
 from harness.settings import load_strategy, parse_settings
-from paper_figures.prescope import ablation, cases, cpu_rates, emulated, gap, launches, throughput
-from paper_figures.prescope.cases import OTHERS, OURS, Case, all_cases, find
-from paper_figures.prescope.published import CPU_EXPERT_MS, LOST, THROUGHPUT_A100_64
-from paper_figures.support import composed
+from paper_figures.prescope import ablation, cases, cpu_rates, emulated, gap, launches, measured_rates, throughput
+from paper_figures.prescope.cases import GPUS, OTHERS, OURS, Case, all_cases, find
+from paper_figures.prescope.published import ACTIVE, CPU_EXPERT_MS, LOST, THROUGHPUT_A100_64
+from paper_figures.support import ROOT, composed, read_json
 
 
 def made(case: Case, tok_s: float) -> dict:
@@ -94,6 +94,32 @@ def test_the_cpu_rates_table_shows_what_prediction_gains():
     text = cpu_rates.tables({"rows": rows})
     assert "8: +25.0%, -20.0%" in text
     assert "8: " not in cpu_rates.tables({"rows": rows[:2]})
+
+
+@pytest.mark.parametrize("model", measured_rates.RATES)
+def test_measured_rates_are_those_of_the_models_ranks(model):
+    case = measured_rates.measured(Case(system="PreScope", gpu="A100", model=model, batch=4))
+    routing = composed(*case.overrides)["routing"]
+    assert routing["hit_rates"] is None, "the stated rate is taken back"
+    [rows] = read_json(ROOT / routing["hit_rates_path"])["rates"]
+    assert {len(row) for row in rows if row} == {ACTIVE[model]}
+
+
+def test_measured_rates_stand_beside_the_stated_one_and_each_layer_by_itself():
+    stated = Case(system="PreScope", gpu="A100", model="mixtral-8x7b", batch=8)
+    three = [measured_rates.measured(stated), stated, replace(stated, system="without LLaPor")]
+    rows = [{**made(case, tok_s), "variant": case.variant} for case, tok_s in zip(three, (8.0, 10.0, 6.4), strict=True)]
+    assert "8: -20.0%, +25.0%" in measured_rates.tables({"rows": rows})
+    assert "8: " not in measured_rates.tables({"rows": rows[1:]})
+
+
+def test_measured_rates_add_rows_to_those_of_the_ablation(monkeypatch):
+    asked = []
+    monkeypatch.setattr(measured_rates, "computed", lambda name, cases: asked.extend(cases) or [])
+    measured_rates.compute()
+    added = [case for case in asked if case not in all_cases(OURS)]
+    assert {case.variant for case in added} == {measured_rates.MEASURED}
+    assert len(added) == len(GPUS) * len(cases.BATCHES) * len(measured_rates.RATES)
 
 
 def test_published_numbers_stand_beside_both_simulations():
