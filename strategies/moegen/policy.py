@@ -54,7 +54,8 @@ class Policy:
 @config
 class GivenPolicy:
     """The parts of a policy that a configuration fixes; null: the search decides. The first four are those of decode;
-    `on_device` is for both phases."""
+    `on_device` is for both phases. `batch_size` is not searched: null is the most that Eq. 2 allows, of the workload's
+    requests."""
 
     batch_size: int | None = None
     attention_batch: int | None = None
