@@ -27,7 +27,6 @@ BATCHES = (
     Case(system="MoE-Gen(G)", setting="C1", model="deepseek-v2-lite", g=64, num_requests=400),
     Case(system="MoE-Gen(H)", setting="C2", model="mixtral-8x22b"),
     Case(system="MoE-Lens", setting="C2", model="mixtral-8x22b"),
-    Case(system="MoE-Gen(H)", setting="C2", model="deepseek-v2", g=32),
 )
 
 
