@@ -1,1 +1,1 @@
-"""Compare the systems for small batches on PreScope's models, machines and batches: Figs. 12, 13 and 14."""
+"""Compare the systems for small batches on PreScope's models, machines and batches: Figs. 12 and 14."""
