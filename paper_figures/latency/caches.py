@@ -37,6 +37,7 @@ NOTE = (
     "fits in 32; hits are experts that lie there when their layer's gate has chosen them"
 )
 POLICIES = ("lru", "lfu", "arc", "belady")  # the last one needs the routing of the run, known from the first
+_COMMAND = "python -m paper_figures.latency caches"  # the routing that the oracle needs is not kept
 MEMORY = {"mixtral-8x7b": (), "deepseek-v2-lite": ("hardware.device_memory_gb=20",)}
 BATCHES = (4, 32)
 
@@ -102,7 +103,7 @@ def row(case: Case, policy: str, recorded: Path) -> Row:
         **{name: getattr(case, name) for name in ("system", "model", "gpu", "batch", "variant")},
         "policy": policy,
         "code": code_version(),
-        "command": f"python -m harness.plan {' '.join([*case.overrides, *own])}",
+        "command": _COMMAND if policy == "belady" else f"python -m harness.plan {' '.join([*case.overrides, *own])}",
         "places": places,
         "experts": plan.engine.spec.num_experts * len(plan.engine.spec.moe_layers),
         "token_s": sum(steps) / len(steps),

@@ -119,5 +119,8 @@ def test_no_cache_passes_the_bound_of_its_routing():
     *others, oracle = (r["whole"]["cached"] for r in rows)
     assert max(others) < oracle <= rows[-1]["optimum"] < rows[-1]["whole"]["active"]
     assert all(0 < r["decode"]["active"] < r["whole"]["active"] for r in rows)
+    *alone, whole = (r["command"] for r in rows)
+    assert all(command.startswith("python -m harness.plan strategy=expert_cache") for command in alone)
+    assert whole == "python -m paper_figures.latency caches", "a run alone has no routing for the oracle"
     text = caches.tables({"label": "simulated", "rows": rows})
     assert f" {rows[-1]['optimum'] / rows[-1]['whole']['active']:.1%} |" in text and text.count("| 4 |") == 3
