@@ -6,10 +6,16 @@
 * Shallow-favouring cache: the first layers, whose prediction is weakest, have a place for each of their experts, the
   others share the rest evenly. Within a layer ARC chooses the victim (`AdaptiveReplacement`).
 
-The paper itself was not read, but secondary descriptions of it; no code of it was found. Of these is how many layers
-are shallow (3 of 24 for Qwen1.5-MoE; here an eighth of the layers where nothing is set). Left out: quantised transfers,
-since tokens are exact here; prefetching more experts than a token has where their gate weights are close; the gate on
-the CPU, which runs on the gpu lane.
+Of the paper its abstract was read, and secondary descriptions, of which is how many layers are shallow (3 of 24 for
+Qwen1.5-MoE; here an eighth of the layers where nothing is set). Of the authors' code (FFFzy/Fate_open on GitHub) were
+read `utils/prefetch_k.py`, `utils/memory_cost.py` and `models/Qwen/modeling_qwen_moe.py`. In decode it has the same n,
+measured once, and its gate runs on the GPU, as here; descriptions have the CPU. In three points it is not followed:
+
+1. The code's first four layers are shallow, whatever the model.
+2. In prefill the code prefetches all experts that are predicted, the most popular first.
+3. In decode it prefetches n experts by gate weight, even if a token has fewer; here only those that a token would have.
+
+Left out: quantised transfers, since tokens are exact here.
 """
 
 from __future__ import annotations
@@ -32,9 +38,13 @@ from strategies.fate.sizes import cache_sizes
 __all__ = ["Config", "Fate", "build"]
 
 _DECIDED_HERE = (
-    "not read, shallow layers, whose experts all have a place in the cache: an eighth of the layers",
-    "not read, how many are prefetched: as many as the link brings until the next gate, one at the least",
-    "the next layer's gate is applied on the gpu lane, in Fate on the CPU",
+    "the paper's text was not read: its abstract, secondary descriptions and the authors' code were",
+    "left out: quantised transfers, since tokens are exact here",
+    "shallow layers, whose experts all have a place in the cache: an eighth of the layers; the authors' code, not "
+    "followed, has four",
+    "how many are prefetched: as many as the link brings until the next gate, one at the least; the authors' code, not "
+    "followed, brings all that are predicted in prefill, and in decode more than a token has where there is time",
+    "the next layer's gate is applied on the gpu lane, as in the authors' code; secondary descriptions have the CPU",
 )
 
 
