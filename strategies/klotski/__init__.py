@@ -50,7 +50,8 @@ _DECIDED_HERE = (
 
 @config
 class Config(PlacementConfig):
-    """`batch_size` is that of one batch. Where `num_batches` is not set, the planner chooses, at most `max_batches`."""
+    """`batch_size` is that of one batch. Where `num_batches` is not set, the planner chooses, at most `max_batches` and
+    at most what memory holds of them; where it ends, or the requests do, batches are smaller."""
 
     num_batches: int | None = 2
     max_batches: int = 4
@@ -86,6 +87,7 @@ def build(config: Config, engine: Engine) -> Strategy:
     most = config.num_batches or config.max_batches
     together = replace(config, batch_size=config.batch_size * most)
     deployment = Deployment.of(together, engine, num_micro_batches=most, host_experts=False)
+    held = -(-deployment.batch_size // config.batch_size)  # batches of the sequences that memory holds together
     costs, spec = deployment.measured(), engine.spec
     correlation = Correlation(deployment.profile())
     deployment.fill_table()
@@ -98,7 +100,7 @@ def build(config: Config, engine: Engine) -> Strategy:
         attention_s=costs.attention_s,
         gpu_s=costs.gpu_s,
     )
-    chosen = config.num_batches or num_batches(times, most)
+    chosen = min(config.num_batches or num_batches(times, min(most, held)), deployment.batch_size)
     deployment.batch_size = min(deployment.batch_size, chosen * config.batch_size)
     strategy = deployment.strategy(
         Klotski(correlation, config.num_slots(spec)[1]), {"num_batches": chosen}, decided_here=_DECIDED_HERE
