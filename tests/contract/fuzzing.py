@@ -13,8 +13,17 @@ from harness.run.experiment import RunFailed, run_experiment
 from tests.composing import composed
 
 MICRO_BATCHED = ("moelightning", "fastdecode", "flexgen_c", "flexgen")
-ONE_GPU = ("moelens", "llamacpp_split", "moegen_h")
+PLACED = ("prescope", "fiddler", "hybrimoe", "klotski", "fate", "expert_cache")  # single experts
+ONE_GPU = ("moelens", "llamacpp_split", "moegen_h", *PLACED)
 STRATEGIES = (*MICRO_BATCHED, *MICRO_BATCHED, *ONE_GPU, "ondemand", "deepspeed_zero", "vllm_offload")
+OWN: dict[str, dict[str, tuple[Any, ...]]] = {
+    "prescope": {"schedule": ("presched", "fixed"), "prefetch_slots": (1, 3, "null"), "prefetch_groups": (2, 3)},
+    "fiddler": {},
+    "hybrimoe": {"prefetch_layers": (1, 3), "score_weight": (0.1, 1.0)},
+    "klotski": {"num_batches": (1, 2, 3, "null"), "prefetch_slots": (1, 3, "null")},
+    "fate": {"shallow_layers": (0, 1, 9, "null")},
+    "expert_cache": {"policy": ("lru", "lfu", "arc"), "cache_slots": (1, 3, "null")},
+}
 QUIET = ("wandb.mode=disabled", "progress=false")
 
 
@@ -92,6 +101,10 @@ def settings_of(strategy: str, rng: random.Random, num_gpus: int) -> dict[str, A
         given |= {"policy.expert_batch": sizes, "policy.prefill_expert_batch": sizes}
         given |= {"policy.cpu_attention": (0.0, 0.5, 1.0), "policy.on_device": (*yes_no, "null")}
         given |= {"policy.expert_slots": sizes, "policy.dense_slots": (1, 2, 9), "policy.resident_experts": some}
+    elif strategy in PLACED:
+        given = {"batch_size": (1, 3, 16), "max_pass_tokens": (8, 64, 4096), "table": ("hot", "random", "none")}
+        given |= {"profile_tokens": (1, 16)} | OWN[strategy]
+        given |= {"predictor": ("gate", "none")} if strategy in ("prescope", "hybrimoe", "fate") else {}
     elif strategy == "vllm_offload":
         given = {"prefetch": yes_no, "continuous_batching": yes_no, "max_num_seqs": (1, 3, 256)}
         given |= {"max_num_batched_tokens": (20, 8192), "cpu_offload_gb": ("null", 0, 0.0005, 1)}

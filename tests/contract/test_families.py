@@ -72,9 +72,12 @@ def test_tokens_on_the_shuffled_machine(variant, strategy):
     check_run(shuffled(seed=len(variant + strategy)), variant, values)
 
 
-@pytest.mark.parametrize("variant", [name for name in FAMILIES if name != "mixtral"])  # see test_strategies.py
-def test_tokens_on_the_emulated_machine(variant):
-    check_run(emulated(), variant, PLANNED["moelens"])
+@pytest.mark.parametrize(
+    ("variant", "strategy"),
+    [*((name, "moelens") for name in FAMILIES if name != "mixtral"), ("deepseek_v3", "hybrimoe")],  # test_strategies.py
+)
+def test_tokens_on_the_emulated_machine(variant, strategy):
+    check_run(emulated(), variant, PLANNED[strategy])
 
 
 @pytest.mark.parametrize("variant", FAMILIES)

@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.bench.fitting import Plane
 from harness.config import ConfigError
+from harness.engine.limits import SLACK_BYTES
 from harness.machine.base import CPU, H2D, LaneKind
 from harness.machine.emulated import EmulatedMachine
 from harness.machine.shuffled import ShuffledMachine
@@ -22,9 +24,11 @@ from harness.model.planned import PlannedModel
 from harness.routing.activations import read_routing
 from harness.routing.trace_file import TraceHeader, TraceRow, TraceWriter
 from harness.study.caches import belady_hits, hits
+from strategies.expert_offload.costs import ExpertCosts
 from strategies.expert_offload.deployment import Deployment, PlacementConfig
 from strategies.expert_offload.policies import AbsentOnCpu
 from strategies.fiddler import Fiddler
+from strategies.hybrimoe import HybriMoE
 from tests.contract.running import (
     CAPACITIES_BYTES,
     check_tokens,
@@ -35,6 +39,7 @@ from tests.contract.running import (
 )
 from tests.contract.simulating import RATES, expert_bytes, simulated_engine
 from tests.contract.test_strategies import YAMLS
+from tests.fake_device import FakeDevice, cuda_machine
 from tests.tiny_families import tiny_family
 from tests.unit.strategies.views import view_of
 
@@ -44,6 +49,10 @@ ARC = lambda places, _: AdaptiveReplacement(places)  # noqa: E731
 REPLAYED = {"lru": lambda *_: LeastRecentlyUsed(), "lfu": lambda *_: LeastFrequentlyUsed(), "arc": ARC}
 SLOW = {LaneKind.H2D: LaneRate(bytes_s=2e7), LaneKind.CPU: LaneRate(flops_s=4e9, bytes_s=4e9)}
 NUM_PLACES = 12  # of the experts of a tiny model
+STATED = ExpertCosts(  # a transfer takes as long as nine tokens on the CPU
+    io_s=10e-3, cpu=Plane(fixed=1e-3, weights=(1e-3,)), gpu=Plane(fixed=1e-3, weights=(0.0,)), attention_s=2e-3,
+    prefill_token_s=1e-4,
+)  # fmt: skip
 
 
 def work_of(vocab_size: int):
@@ -86,6 +95,15 @@ def slow_link_on(capacities):
     return EmulatedMachine(capacities_bytes=capacities, rates=SLOW, poison=True)
 
 
+on_real_machines = pytest.mark.parametrize("machine_of", [shuffled_on, slow_link_on], ids=["shuffled", "emulated"])
+
+
+@pytest.fixture
+def stated_costs(monkeypatch):
+    """Every machine is said to have the same costs, so that no clock decides where an expert runs."""
+    monkeypatch.setattr("strategies.expert_offload.deployment.measured_costs", lambda *_, **sizes: STATED)
+
+
 def used_ways(strategy) -> set[str]:
     return {way for way in ("resident", "prefetched", "cached", "on_demand", "cpu") if strategy.counted()[way]}
 
@@ -105,6 +123,16 @@ def test_tokens_are_exact_where_few_experts_fit(tiny, name):
     assert used_ways(strategy) >= WAYS[name], strategy.counted()
     assert strategy.plan["costs"] if name != "expert_cache" else True
     assert bool(strategy.plan["decided_here"]) == (name != "expert_cache"), "a cache is no published system"
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_tokens_are_exact_over_streams_where_few_experts_fit(tiny, stated_costs, name):
+    device = FakeDevice(1)
+    try:
+        strategy, _ = run_small(lambda sizes: cuda_machine(sizes, device=device), tiny, YAMLS[name] | SMALL)
+    finally:
+        device.close()
+    assert used_ways(strategy) >= WAYS[name], strategy.counted()
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
@@ -132,7 +160,7 @@ def trace_of(engine, path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("machine_of", [shuffled_on, slow_link_on], ids=["shuffled", "emulated"])
+@on_real_machines
 def test_caches_hit_as_often_as_a_replay_of_the_recorded_routing(tiny, tmp_path, machine_of):
     """The run counts what `harness.study` counts of its steps; nobody passes the oracle, nor the oracle its bound."""
     values = YAMLS["expert_cache"] | SMALL | {"cache_slots": NUM_PLACES, "table": "random"}
@@ -153,31 +181,60 @@ def test_caches_hit_as_often_as_a_replay_of_the_recorded_routing(tiny, tmp_path,
         assert counted["cached"] + counted["on_demand"] == sum(map(len, steps))
 
 
-def test_the_simulator_counts_the_hits_of_a_run_with_tensors(tiny, tmp_path):
+def run_simulated(checkpoint, values, recorded: Path):
+    """Run the same requests without tensors, by recorded routing, in the same memory; return the strategy."""
+    machine = SimulatedMachine(
+        capacities_bytes=CAPACITIES_BYTES | {"device": device_bytes(checkpoint, values, NUM_PLACES)},
+        costs=Roofline(lanes=dict.fromkeys(LaneKind, RATES)),
+        host_bytes_s=1e11,
+        world=World(read_routing(recorded, checkpoint.spec), checkpoint.spec.num_experts),
+    )
+    work, built = work_of(checkpoint.spec.vocab_size), []
+    engine = engine_on(machine, PlannedModel(checkpoint.spec), work, kv_blocks=60, values=values)
+    run_to_end(engine, lambda on: built.append(strategy_of(on, values)) or built[0])
+    return built[0]
+
+
+@on_real_machines
+def test_the_simulator_counts_the_hits_of_a_run_with_tensors(tiny, tmp_path, machine_of):
     """The same requests, places and routing give the same hits and loads, whatever the policy."""
     values = YAMLS["expert_cache"] | SMALL | {"cache_slots": NUM_PLACES, "table": "random"}
     _, engine = run_small(shuffled_on, tiny, values)
     recorded = trace_of(engine, tmp_path / "routing.jsonl")
-    device = {"device": device_bytes(tiny, values, NUM_PLACES)}
     found = set()
     for policy in (*REPLAYED, "belady"):
         chosen = values | {"policy": policy} | ({"recorded": str(recorded)} if policy == "belady" else {})
-        with_tensors, _ = run_small(shuffled_on, tiny, chosen)
-        machine = SimulatedMachine(
-            capacities_bytes=CAPACITIES_BYTES | device,
-            costs=Roofline(lanes=dict.fromkeys(LaneKind, RATES)),
-            host_bytes_s=1e11,
-            world=World(read_routing(recorded, tiny.spec), tiny.spec.num_experts),
-        )
-        work = work_of(tiny.spec.vocab_size)
-        without = engine_on(machine, PlannedModel(tiny.spec), work, kv_blocks=60, values=chosen)
-        built = []
-        run_to_end(without, lambda on, chosen=chosen, built=built: built.append(strategy_of(on, chosen)) or built[0])
-        counted, expected = built[0].counted(), with_tensors.counted()
+        with_tensors, _ = run_small(machine_of, tiny, chosen)
+        expected = with_tensors.counted()
         assert expected["cached"] > 0 and expected["on_demand"] > 0
-        assert counted == expected, policy
-        found.add(counted["cached"])
+        assert run_simulated(tiny, chosen, recorded).counted() == expected, policy
+        found.add(expected["cached"])
     assert len(found) > 2, "the policies can be told apart"
+
+
+@on_real_machines
+@pytest.mark.parametrize("name", ["fiddler", "fate", "hybrimoe", "klotski"])
+def test_the_simulator_counts_what_each_system_counts_with_tensors(
+    tiny, tmp_path, monkeypatch, stated_costs, machine_of, name
+):
+    """What is not decided by routing is the same on both sides: costs are stated, nothing is prefetched by a gate, and
+    HybriMoE's scores count a token's experts alike, since simulated runs know no gate weights. Klotski's prefetches
+    follow its profile run, whose routing differs: what lies in its table is compared alone."""
+    place = HybriMoE.place
+    monkeypatch.setattr(
+        HybriMoE, "place", lambda self, view: place(self, replace(view, weights=np.ones(view.ids.shape, np.float32)))
+    )
+    none = {} if name in ("fiddler", "klotski") else {"predictor": "none"}
+    values = YAMLS[name] | SMALL | {"table": "random"} | none
+    with_tensors, engine = run_small(machine_of, tiny, values)
+    recorded = trace_of(engine, tmp_path / "routing.jsonl")
+    without = run_simulated(tiny, values, recorded)
+    for places in ("table_experts", "on_demand_slots", "batch_size"):
+        assert without.plan[places] == with_tensors.plan[places], places
+    counted, expected = without.counted(), with_tensors.counted()
+    assert used_ways(with_tensors) >= WAYS[name] and 0 < expected["hit_rate"] < 1
+    for each in ("resident", "active") if name == "klotski" else expected:
+        assert counted[each] == expected[each], each
 
 
 def test_the_oracle_refuses_the_routing_of_another_run(tiny, tmp_path):
@@ -230,6 +287,27 @@ def test_fiddler_brings_an_expert_from_as_many_tokens_as_the_line_says():
     below, above = max(1, int(0.9 * even)), int(1.1 * even) + 2
     placed = Fiddler(costs).place(view_of({0: below, 1: above, 2: above + 1, 3: 1}, there=[3]))
     assert list(placed.on_cpu) == [0] and list(placed.on_gpu) == [3, 2, 1] and not placed.prefetch
+
+
+@pytest.mark.parametrize("num_batches", [None, 4])
+def test_klotski_plans_no_more_batches_than_memory_holds(num_batches):
+    """The planner would have four batches of two, since the link decides; memory holds three sequences."""
+    values = YAMLS["klotski"] | {"batch_size": 2, "num_batches": num_batches, "max_batches": 4, "table": "none"}
+    values |= {"max_pass_tokens": 1, "profile_tokens": 8}
+
+    def planned_in(device_bytes: int | None):
+        engine, _ = simulated_engine("qwen3-30b-a3b", 8)
+        device = engine.machine.tiers["device"]
+        device.capacity_bytes = device_bytes or device.capacity_bytes
+        plan = strategy_of(engine, values).plan
+        engine.machine.close()
+        return plan, device.used_bytes, device.holders()["kv cache"] // 8
+
+    plan, used_bytes, sequence_bytes = planned_in(None)
+    assert (plan["num_batches"], plan["batch_size"]) == (4, 8)
+    plan, *_ = planned_in(used_bytes + SLACK_BYTES - int(4.5 * sequence_bytes))
+    assert plan["batch_size"] == 3
+    assert plan["num_batches"] == (2 if num_batches is None else 3), "none is dealt out without a sequence"
 
 
 EXPERTS = {"hot-expert table", "experts on demand", "prefetched experts"}

@@ -69,6 +69,11 @@ VARIANTS = {
         {"profile_tokens": 16, "predictor": "none", "table": "none"},
         {"profile_tokens": 16, "batch_size": 3, "copies": "native", "table": "none"},
     ],
+    "expert_cache": [{"packet_mb": 0.004, "batch_size": 4, "policy": "arc", "cache_slots": 5}],
+    "fiddler": [{"packet_mb": 0.004, "batch_size": 4, "max_pass_tokens": 64}],
+    "hybrimoe": [{"packet_mb": 0.004, "batch_size": 3, "prefetch_layers": 2, "score_weight": 1.0}],
+    "klotski": [{"packet_mb": 0.004, "batch_size": 2, "num_batches": 3, "prefetch_slots": 1}],
+    "fate": [{"packet_mb": 0.004, "batch_size": 4, "shallow_layers": 0}],
     "vllm_offload": [{"prefetch": True, "cpu_offload_gb": 0.0005}, {"continuous_batching": False, "max_num_seqs": 3}],
 }
 CASES = [(name, change) for name, list_ in VARIANTS.items() for change in list_]  # test_families.py has the defaults
