@@ -21,7 +21,9 @@ import numpy as np
 from harness.cli.arguments import CommandParser
 from harness.config import ConfigError
 from harness.interrupts import exit_code
+from harness.machine.base import H2D
 from harness.record.files import RecordError
+from harness.record.metrics import moved_bytes
 from harness.record.passes import PassRecord
 from harness.record.store import Run, list_runs
 from harness.record.trace import TraceError, read_trace
@@ -55,12 +57,14 @@ def _report(given: Namespace) -> int:
 
 
 def row(run: Run) -> Row:
-    """Take what the report needs from a run's records. Its gaps are those of layers in decode."""
+    """Take what the report needs from a run's records. Its gaps are those of layers in decode; experts and bytes are
+    counted over all passes."""
     config, summary = run.config, run.summary
     assert summary is not None, "a run that ended well has a summary"
     passes = [PassRecord(**{each.name: line[each.name] for each in fields(PassRecord)}) for line in run.passes]
     trace = next(run.folder.glob("trace.json*"))
-    times_s = layer_times_s(read_trace(trace), decode_windows_s(passes))
+    spans, whole = read_trace(trace), (min(p.start_s for p in passes), max(p.end_s for p in passes))
+    times_s = layer_times_s(spans, decode_windows_s(passes))
     found_s = gaps_s(times_s, with_link=True)
     latency, counted = summary["latency"], summary["counted"]
     return {
@@ -74,6 +78,8 @@ def row(run: Run) -> Row:
         "code": run.meta["code_version"],
         "tok_s": summary["throughput_tok_s"],
         **{name: {p: latency[name][p] for p in ("p50", "p90")} for name in ("ttft_s", "tpot_s", "e2e_s")},
+        "itl_s": {p: latency["itl_s"][p] for p in ("p50", "p99")},
+        "h2d_bytes": moved_bytes(spans, H2D, whole),
         "busy": {lane: summary["utilization"][lane] for lane in ("gpu", "cpu", "h2d")},
         "counted": {
             name: counted[name] for name in (*_WAYS, "active", "issued", "withdrawn", "wasted_bytes") if counted
@@ -91,7 +97,7 @@ def _model(found: Row) -> str:
 
 
 def tables(data: Mapping[str, Any]) -> str:
-    """Write medians over repeats; a range is from the least to the most."""
+    """Write medians over repeats; a range is from the least to the most. What rows of earlier code lack is a dash."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for each in data["rows"]:
         groups.setdefault(tuple(each[name] for name in _NAMED), []).append(each)
@@ -99,6 +105,9 @@ def tables(data: Mapping[str, Any]) -> str:
 
     def middle(group: Sequence[Row], value: Callable[[Row], float], scale: float = 1.0) -> str:
         return f"{scale * median(map(value, group)):.3g}"
+
+    def lately(group: Sequence[Row], name: str, text: Callable[[Sequence[Row]], str]) -> str:
+        return "-" if any(each.get(name) is None for each in group) else text(group)
 
     def counted(group: Sequence[Row], way: str) -> str:
         if not group[0]["counted"]:
@@ -117,10 +126,14 @@ def tables(data: Mapping[str, Any]) -> str:
         "tok/s": rate,
         "ms a token": lambda g: middle(g, lambda r: r["tpot_s"]["p50"], 1e3),
         "p90": lambda g: middle(g, lambda r: r["tpot_s"]["p90"], 1e3),
+        "ms between tokens, p50 / p99": lambda g: lately(
+            g, "itl_s", lambda g: " / ".join(middle(g, lambda r, p=p: r["itl_s"][p], 1e3) for p in ("p50", "p99"))
+        ),
         "latency s": lambda g: middle(g, lambda r: r["e2e_s"]["p50"]),
     }
     columns |= {way.replace("_", " "): lambda g, way=way: counted(g, way) for way in _WAYS}
     columns |= {
+        "h2d MB": lambda g: lately(g, "h2d_bytes", lambda g: middle(g, lambda r: r["h2d_bytes"], 1e-6)),
         "wasted MB": lambda g: middle(g, lambda r: r["counted"]["wasted_bytes"], 1e-6) if g[0]["counted"] else "-",
         "gap ms, 50 / 90 % of layers": lambda g: (
             " / ".join(middle(g, lambda r, share=share: r["gap_s"][share], 1e3) for share in g[0]["gap_s"]) or "-"
@@ -129,6 +142,9 @@ def tables(data: Mapping[str, Any]) -> str:
             f"{lane} busy": lambda g, lane=lane: f"{median(r['busy'][lane] for r in g):.0%}"
             for lane in ("gpu", "cpu", "h2d")
         },
+        "gpu without a core": lambda g: lately(
+            g, "without_core", lambda g: f"{median(r['without_core'] for r in g):.0%}"
+        ),
         "disturbed": lambda g: str(sum(r["disturbed"] is not None for r in g)),
         "tokens of a run": lambda g: ", ".join(sorted({r["verified"] for r in g})),
     }
@@ -141,8 +157,9 @@ def tables(data: Mapping[str, Any]) -> str:
     failed = "".join(f"* failed: {text}\n" for text in data.get("failed", []))
     return (
         f"# PreScope beside other systems ({labels})\n\n{markdown_table(columns, ordered)}\n"
-        "Medians over the runs of a row: active experts by where they ran, the gap in a layer between CPU and GPU "
-        "with its transfers, and the busy share of lanes.\n\n"
+        "Medians over the runs of a row. Active experts by where they ran and the bytes of the link are counts of the "
+        "whole run; the gap is that in a layer of decode between CPU and GPU with its transfers. Of the steady window "
+        "are the busy shares of lanes, and the share of the gpu lane's time in which its thread had no core.\n\n"
         f"{weights}{told}* code: {code}\n{failed}"
     )
 

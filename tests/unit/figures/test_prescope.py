@@ -8,6 +8,8 @@ import pytest
 
 from harness.machine.base import CPU, D2H, GPU, H2D, Span, Work
 from harness.record.passes import PassRecord
+from harness.record.store import list_runs
+from harness.run.experiment import run_experiment
 from harness.settings import load_strategy, parse_settings
 from paper_figures.prescope import ablation, cases, cpu_rates, emulated, gap, launches, measured_rates, throughput
 from paper_figures.prescope.cases import GPUS, OTHERS, OURS, Case, all_cases, find
@@ -165,6 +167,23 @@ def test_a_row_is_computed_once_for_all_reports(monkeypatch, tmp_path):
     assert len(asked) == 2
 
 
+def test_a_row_of_an_emulated_run_has_the_bytes_of_the_whole_run(tmp_path):
+    """A cache of two slots brings nearly every expert on demand, and the link carries little else."""
+    small = ("strategy.cache_slots=2", "strategy.table=none", "strategy.profile_tokens=16", "model=mixtral-tiny")
+    work = ("dataset=mtbench", "dataset.synthetic=lengths", "dataset.num_requests=3", "dataset.max_new_tokens=4")
+    quickly = ("wandb.mode=disabled", "progress=false", "verify=off", "exclusive=false", f"results_dir={tmp_path}")
+    run_experiment(composed("machine=emulated", "hardware=laptop", "strategy=expert_cache", *small, *work, *quickly))
+    [run] = list_runs(tmp_path)
+    row = emulated.row(run)
+    spec = parse_settings(composed("model=mixtral-tiny")).model.recipe
+    expert_bytes = 4 * 3 * spec.hidden_dim * spec.expert_dim
+    assert row["counted"]["on_demand"] >= 0.9 * row["counted"]["active"] > 0
+    assert 1 <= row["h2d_bytes"] / (expert_bytes * row["counted"]["on_demand"]) < 1.2
+    assert 0 < row["itl_s"]["p50"] <= row["itl_s"]["p99"]
+    text = emulated.tables({"rows": [row]})
+    assert f"| {row['h2d_bytes'] / 1e6:.3g} | 0 |" in text and "| - |" not in text
+
+
 def test_an_emulated_table_has_medians_and_says_its_label():
     latency = {"p50": 0.02, "p90": 0.03}
     counted = {"resident": 5, "prefetched": 1, "cached": 0, "on_demand": 1, "cpu": 3, "active": 10, "wasted_bytes": 4e6}
@@ -177,5 +196,10 @@ def test_an_emulated_table_has_medians_and_says_its_label():
     other = row | {"strategy": "moelens", "counted": {}, "gap_s": {}, "disturbed": "something", "tok_s": 1.0}
     text = emulated.tables({"rows": [*(row | {"tok_s": tok_s} for tok_s in (3.0, 9.0, 4.0)), other]})
     assert text.startswith("# PreScope beside other systems (emulated)")
-    assert "| m | 0.7 | prescope | 3 | 4 (3-9) | 20 | 30 | 0.02 | 50% | 10% | 0% | 10% | 30% | 4 | 1 / 2 |" in text
-    assert "| m | 0.7 | moelens | 1 | 1 (1-1) | 20 | 30 | 0.02 | - | - | - | - | - | - | - |" in text
+    ways = "0.02 | 50% | 10% | 0% | 10% | 30%"
+    assert f"| m | 0.7 | prescope | 3 | 4 (3-9) | 20 | 30 | - | {ways} | - | 4 | 1 / 2 |" in text
+    assert "| m | 0.7 | moelens | 1 | 1 (1-1) | 20 | 30 | - | 0.02 | - | - | - | - | - | - | - | - |" in text
+    newer = [{"itl_s": {"p50": s, "p99": 3 * s}, "h2d_bytes": s * 1e9} for s in (0.01, 0.03, 0.02)]
+    text = emulated.tables({"rows": [row | {"tok_s": 3.0, "without_core": 0.25} | each for each in newer]})
+    assert f"| 20 | 30 | 20 / 60 | {ways} | 20 | 4 | 1 / 2 |" in text
+    assert "| 50% | 40% | 90% | 25% | 0 | 8 checked, 0 mismatched |" in text and "counts of the whole run" in text
