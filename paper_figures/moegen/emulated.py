@@ -19,14 +19,14 @@ FOLDER = REFERENCE / "moegen-emulated"
 NOTE = "hardware=laptop, two cores, one of which plays the GPU; random weights, synthetic MTBench prompts"
 MODELS = ("mixtral-mini", "qwen3-mini", "deepseek-mini")
 NUM_REQUESTS, G = 64, 8
-AS_BUILT = {"MoE-Lens": ("strategy.overlap_prefill_decode=true",)}  # whole runs need no phases apart
+OVERLAPPING = {"MoE-Lens": ("strategy.overlap_prefill_decode=true",)}  # whole runs need no phases apart
 _QUIET = ("wandb.mode=disabled", "progress=false")
 
 
 def overrides(system: str, model: str, *, num_requests: int = NUM_REQUESTS, g: int = G) -> list[str]:
     """Return the overrides as `python run.py` takes them."""
     return [
-        *("machine=emulated", "hardware=laptop", *SYSTEMS[system], *AS_BUILT.get(system, ()), f"model={model}"),
+        *("machine=emulated", "hardware=laptop", *SYSTEMS[system], *OVERLAPPING.get(system, ()), f"model={model}"),
         *("dataset=mtbench", "dataset.synthetic=lengths", f"dataset.num_requests={num_requests}"),
         *(f"dataset.max_new_tokens={g}", "kv_cache_gb=0.08"),
     ]
