@@ -65,8 +65,8 @@ TABLE4_HOURS: dict[str, dict[str, float]] = {
     )
 }
 
-# Table 5: Mixtral-8x22B, tokens a second, watts and dollars. vLLM has eight A5000.
-TABLE5 = {"vLLM, 8 GPUs": (140, 1780, 22_300), "MoE-Gen, 1 GPU": (143, 380, 4_800)}
+# Table 5: Mixtral-8x22B, tokens a second, watts and dollars. vLLM has eight A5000, MoE-Gen one; lengths are not told.
+TABLE5 = {"vLLM": (140, 1780, 22_300), "MoE-Gen": (143, 380, 4_800)}
 
 # Table 6: decode tokens a second by (model, tokens to decode); prompts of 512 tokens.
 _TABLE6_COLUMNS = (("mixtral-8x7b", 256), ("mixtral-8x7b", 1024), ("mixtral-8x22b", 256), ("mixtral-8x22b", 1024))

@@ -20,6 +20,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "C2, 1 TB": ("hardware=a5000", "hardware.ram_gb=1024"),  # not the paper's: here DeepSeek-R1 fits
     # not the paper's: the CPU reads as fast as the paper's best share of attention for it tells
     "C1, CPU 15 GB/s": ("hardware=a5000", "hardware.ram_gb=256", "hardware.cpu_gb_s=15", "hardware.cpu_gflop_s=60"),
+    "C2, 8 GPUs": ("hardware=a5000x8", "hardware.ram_gb=512"),  # Table 5, whose server's host memory is not told
     "C1, A6000": ("hardware=a6000", "hardware.ram_gb=256"),  # not the paper's: Fig. 4 (b) has a larger GPU
 }
 SYSTEMS: Mapping[str, tuple[str, ...]] = {  # the paper's names, and what runs under them here

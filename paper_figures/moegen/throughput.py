@@ -1,4 +1,4 @@
-"""Simulate MoE-Gen's Tables 1, 6, 7 and 10: prefill and decode of every system, with the tokens an expert runs over.
+"""Simulate MoE-Gen's Tables 1, 5, 6, 7 and 10: prefill and decode of every system, with the tokens an expert runs over.
 
 Each system has the policy that its own search finds here, within the limits of `settings.LIMITS`. DeepSeek-V2 runs a
 second time with the batch sizes that follow from Table 1's tokens an expert, for the systems of which the paper has
@@ -11,7 +11,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from paper_figures.moegen.published import INCONSISTENT, SECTION53_C1_TOK_S, TABLE1, TABLE6, TABLE7, TABLE10
+from paper_figures.moegen.published import (
+    INCONSISTENT,
+    OURS,
+    SECTION53_C1_TOK_S,
+    TABLE1,
+    TABLE5,
+    TABLE6,
+    TABLE7,
+    TABLE10,
+)
 from paper_figures.moegen.rows import Row, computed, find
 from paper_figures.moegen.settings import LIMITS, SYSTEMS, Case
 from paper_figures.moegen.text import number, pair, percent
@@ -28,7 +37,9 @@ WORKLOADS = (  # setting, model, tokens to decode
     ("C2", "mixtral-8x22b", 1024), ("C2", "deepseek-v2", 256), ("C2", "deepseek-v2-lite", 256),
     ("C1", "mixtral-8x7b", 256), ("C3", "mixtral-8x7b", 256), ("C3", "mixtral-8x22b", 256),
     ("C3", "deepseek-v2", 256), ("C2", "deepseek-r1", 256), ("C2, 1 TB", "deepseek-r1", 256),
+    ("C2, 8 GPUs", "mixtral-8x22b", 256),
 )  # fmt: skip
+_ALONE = {("C3", "deepseek-v2"): "MoE-Gen(H)", ("C2, 8 GPUs", "mixtral-8x22b"): "vLLM"}  # for Table 10, for Table 5
 MOST_REQUESTS = {"deepseek-v2-lite": 4000}  # of the 18,000 that host memory would hold, for the simulation's sake
 # Table 1's tokens an expert in decode times 160 experts, over 6 that a token passes. CGOPipe needs two micro-batches.
 _SIZES = {
@@ -44,7 +55,7 @@ _SLOTS = (16, 31, 64, 256)  # of llama.cpp; 4 are its default, and from 32 on it
 def cases(workloads: Iterable[tuple[str, str, int]] = WORKLOADS) -> list[Case]:
     found = []
     for setting, model, g in workloads:
-        for system in ("MoE-Gen(H)",) if (setting, model) == ("C3", "deepseek-v2") else SYSTEMS:
+        for system in (_ALONE[setting, model],) if (setting, model) in _ALONE else SYSTEMS:
             case = Case(system=system, setting=setting, model=model, g=g, num_requests=MOST_REQUESTS.get(model))
             found.append(case)
             if system == "llama.cpp" and (setting, g) == ("C2", 256) and model in ("mixtral-8x7b", "mixtral-8x22b"):
@@ -87,6 +98,7 @@ def tables(data: dict[str, Any]) -> str:
     return "\n".join([
         "# Throughput by phase (simulated)\n", _phases(rows), LIMITS, "## What did not fit\n", _refused(rows),
         "## Tokens an expert, Table 1\n", _table1(rows), LIMITS,
+        "## One GPU beside eight, Table 5\n", _table5(rows),
         "## Share of the batch that the CPU attends to, Table 10\n", _table10(rows), "## Inconsistent in the paper\n",
         *(f"* {INCONSISTENT[name]}" for name in ("r1", "prefill", "decode", "lightning", "batch")), "",
     ])  # fmt: skip
@@ -159,6 +171,32 @@ def _table1(rows: list[Row]) -> str:
         markdown_table(columns, [r for r in chosen if "refused" not in r])
         + "\nDeepSeek-V2 on C2; published / here. Published tokens count experts without any, those here do not. FLOPs "
         "used are the experts', of what the GPU achieves while they run.\n"
+    )
+
+
+def _table5(rows: list[Row]) -> str:
+    """Write vLLM's eight GPUs above MoE-Gen's one; a row that was not computed leaves its cells empty."""
+    cases = [
+        ("8", "vLLM", Case(system="vLLM", setting="C2, 8 GPUs", model="mixtral-8x22b")),
+        *(("1", "MoE-Gen", Case(system=system, setting="C2", model="mixtral-8x22b")) for system in OURS),
+    ]
+
+    def here(fact: str, of: tuple[str, str, Case]) -> str:
+        found = find(rows, of[2])
+        return number(found and found[fact])
+
+    columns = {
+        "GPUs": lambda of: of[0],
+        "system": lambda of: of[2].system,
+        "published tok/s": lambda of: number(TABLE5[of[1]][0]),
+        "published W": lambda of: number(TABLE5[of[1]][1]),
+        "decode tok/s here": lambda of: here("decode_tok_s", of),
+        "both phases, tok/s here": lambda of: here("tok_s", of),
+    }
+    return (
+        markdown_table(columns, cases)
+        + "\nMixtral-8x22B on C2's A5000, with Table 6's lengths, 512 and 256 tokens: Table 5 tells none. Bytes and "
+        "busy shares that the first table has of eight GPUs are those of one of them.\n"
     )
 
 

@@ -153,6 +153,29 @@ def test_a_deleted_result_leaves_its_cell_empty(name, folder):
         assert f"| {shown} /  |" in after and f"| {shown} /  |" not in before
 
 
+def test_each_of_eight_gpus_brings_its_share_of_the_weights():
+    """Norms and the router come to each of them, and heads of keys and values to four."""
+    more = ("model.recipe.num_heads=8", "strategy.cpu_offload_gb=1")  # more than there is: everything
+    case = replace(TINY, system="vLLM", setting="C2, 8 GPUs", g=3, more=more)
+    eight, one = row(case), row(replace(case, setting="C2"))
+    assert "hardware=a5000x8" in case.overrides and "hardware.ram_gb=512" in case.overrides
+    share = eight["decode"]["link_gb"]["weights"] / one["decode"]["link_gb"]["weights"]
+    assert 1 / 8 < share < 1.15 / 8
+    assert eight["decode"]["tokens_an_expert_run"] == pytest.approx(one["decode"]["tokens_an_expert_run"], rel=1e-3)
+    assert eight["sequences"] == one["sequences"] == 12
+
+
+def test_one_gpu_is_beside_eight_in_table_5(folder):
+    rows = rows_in(folder, "throughput")
+    case = Case(system="vLLM", setting="C2, 8 GPUs", model="mixtral-8x22b")
+    find(rows, case).update(decode_tok_s=77.0, tok_s=66.0)
+    find(rows, replace(case, system="MoE-Gen(H)", setting="C2")).update(decode_tok_s=55.0, tok_s=44.0)
+    text = throughput.tables({"rows": rows})
+    assert "| 8 | vLLM | 140 | 1,780 | 77 | 66 |" in text and "| 1 | MoE-Gen(H) | 143 | 380 | 55 | 44 |" in text
+    without = throughput.tables({"rows": [r for r in rows if key_of(r) != case.key]})
+    assert "| 8 | vLLM | 140 | 1,780 |  |  |" in without
+
+
 def test_pictures_are_drawn_of_what_there_is(folder):
     pytest.importorskip("matplotlib")
     for name, module in (("omega", omega), ("traffic", traffic), ("throughput", throughput)):
@@ -335,7 +358,7 @@ def test_what_is_called_inconsistent_is_so():
     assert spec_of("deepseek-r1").model_bytes > 512e9
     tables = published
     assert tables.TABLE1["MoE-Gen"]["prefill"].tok_s != tables.TABLE7["MoE-Gen(G)"]["deepseek-v2"]
-    assert tables.TABLE5["MoE-Gen, 1 GPU"][0] != tables.TABLE6["MoE-Gen(H)"]["mixtral-8x22b", 256]
+    assert tables.TABLE5["MoE-Gen"][0] != tables.TABLE6["MoE-Gen(H)"]["mixtral-8x22b", 256]
     over = [ours / tables.TABLE6["MoE-Lightning"][c] for c, ours in tables.TABLE6["MoE-Gen(H)"].items()]
     assert (round(min(over), 1), round(max(over))) == (3.6, 10)
     mmlu = [tables.TABLE4_HOURS[s]["MMLU"] / tables.TABLE4_HOURS["MoE-Gen(H)"]["MMLU"] for s in tables.MODEL_BASED]
