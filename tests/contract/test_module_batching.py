@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import groupby
 
 import pytest
@@ -27,6 +28,7 @@ SMALL = {
 }  # many micro-batches, slices of which most experts have more than one
 POLICIES = {
     "all on the GPU": SMALL | {"cpu_attention": 0.0, "expert_batch": 1, "prefill_expert_batch": 5},
+    "0.37 on the CPU": SMALL | {"cpu_attention": 0.37, "expert_batch": 3, "dense_slots": 3},
     "a tenth on the CPU": SMALL | {"cpu_attention": 0.1, "expert_slots": 1},
     "half on the CPU": SMALL | {"cpu_attention": 0.5, "on_device": False, "expert_batch": 2, "prefill_expert_batch": 7},
     "all on the CPU": SMALL | {"cpu_attention": 1.0, "on_device": False, "resident_experts": 5, "expert_slots": 3},
@@ -60,30 +62,42 @@ def test_tokens(tiny, policy, machine):
     check(MACHINES[machine](), tiny, POLICIES[policy])
 
 
-OF_FAMILIES = ["half on the CPU", "a tenth on the CPU", "all on the CPU", "nothing resident"]
+OF_FAMILIES = (
+    "half on the CPU", "a tenth on the CPU", "0.37 on the CPU", "all on the CPU", "nothing resident",
+    "larger than the workload",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("policy", OF_FAMILIES)
 @pytest.mark.parametrize("variant", runnable())
 def test_tokens_of_every_family(variant, policy):
-    check(shuffled(len(variant)), tiny_family(variant), POLICIES[policy])
+    check(shuffled(runnable().index(variant)), tiny_family(variant), POLICIES[policy])
 
 
-@pytest.mark.parametrize("machine", ["emulated", "cuda"])
+CLOCKED = ("emulated", "cuda")
+
+
+def policy_on(machine: str, variant: str) -> str:
+    """Return the policy of a family on a machine with a clock: all in turns, and others on the next machine."""
+    shift = len(OF_FAMILIES) // len(CLOCKED) * CLOCKED.index(machine)
+    return OF_FAMILIES[(runnable().index(variant) + shift) % len(OF_FAMILIES)]
+
+
+@pytest.mark.parametrize("machine", CLOCKED)
 @pytest.mark.parametrize("variant", runnable())
 def test_tokens_of_every_family_on_machines_with_a_clock(variant, machine):
-    policy = POLICIES[OF_FAMILIES[len(variant) % len(OF_FAMILIES)]]
-    check(MACHINES[machine](), tiny_family(variant), policy)
+    check(MACHINES[machine](), tiny_family(variant), POLICIES[policy_on(machine, variant)])
+
+
+def test_every_policy_meets_several_families_on_each_machine_with_a_clock():
+    for machine in CLOCKED:
+        met = Counter(policy_on(machine, variant) for variant in runnable())
+        assert set(met) == set(OF_FAMILIES) and min(met.values()) >= 2
 
 
 @pytest.mark.parametrize("tenths", range(11))
 def test_tokens_with_every_share_of_attention_on_the_cpu(tiny, tenths):
     check(shuffled(tenths), tiny, SMALL | {"cpu_attention": tenths / 10, "expert_batch": 2}, num_requests=10)
-
-
-@pytest.mark.parametrize("variant", ["deepseek_v3", "qwen3_moe"])  # latents, and many experts
-def test_tokens_of_a_batch_larger_than_the_workload(variant):
-    check(shuffled(3), tiny_family(variant), POLICIES["larger than the workload"])
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
