@@ -30,7 +30,7 @@ def page(columns: Sequence[Column]) -> str:
         thirds(columns),
         table(["published", "of large models"], [list(row) for row in published.STATEMENTS]),
         "MoE-Lens, MoE-Lightning and MoE-Gen publish nothing on which experts are chosen; their models count every "
-        "expert as used by every batch. Of Fate only what PreScope says is known here.",
+        "expert as used by every batch.",
         "PreScope's Fig. 5 is of what experts cost by their tokens, not of routing: `../prescope-simulated` has that.",
     ]
     return "\n\n".join(parts) + "\n"
