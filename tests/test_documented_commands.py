@@ -161,7 +161,8 @@ def size_of(words: list[str]) -> list[str]:
     (model,) = [word for word in words if word.startswith("model=")] or [""]
     is_one = model and "," not in model and "routing=trace" not in words  # a recorded trace has all layers
     layers = ["model.spec.num_layers=6"] if is_one and {"machine=simulated", "model=deepseek-r1"} & {*words} else []
-    search = ["strategy.search=false"] if any("moegen" in word for word in words) else []  # test_families.py searches
+    searches = any(word.startswith("strategy=moegen") for word in words)  # test_families.py searches
+    search = ["strategy.search=false"] if searches else []
     match words[:2]:
         case ["run.py", *_]:
             recipe = ["model.recipe.num_layers=2", "model.recipe.expert_dim=64"] if "-mini" in model else []

@@ -52,6 +52,7 @@ def test_throughput_shows_what_was_simulated_and_nothing_else():
     assert "4 (13.3)" not in throughput.tables({"rows": []})
 
 
+@pytest.mark.needs("matplotlib", extra="figures")
 def test_the_picture_of_an_expert_has_what_was_measured_of_it():
     """The CPU begins with 1 ms and takes 2 for a token; the transfer takes 10 and the GPU 1, whatever the tokens."""
     case = Case(system="PreScope", gpu="A100", model="mixtral-8x7b", batch=64)
