@@ -32,7 +32,7 @@ def deployment(prompt: float, new: int, device_gib: float, host_gib: float, **st
 
 @pytest.mark.parametrize("setting", ["S1", "S2"])
 def test_moelightnings_planner_gives_its_published_padded_policies(setting):
-    """With the memory that a cloud machine of 192 GB shows, all eight to the sequence."""
+    """All eight policies agree to the sequence, with the memory that a cloud machine of 192 GB shows."""
     plans = [moelightning.published_plan(deployment(418, g, DEVICE_GIB[setting], 187)) for g in GENERATED]
     wanted = [(sizes.micro_batch_size, sizes.batch_size) for sizes in POLICIES[setting]["MoE-Lightning(p)"]]
     assert [(plan.micro_batch_size, plan.batch_size) for plan in plans] == wanted
