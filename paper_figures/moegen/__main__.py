@@ -11,7 +11,6 @@ from harness.interrupts import exit_code
 from paper_figures import reports
 from paper_figures.moegen import (
     accuracy,
-    as_built,
     claims,
     datasets,
     emulated,
@@ -22,6 +21,7 @@ from paper_figures.moegen import (
     small_batches,
     throughput,
     traffic,
+    unlimited,
 )
 from paper_figures.moegen.rows import FOLDER
 from paper_figures.reports import Report
@@ -49,7 +49,7 @@ REPORTS = {
     "extrapolation": Report(
         compute=extrapolation.compute, tables=extrapolation.tables, note=extrapolation.NOTE, folder=FOLDER
     ),
-    "as_built": Report(compute=as_built.compute, tables=as_built.tables, note=as_built.NOTE, folder=FOLDER),
+    "unlimited": Report(compute=unlimited.compute, tables=unlimited.tables, note=unlimited.NOTE, folder=FOLDER),
     "regret": Report(compute=regret.compute, tables=regret.tables, note=regret.NOTE, folder=FOLDER),
     "emulated": Report(
         compute=emulated.compute, tables=emulated.tables, note=emulated.NOTE, folder=emulated.FOLDER

@@ -196,7 +196,7 @@ def tables(data: dict[str, Any]) -> str:
         f"# Claims (simulated)\n\n{markdown_table(columns, data['claims'])}\n"
         "All are over DeepSpeed, FlexGen and MoE-Lightning. The policies of the last two are the best that their "
         "searches find on this engine with experts on the GPU and no keys and values there (`gpu_ffn=true`, "
-        "`resident_kv=0`); `as_built.md` has searches without these limits. With the batch sizes that follow from "
+        "`resident_kv=0`); `unlimited.md` has searches without these limits. With the batch sizes that follow from "
         "Table 1's tokens an expert (twice that for MoE-Lightning, which needs two micro-batches), DeepSeek-V2 on C2 "
         "comes to "
         f"{told(sizes['decode']) or '-'} times in decode and {told(sizes['prefill']) or '-'} times in prefill.\n\n"

@@ -26,6 +26,7 @@ BATCHES = (
     Case(system="llama.cpp", setting="C1", model="mixtral-8x7b", num_requests=16),
     Case(system="MoE-Gen(G)", setting="C1", model="deepseek-v2-lite", g=64, num_requests=400),
     Case(system="MoE-Gen(H)", setting="C2", model="mixtral-8x22b"),
+    Case(system="MoE-Gen(H)", setting="C2", model="deepseek-v2", g=64),
     Case(system="MoE-Lens", setting="C2", model="mixtral-8x22b"),
 )
 

@@ -19,7 +19,6 @@ from harness.interrupts import exit_code
 from harness.record.provenance import shown_command
 from paper_figures import reports
 from paper_figures.moegen import (
-    as_built,
     datasets,
     extrapolation,
     long_contexts,
@@ -27,6 +26,7 @@ from paper_figures.moegen import (
     small_batches,
     throughput,
     traffic,
+    unlimited,
 )
 from paper_figures.moegen.__main__ import REPORTS
 from paper_figures.moegen.rows import FOLDER, Row, computed, key_of, stored
@@ -41,7 +41,7 @@ CASES = {
     "throughput": throughput.cases,
     "datasets": datasets.cases,
     "extrapolation": extrapolation.cases,
-    "as_built": as_built.cases,
+    "unlimited": unlimited.cases,
 }
 
 

@@ -24,6 +24,9 @@ NOTE = "predicted seconds a request, by MoE-Gen's search and by enumeration"
 _C2 = Case(system="MoE-Gen(H)", setting="C2", model="mixtral-8x7b")
 CASES = (  # as profiled, and with the CPU that the paper's best share of 0.6 tells
     _C2,
+    Case(system="MoE-Gen(H)", setting="C2", model="mixtral-8x22b"),
+    Case(system="MoE-Gen(H)", setting="C3", model="mixtral-8x7b"),
+    Case(system="MoE-Gen(H)", setting="C2", model="deepseek-v2-lite", num_requests=4000),
     replace(_C2, variant="the CPU reads 15 GB/s", more=("hardware.cpu_gb_s=15", "hardware.cpu_gflop_s=60")),
 )
 Grid = Mapping[tuple[str, str], Sequence[float]]

@@ -37,7 +37,7 @@ _PAPERS = ("strategy.policy.gpu_ffn=true", "strategy.policy.resident_kv=0")  # o
 LIMITS = (
     "Three switches limit the baselines: vLLM runs static batches (`continuous_batching=false`), MoE-Lens does not "
     "overlap prefill with decode (`overlap_prefill_decode=false`), and FlexGen and MoE-Lightning search with experts "
-    "on the GPU and no keys and values there (`gpu_ffn=true`, `resident_kv=0`). `as_built.md` has them without.\n"
+    "on the GPU and no keys and values there (`gpu_ffn=true`, `resident_kv=0`). `unlimited.md` has them without.\n"
 )
 _BLOCK_TOKENS = 16  # kv_block_tokens of conf/config.yaml
 _STAGED_GB = 4.0  # of host memory: pages and rows on their way, tables

@@ -39,7 +39,7 @@ WORKLOADS = (  # setting, model, tokens to decode
     ("C3", "deepseek-v2", 256), ("C2", "deepseek-r1", 256), ("C2, 1 TB", "deepseek-r1", 256),
     ("C2, 8 GPUs", "mixtral-8x22b", 256),
 )  # fmt: skip
-_ALONE = {("C3", "deepseek-v2"): "MoE-Gen(H)", ("C2, 8 GPUs", "mixtral-8x22b"): "vLLM"}  # for Table 10, for Table 5
+_ALONE = {("C2, 8 GPUs", "mixtral-8x22b"): "vLLM"}  # for Table 5
 MOST_REQUESTS = {"deepseek-v2-lite": 4000}  # of the 18,000 that host memory would hold, for the simulation's sake
 # Table 1's tokens an expert in decode times 160 experts, over 6 that a token passes. CGOPipe needs two micro-batches.
 _SIZES = {

@@ -6,13 +6,13 @@ batches of that one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paper_figures.moegen.measuring import MOVED
 from paper_figures.moegen.published import FIG4_KV_GB, FIG4_SAVING
 from paper_figures.moegen.rows import Row, computed, find
-from paper_figures.moegen.settings import Case
+from paper_figures.moegen.settings import LIMITS, Case
 from paper_figures.moegen.text import number
 from paper_figures.support import markdown_table, new_figure
 
@@ -20,14 +20,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NOTE = f"Mixtral-8x7B, prompts of 512 tokens, 256 to decode, {FIG4_KV_GB} GB of KV cache; published: MoE-Gen Fig. 4"
-SYSTEMS = ("MoE-Gen(G)", "DeepSpeed", "vLLM")  # in host memory; on the GPU
+SYSTEMS: Mapping[str, str] = {  # where each keeps keys and values
+    "MoE-Gen(G)": "host", "MoE-Gen(H)": "host", "MoE-Lens": "host", "MoE-Lightning": "host", "FlexGen": "host",
+    "DeepSpeed": "GPU", "vLLM": "GPU", "llama.cpp": "GPU",
+}  # fmt: skip
+OURS, PEER = "MoE-Gen(G)", "DeepSpeed"  # which Fig. 4 compares
 GPUS = {"C1": "A5000, 24 GB", "C1, A6000": "A6000, 48 GB"}
 REQUESTS = (16, 64, 256, 1024)  # one batch of MoE-Gen each; the cache holds 1,271 sequences
 DATASETS = (8_500, 116_000)
 
 
 def cases(
-    gpus: Sequence[str] = tuple(GPUS), systems: Sequence[str] = SYSTEMS, requests: Sequence[int] = REQUESTS
+    gpus: Sequence[str] = tuple(GPUS), systems: Sequence[str] = tuple(SYSTEMS), requests: Sequence[int] = REQUESTS
 ) -> list[Case]:
     return [_case(system, gpu, n) for gpu in gpus for system in systems for n in requests]
 
@@ -54,7 +58,7 @@ def dataset_gb(
 
 def saving(rows: Sequence[Row], gpu: str, num_requests: int, moved: Sequence[str] = MOVED) -> float | None:
     """Return how many times less comes over the link with the cache in host memory than with DeepSpeed's batches."""
-    theirs, ours = (dataset_gb(rows, system, gpu, num_requests, moved) for system in ("DeepSpeed", "MoE-Gen(G)"))
+    theirs, ours = (dataset_gb(rows, system, gpu, num_requests, moved) for system in (PEER, OURS))
     return theirs / ours if theirs and ours else None
 
 
@@ -64,31 +68,34 @@ def tables(data: dict[str, Any]) -> str:
         columns[f"{system}, TB"] = lambda of, system=system: number(
             (gb := dataset_gb(data["rows"], system, *of)) and gb / 1e3
         )
-    columns["DeepSpeed / MoE-Gen(G)"] = lambda of: number(saving(data["rows"], *of))
+    columns[f"{PEER} / {OURS}"] = lambda of: number(saving(data["rows"], *of))
     columns["of weights alone"] = lambda of: number(saving(data["rows"], *of, moved=["weights"]))
     places = [(gpu, n) for gpu in GPUS for n in (*REQUESTS, *DATASETS)]
     return (
         f"# Traffic to the device for a data set (simulated)\n\n{markdown_table(columns, places)}\n"
-        f"Published: up to {FIG4_SAVING:g} times less (section 4.2). The cache is in host memory for MoE-Gen(G), on "
-        "the GPU for the others. MoE-Gen(G)'s traffic includes the keys and values of every step. "
-        f"More than {REQUESTS[-1]:,} requests are batches of {REQUESTS[-1]:,}. vLLM runs "
-        "static batches.\n"
+        f"Published: up to {FIG4_SAVING:g} times less (section 4.2). {', '.join(_at('GPU'))} keep keys and values on "
+        "the GPU, the others in host memory: what these bring of them in every step counts. More than "
+        f"{REQUESTS[-1]:,} requests are batches of {REQUESTS[-1]:,}.\n\n{LIMITS}"
     )
 
 
+def _at(place: str) -> list[str]:
+    return [system for system, its in SYSTEMS.items() if its == place]
+
+
 def draw(data: dict[str, Any]) -> Figure:
-    figure = new_figure(8.0, 3.2)
+    figure = new_figure(8.0, 3.8)
     places = (*REQUESTS, *DATASETS)
     blocks = figure.subplots(1, len(GPUS), sharey=True)
     for axes, (gpu, name) in zip(blocks, GPUS.items(), strict=True):
         for system in SYSTEMS:
             found = [(n, gb / 1e3) for n in places if (gb := dataset_gb(data["rows"], system, gpu, n)) is not None]
             if found:
-                cache = "in host memory" if system == SYSTEMS[0] else "on the GPU"
-                axes.plot(*zip(*found, strict=True), marker="o", label=f"{system}, cache {cache}")
+                style = {"host": "o-", "GPU": "s--"}[SYSTEMS[system]]
+                axes.plot(*zip(*found, strict=True), style, markersize=4, label=f"{system}, cache: {SYSTEMS[system]}")
         axes.set(xscale="log", yscale="log", xlabel="requests", title=name)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:,.10g}")
     blocks[0].set_ylabel("TB over the link")
-    figure.legend(*blocks[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(SYSTEMS))
+    figure.legend(*blocks[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     return figure

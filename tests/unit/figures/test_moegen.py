@@ -10,7 +10,6 @@ import pytest
 
 from paper_figures.moegen import (
     accuracy,
-    as_built,
     claims,
     datasets,
     emulated,
@@ -22,6 +21,7 @@ from paper_figures.moegen import (
     small_batches,
     throughput,
     traffic,
+    unlimited,
 )
 from paper_figures.moegen.differences import differences, main
 from paper_figures.moegen.measuring import batch_passes
@@ -37,7 +37,7 @@ TINY = Case(
 SIMULATED = {
     "small_batches": small_batches, "omega": omega, "traffic": traffic, "long_contexts": long_contexts,
     "throughput": throughput, "datasets": datasets, "extrapolation": extrapolation,
-    "as_built": as_built,
+    "unlimited": unlimited,
 }  # fmt: skip
 
 
@@ -125,7 +125,7 @@ def test_a_report_computes_and_is_written(name, folder):
     assert made["tok_s"] > 0 and key_of(made) == TINY.key
     assert module.tables({"rows": [], "label": "simulated"})
     text = module.tables({"rows": rows_in(folder, name), "label": "simulated"})
-    assert all(system in text for system in ("MoE-Gen(G)", "DeepSpeed") if name not in ("omega", "as_built"))
+    assert all(system in text for system in ("MoE-Gen(G)", "DeepSpeed") if name not in ("omega", "unlimited"))
     assert part.CASES[name]() == module.cases()
 
 
@@ -276,15 +276,17 @@ def test_the_extrapolation_of_a_data_set(folder):
 def test_baselines_without_limits_are_beside_those_of_the_other_reports(folder):
     """Each has its switches the other way, and a run of mixed phases counts a request once however often it begins."""
     given = {
-        system: dict(o.split("=", 1) for o in as_built.unlimited(system, as_built.WORKLOADS[0]).overrides)
-        for system in as_built.SYSTEMS
+        system: dict(o.split("=", 1) for o in unlimited.without_limits(system, unlimited.WORKLOADS[0]).overrides)
+        for system in unlimited.SYSTEMS
     }
     assert (
         given["vLLM"]["strategy.continuous_batching"] == given["MoE-Lens"]["strategy.overlap_prefill_decode"] == "true"
     )
     for system in ("FlexGen", "MoE-Lightning"):
         assert given[system]["strategy.policy.gpu_ffn"] == given[system]["strategy.policy.resident_kv"] == "null"
-    assert all(f"{system} |" in as_built.tables({"rows": rows_in(folder, "as_built")}) for system in as_built.SYSTEMS)
+    assert all(
+        f"{system} |" in unlimited.tables({"rows": rows_in(folder, "unlimited")}) for system in unlimited.SYSTEMS
+    )
     case = Case(
         system="vLLM", setting="C1", model="mixtral-tiny", prompt=24, g=30, num_requests=12, kv_gb=0.002, whole=True,
         more=("strategy.continuous_batching=true", "strategy.num_gpu_blocks_override=12"),

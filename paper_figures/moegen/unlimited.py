@@ -1,7 +1,7 @@
 """Simulate the baselines without the three limits of the other reports, beside the same systems as there.
 
-The name of this report is older than `strategy.planning=as_built`, which is another thing: the systems' own planners.
-Planning is best here, as in all reports on MoE-Gen.
+Planning is best here, as in all reports on MoE-Gen; systems' own planners, `strategy.planning=as_built`, are another
+thing.
 
 Those reports time prefill and decode apart, for which vLLM and MoE-Lens run static batches, and give FlexGen and
 MoE-Lightning the policies that their papers describe. Here vLLM batches continuously and MoE-Lens overlaps prefill with
@@ -47,7 +47,7 @@ def limited(system: str, workload: Workload) -> Case:
     return Case(system=system, setting=setting, model=model, g=g, num_requests=MOST_REQUESTS.get(model))
 
 
-def unlimited(system: str, workload: Workload) -> Case:
+def without_limits(system: str, workload: Workload) -> Case:
     """Return the case of a system without its limit, with requests for two batches."""
     case = limited(system, workload)
     most = case.num_requests or most_sequences(case.setting, spec_of(case.model), case.prompt, case.g)
@@ -61,7 +61,7 @@ def cases() -> list[Case]:
     for workload in WORKLOADS:
         found.append(limited(OURS, workload))
         for system in SYSTEMS:
-            found += [limited(system, workload), unlimited(system, workload)]
+            found += [limited(system, workload), without_limits(system, workload)]
     return found
 
 
@@ -76,7 +76,7 @@ def tables(data: Mapping[str, Any]) -> str:
         for workload in WORKLOADS
         if (ours := find(rows, limited(OURS, workload)))
         for system in SYSTEMS
-        if (first := find(rows, limited(system, workload))) and (second := find(rows, unlimited(system, workload)))
+        if (first := find(rows, limited(system, workload))) and (second := find(rows, without_limits(system, workload)))
     ]
     columns = {
         "setting": lambda of: of[0]["setting"],
