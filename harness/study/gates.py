@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from harness.model.checkpoint import Checkpoint
 
 EXTRA = 2  # experts beyond k that are ranked: PreScope counts a prediction as right within the true top-(k + 2)
+DISTANCES = (1, 2, 3)  # layers that a router is asked ahead
 _ROWS = 4096  # tokens at a time
 Router = Callable[["torch.Tensor", int], tuple["torch.Tensor", "torch.Tensor"]]
 
@@ -32,13 +33,15 @@ class Gates:
     ahead: NDArray[np.int16]  # [tokens, layers - 1, k + 2]
     chances: NDArray[np.float32]  # [tokens, layers - 1, experts]: probability that the router chooses each
     cosine: NDArray[np.float32]  # [tokens, layers - 1]: of a layer's gating input and the next one's
+    # [tokens, distances, layers]: share of a layer's k experts that its router names so many layers before, else NaN
+    named_ahead: NDArray[np.float32]
 
     def of(self, numbers: NDArray[np.int64]) -> tuple[Gates, NDArray[np.int64]]:
         """Return what is known of some tokens of the domain, and which of them (their places in `numbers`) these
         are."""
         places = {int(number): place for place, number in enumerate(numbers)}
         kept = np.flatnonzero(np.isin(self.at, numbers))
-        names = ("at", "own", "ahead", "chances", "cosine")
+        names = ("at", "own", "ahead", "chances", "cosine", "named_ahead")
         part = replace(self, **{name: getattr(self, name)[kept] for name in names})
         return part, np.array([places[int(number)] for number in part.at], dtype=np.int64)
 
@@ -52,7 +55,8 @@ def judge(folder: Path, at: NDArray[np.int64], hidden: NDArray[Any]) -> Gates:
 
     checkpoint = Checkpoint(folder)
     spec = checkpoint.spec
-    layers, count = spec.moe_layers, spec.experts_per_token + EXTRA
+    layers, k = spec.moe_layers, spec.experts_per_token
+    count = k + EXTRA
     assert hidden.shape[1:] == (len(layers), spec.hidden_dim), hidden.shape
     foresee = _routers(checkpoint)
     gates = _empty(at, len(layers), count, spec.num_experts)
@@ -68,6 +72,11 @@ def judge(folder: Path, at: NDArray[np.int64], hidden: NDArray[Any]) -> Gates:
                     np.put_along_axis(gates.chances[rows, place - 1], ids.numpy(), chances.numpy(), axis=1)
                     pair = (inputs[:, place - 1].float(), inputs[:, place].float())
                     gates.cosine[rows, place - 1] = torch.cosine_similarity(*pair, dim=-1)
+                true = gates.own[rows, place, :k, None]
+                for at_distance, distance in enumerate(DISTANCES):
+                    if distance <= place:
+                        named = foresee(inputs[:, place - distance], place)[0][:, None, :k].numpy()
+                        gates.named_ahead[rows, at_distance, place] = (true == named).any(axis=2).mean(axis=1)
     return gates
 
 
@@ -103,4 +112,5 @@ def _empty(at: NDArray[np.int64], layers: int, count: int, experts: int) -> Gate
         ahead=np.empty((n, layers - 1, count), dtype=np.int16),
         chances=np.zeros((n, layers - 1, experts), dtype=np.float32),
         cosine=np.empty((n, layers - 1), dtype=np.float32),
+        named_ahead=np.full((n, len(DISTANCES), layers), np.nan, dtype=np.float32),
     )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.study.gates import EXTRA, Gates
+from harness.study.gates import DISTANCES, EXTRA, Gates
 from harness.study.prediction import PREDICTORS, Learned, Predictor, hot_hits, random_batches, ranked, right_so_far
 from harness.study.recorded import Domain, Text
 
@@ -93,6 +93,12 @@ def of_routers(text: Text, gates: Gates) -> dict[str, Any]:
     return {
         "num_tokens": text.num_tokens,
         "cosine": gates.cosine.mean(axis=0, dtype=np.float64),
+        # by layers ahead: the share of its k experts that a layer's router names, layer by layer from the first it can
+        "named_ahead": {
+            str(distance): gates.named_ahead[:, at, distance:].mean(axis=0, dtype=np.float64)
+            for at, distance in enumerate(DISTANCES)
+            if distance < text.num_layers
+        },
         "recorded_again": float(again),  # share of recorded experts that the router gives for its recorded input
         "within_true_top": within_true_top(gates, list(gates.ahead[:, :, : text.k].swapaxes(0, 1))),
     }

@@ -155,6 +155,10 @@ def _prediction(n: Numbers) -> str:
             f"Gating inputs of successive layers have a cosine of {cosine.mean():.2f} ({cosine.min():.2f} to "
             f"{cosine.max():.2f}). Routers give {again:.1%} of the recorded experts again for their recorded inputs."
         )
+        if all("named_ahead" in g for g in gate):  # studies of before have none
+            named = {d: np.mean([np.mean(g["named_ahead"][d]) for g in gate]) for d in gate[0]["named_ahead"]}
+            told = ", ".join(f"{share:.1%} from {d}" for d, share in named.items())
+            parts.append(f"Of its {k} experts a layer's router names, from the input of so many layers before: {told}.")
     return "\n\n".join(parts)
 
 

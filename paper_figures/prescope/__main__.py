@@ -9,7 +9,7 @@ from pathlib import Path
 
 from harness.interrupts import exit_code
 from paper_figures import reports
-from paper_figures.prescope import ablation, cpu_rates, gap, launches, measured_rates, regret, throughput
+from paper_figures.prescope import ablation, cpu_rates, gap, hit_rates, launches, measured_rates, regret, throughput
 from paper_figures.prescope.cases import FOLDER, NOTE
 from paper_figures.reports import Report
 
@@ -28,6 +28,10 @@ REPORTS = {
     "cpu-rates": Report(compute=cpu_rates.compute, tables=cpu_rates.tables, note=NOTE, folder=FOLDER),
     "launches": Report(compute=launches.compute, tables=launches.tables, note=NOTE, folder=FOLDER),
     "measured-rates": Report(compute=measured_rates.compute, tables=measured_rates.tables, note=NOTE, folder=FOLDER),
+    "hit-rates": Report(
+        compute=hit_rates.compute, tables=hit_rates.tables, note=NOTE, folder=FOLDER,
+        pictures={"hit-rates": hit_rates.draw},
+    ),
     "regret": Report(compute=regret.compute, tables=regret.tables, note=regret.NOTE, folder=FOLDER),
     "gap": Report(
         compute=gap.compute, tables=gap.tables, note=gap.NOTE, folder=FOLDER, pictures={"fig17-gap": gap.draw}

@@ -11,7 +11,17 @@ from harness.record.passes import PassRecord
 from harness.record.store import list_runs
 from harness.run.experiment import run_experiment
 from harness.settings import load_strategy, parse_settings
-from paper_figures.prescope import ablation, cases, cpu_rates, emulated, gap, launches, measured_rates, throughput
+from paper_figures.prescope import (
+    ablation,
+    cases,
+    cpu_rates,
+    emulated,
+    gap,
+    hit_rates,
+    launches,
+    measured_rates,
+    throughput,
+)
 from paper_figures.prescope.cases import GPUS, OTHERS, OURS, Case, all_cases, find
 from paper_figures.prescope.published import ACTIVE, CPU_EXPERT_MS, LOST, THROUGHPUT_A100_64
 from paper_figures.support import ROOT, composed, read_json
@@ -97,6 +107,26 @@ def test_the_cpu_rates_table_shows_what_prediction_gains():
     text = cpu_rates.tables({"rows": rows})
     assert "8: +25.0%, -20.0%" in text
     assert "8: " not in cpu_rates.tables({"rows": rows[:2]})
+
+
+def test_the_hit_rates_table_shows_what_a_worse_prediction_costs():
+    place = hit_rates.PLACES[0]
+    both = [hit_rates.case(place, stated) for stated in (1.0, 0.4)]
+    assert [composed(*case.overrides)["routing"]["hit_rates"] for case in both] == [[[1.0]], [[0.4]]]
+    rows = [{**made(case, tok_s), "variant": case.variant} for case, tok_s in zip(both, (8.0, 6.0), strict=True)]
+    text = hit_rates.tables({"rows": rows})
+    assert "8: 10.0%, 2 GB, 90% | - | - | 6: 10.0%, 2 GB, 90%" in text
+    assert "8: " not in hit_rates.tables({"rows": []})
+
+
+@pytest.mark.needs("matplotlib", extra="figures")
+def test_the_hit_rates_picture_is_relative_to_the_right_prediction():
+    both = [hit_rates.case(hit_rates.PLACES[0], stated) for stated in (1.0, 0.4)]
+    rows = [{**made(case, tok_s), "variant": case.variant} for case, tok_s in zip(both, (8.0, 6.0), strict=True)]
+    speed, hits = hit_rates.draw({"rows": rows}).get_axes()
+    assert [line.get_xydata().tolist() for line in speed.get_lines()] == [[[1.0, 1.0], [0.4, 0.75]]]
+    assert [line.get_xydata().tolist() for line in hits.get_lines()] == [[[1.0, 0.1], [0.4, 0.1]]]
+    assert not hit_rates.draw({"rows": rows[1:]}).get_axes()[0].get_lines(), "beside nothing there is nothing to draw"
 
 
 @pytest.mark.parametrize("model", measured_rates.RATES)

@@ -16,7 +16,7 @@ from harness.model.checkpoint import Checkpoint
 from harness.routing.hidden_file import HiddenHeader, HiddenWriter
 from harness.routing.kinds.trace import read_trace
 from harness.study import excerpt, predictability
-from harness.study.gates import EXTRA, judge
+from harness.study.gates import DISTANCES, EXTRA, judge
 from harness.study.inputs import gates_of
 from harness.study.recorded import read_domain
 from tests.tiny_families import folder_of
@@ -72,6 +72,13 @@ def test_routers_choose_and_predict_as_in_transformers(recorded):
             assert np.array_equal(np.sort(ahead[:, :k], axis=1), chosen(router, inputs[:, place - 1]))
             cosine = torch.cosine_similarity(inputs[:, place - 1], inputs[:, place], dim=-1)
             assert found.cosine[:, place - 1] == pytest.approx(cosine.numpy(), abs=1e-5)
+        for at, distance in enumerate(DISTANCES):
+            shares = found.named_ahead[:, at, place]
+            if distance > place:
+                assert np.isnan(shares).all(), "no layer lies so far before"
+                continue
+            pairs = zip(chosen(router, inputs[:, place - distance]), chosen(router, inputs[:, place]), strict=True)
+            assert shares.tolist() == pytest.approx([len(set(one) & set(other)) / k for one, other in pairs])
     assert found.chances.sum(axis=2) == pytest.approx(k, rel=1e-3)
     assert not np.array_equal(found.own[:, 1, :k], found.ahead[:, 0, :k]), "another layer's input predicts otherwise"
 
@@ -135,6 +142,10 @@ def test_a_domain_has_the_routers_of_its_own_tokens(recorded, tmp_path):
     pairs = zip(chosen(router, inputs[:, 0]), chosen(router, inputs[:, 1]), strict=True)
     named = np.mean([len(set(one) & set(other)) / k for one, other in pairs])
     assert of_gate["true_that_are_predicted"][0, k - 1] == pytest.approx(named, abs=0.04)
+    assert of_gate["named_ahead"]["1"] == pytest.approx(of_gate["true_that_are_predicted"][:, k - 1], abs=0.04)
+    assert {int(d): len(shares) for d, shares in of_gate["named_ahead"].items()} == {
+        distance: len(recorded[1]) - distance for distance in DISTANCES if distance < len(recorded[1])
+    }
     assert np.min(of_gate["within_true_top"]) >= np.min(of_gate["true_that_are_predicted"][:, k - 1])
     assert set(found["popularity"]) >= {"within_true_top", "hot_4"}
 
