@@ -55,8 +55,8 @@ def _decided_by(row: dict[str, Any]) -> dict[str, str]:
 def _emulated(row: dict[str, Any]) -> dict[str, Any]:
     return {
         "report": "emulated", "system": row["system"], "setting": "laptop", "model": row["model"], "prompt": None,
-        "g": None, "variant": "", "predicted_tok_s": row["predicted_tok_s"], "accuracy": row["accuracy"],
-        "observed_tok_s": row["tok_s"], "by": "emulated",
+        "g": None, "variant": f"run {row['round']}", "predicted_tok_s": row["predicted_tok_s"],
+        "accuracy": row["accuracy"], "observed_tok_s": row["tok_s"], "by": "emulated",
     }  # fmt: skip
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -19,7 +20,9 @@ FOLDER = REFERENCE / "moegen-emulated"
 NOTE = "hardware=laptop, two cores, one of which plays the GPU; random weights, synthetic MTBench prompts"
 MODELS = ("mixtral-mini", "qwen3-mini", "deepseek-mini")
 NUM_REQUESTS, G = 64, 8
+ROUNDS = 3  # runs of every system, one of each in turn
 OVERLAPPING = {"MoE-Lens": ("strategy.overlap_prefill_decode=true",)}  # whole runs need no phases apart
+Row = Mapping[str, Any]
 _QUIET = ("wandb.mode=disabled", "progress=false")
 
 
@@ -33,17 +36,21 @@ def overrides(system: str, model: str, *, num_requests: int = NUM_REQUESTS, g: i
 
 
 def compute(
-    systems: Sequence[str] = tuple(SYSTEMS), models: Sequence[str] = MODELS, more: Sequence[str] = (), **sizes: int
+    systems: Sequence[str] = tuple(SYSTEMS),
+    models: Sequence[str] = MODELS,
+    more: Sequence[str] = (),
+    rounds: int = ROUNDS,
+    **sizes: int,
 ) -> dict[str, Any]:
     """Run the systems model by model; one that refuses the setting has a row that says why. Runs are not kept."""
     rows = []
     with TemporaryDirectory() as results:
-        for model, system in product(models, systems):
+        for turn, model, system in product(range(1, rounds + 1), models, systems):
             asked = [*overrides(system, model, **sizes), *more]
-            rows.append({"system": system, "model": model, **_ran(asked, results)})
+            rows.append({"system": system, "model": model, "round": turn, **_ran(asked, results)})
             rows[-1]["command"] = f"python run.py {' '.join(asked)}"
             told = rows[-1].get("refused") or f"{rows[-1]['tok_s']:.4g} tok/s"
-            print(f"{model}, {system}: {told}", flush=True)
+            print(f"round {turn}, {model}, {system}: {told}", flush=True)
     return {"label": "emulated", "rows": rows}
 
 
@@ -75,35 +82,44 @@ def _phases(passes: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 
 
 def tables(data: dict[str, Any]) -> str:
-    columns = {
-        "model": lambda r: r["model"],
-        "system": lambda r: r["system"],
-        "tok/s": lambda r: number(r["tok_s"]),
-        "beside DeepSpeed": lambda r: number(_beside(data["rows"], r)),
-        "prefill tok/s": lambda r: number(r["prefill_tok_s"]),
-        "decode tok/s": lambda r: number(r["decode_tok_s"]),
-        "predicted": lambda r: number(r["predicted_tok_s"]),
-        "accuracy": lambda r: percent(r["accuracy"]),
-        "busy: gpu": lambda r: percent(r["busy"]["gpu"]),
-        "cpu": lambda r: percent(r["busy"]["cpu"]),
-        "link": lambda r: percent(r["busy"]["h2d"]),
-        "without a core": lambda r: percent(r["without_core"]),
-        "disturbed": lambda r: "" if r["disturbed"] is None else "yes",
-        "tokens": lambda r: r["verified"],
+    """Write medians over the rounds, with the least and the most of throughput."""
+    ran: dict[tuple[str, str], list[Row]] = {}
+    for r in data["rows"]:
+        if "refused" not in r:
+            ran.setdefault((r["model"], r["system"]), []).append(r)
+
+    def middle(rows: Sequence[Row], value: Callable[[Row], float | None]) -> float | None:
+        found = [each for each in map(value, rows) if each is not None]
+        return median(found) if found else None
+
+    def beside(rows: Sequence[Row]) -> float | None:
+        other = ran.get((rows[0]["model"], "DeepSpeed"))
+        return median(r["tok_s"] for r in rows) / median(r["tok_s"] for r in other) if other else None
+
+    columns: dict[str, Any] = {
+        "model": lambda rows: rows[0]["model"],
+        "system": lambda rows: rows[0]["system"],
+        "runs": lambda rows: str(len(rows)),
+        "tok/s": lambda rows: _with_range([r["tok_s"] for r in rows]),
+        "beside DeepSpeed": lambda rows: number(beside(rows)),
     }
-    refused = "".join(f"* {message}\n" for message in _refused(data["rows"]))
+    for name, fact in (("prefill", "prefill_tok_s"), ("decode", "decode_tok_s"), ("predicted", "predicted_tok_s")):
+        title = name if name == "predicted" else f"{name} tok/s"
+        columns[title] = lambda rows, fact=fact: number(middle(rows, lambda r: r[fact]))
+    columns["accuracy"] = lambda rows: percent(middle(rows, lambda r: r["accuracy"]))
+    for lane, title in (("gpu", "busy: gpu"), ("cpu", "cpu"), ("h2d", "link")):
+        columns[title] = lambda rows, lane=lane: percent(middle(rows, lambda r: r["busy"][lane]))
+    columns |= {
+        "without a core": lambda rows: percent(middle(rows, lambda r: r["without_core"])),
+        "disturbed": lambda rows: str(sum(r["disturbed"] is not None for r in rows)),
+        "tokens of a run": lambda rows: ", ".join(sorted({r["verified"] for r in rows})),
+    }
+    refused = dict.fromkeys(f"* {r['model']}, {r['system']}: {r['refused']}\n" for r in data["rows"] if "refused" in r)
     return (
-        f"# Systems on the emulated machine ({data['label']})\n\n"
-        f"{markdown_table(columns, [r for r in data['rows'] if 'refused' not in r])}\n{refused}"
+        f"# Systems on the emulated machine ({data['label']})\n\n{markdown_table(columns, ran.values())}\n"
+        f"Medians over the runs of a row; of throughput also the least and the most.\n\n{''.join(refused)}"
     )
 
 
-def _refused(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    return (f"{r['model']}, {r['system']}: {r['refused']}" for r in rows if "refused" in r)
-
-
-def _beside(rows: Sequence[Mapping[str, Any]], row: Mapping[str, Any]) -> float | None:
-    for other in rows:
-        if (other["system"], other["model"]) == ("DeepSpeed", row["model"]) and "refused" not in other:
-            return float(row["tok_s"] / other["tok_s"])
-    return None
+def _with_range(found: Sequence[float]) -> str:
+    return f"{median(found):.3g} ({min(found):.3g}-{max(found):.3g})"

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paper_figures.moegen.measuring import MOVED
-from paper_figures.moegen.published import FIG4_KV_GB, FIG4_SAVING
+from paper_figures.moegen.published import FIG4_KV_GB, FIG4_SAVING, OURS
 from paper_figures.moegen.rows import Row, computed, find
 from paper_figures.moegen.settings import LIMITS, Case
 from paper_figures.moegen.text import number
@@ -24,7 +24,7 @@ SYSTEMS: Mapping[str, str] = {  # where each keeps keys and values
     "MoE-Gen(G)": "host", "MoE-Gen(H)": "host", "MoE-Lens": "host", "MoE-Lightning": "host", "FlexGen": "host",
     "DeepSpeed": "GPU", "vLLM": "GPU", "llama.cpp": "GPU",
 }  # fmt: skip
-OURS, PEER = "MoE-Gen(G)", "DeepSpeed"  # which Fig. 4 compares
+PEER = "DeepSpeed"  # a cache on the GPU, and so a batch that fits it
 GPUS = {"C1": "A5000, 24 GB", "C1, A6000": "A6000, 48 GB"}
 REQUESTS = (16, 64, 256, 1024)  # one batch of MoE-Gen each; the cache holds 1,271 sequences
 DATASETS = (8_500, 116_000)
@@ -44,22 +44,20 @@ def compute(chosen: Sequence[Case] | None = None) -> dict[str, Any]:
     return {"label": "simulated", "rows": computed(cases() if chosen is None else chosen)}
 
 
-def dataset_gb(
-    rows: Sequence[Row], system: str, gpu: str, num_requests: int, moved: Sequence[str] = MOVED
-) -> float | None:
+def dataset_gb(rows: Sequence[Row], system: str, gpu: str, num_requests: int) -> float | None:
     """Return the GB over the link for so many requests; null where the row is missing.
 
-    Batches are as large as the largest that was simulated. `moved` names what counts.
+    Batches are as large as the largest that was simulated.
     """
     simulated = max((n for n in REQUESTS if n <= num_requests), default=REQUESTS[0])
     found = find(rows, _case(system, gpu, simulated))
-    return found and sum(found["traffic_gb"][what] for what in moved) * num_requests / found["sequences"]
+    return found and sum(found["traffic_gb"][what] for what in MOVED) * num_requests / found["sequences"]
 
 
-def saving(rows: Sequence[Row], gpu: str, num_requests: int, moved: Sequence[str] = MOVED) -> float | None:
-    """Return how many times less comes over the link with the cache in host memory than with DeepSpeed's batches."""
-    theirs, ours = (dataset_gb(rows, system, gpu, num_requests, moved) for system in (PEER, OURS))
-    return theirs / ours if theirs and ours else None
+def saving(rows: Sequence[Row], ours: str, gpu: str, num_requests: int) -> float | None:
+    """Return how many times less comes over the link with one of ours than with DeepSpeed's batches."""
+    theirs_gb, ours_gb = (dataset_gb(rows, system, gpu, num_requests) for system in (PEER, ours))
+    return theirs_gb / ours_gb if theirs_gb and ours_gb else None
 
 
 def tables(data: dict[str, Any]) -> str:
@@ -68,8 +66,8 @@ def tables(data: dict[str, Any]) -> str:
         columns[f"{system}, TB"] = lambda of, system=system: number(
             (gb := dataset_gb(data["rows"], system, *of)) and gb / 1e3
         )
-    columns[f"{PEER} / {OURS}"] = lambda of: number(saving(data["rows"], *of))
-    columns["of weights alone"] = lambda of: number(saving(data["rows"], *of, moved=["weights"]))
+    for ours in OURS:
+        columns[f"{PEER} / {ours}"] = lambda of, ours=ours: number(saving(data["rows"], ours, *of))
     places = [(gpu, n) for gpu in GPUS for n in (*REQUESTS, *DATASETS)]
     return (
         f"# Traffic to the device for a data set (simulated)\n\n{markdown_table(columns, places)}\n"
