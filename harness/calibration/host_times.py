@@ -15,6 +15,7 @@ from harness.calibration.table import HostTimes
 from harness.calibration.undisturbed import Undisturbed
 from harness.engine.batch import assemble
 from harness.engine.engine import Engine
+from harness.engine.sequences import accept
 
 
 def measure_host(
@@ -69,6 +70,5 @@ def _pass_s(probes: LayerProbes, num_sequences: int) -> float:
     start_s = time.perf_counter()
     assemble(0, (), sequences, allocator)
     laid_out_s = time.perf_counter()
-    for sequence in sequences:
-        sequence.accept(1, None)
+    accept(sequences, [1] * num_sequences, None)
     return laid_out_s - start_s + 2 * (time.perf_counter() - laid_out_s)

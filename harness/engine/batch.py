@@ -7,13 +7,15 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from harness.engine.sequences import Sequence
+from harness.engine.sequences import Sequence, num_tokens
 from harness.memory.kv_cache import Blocks
 from harness.model.spec import ModelSpec
+from kernels import fields
 
 _PADDING_ID = 0  # any token will do: nothing attends to it
 
@@ -74,6 +76,10 @@ class MicroBatch:
         return (*self.prefill, *self.decode)
 
     @property
+    def num_sequences(self) -> int:
+        return len(self.last_rows)
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
@@ -117,7 +123,7 @@ class MicroBatch:
     def records_routing(self) -> bool:
         """True if a sequence of the micro-batch records its routing. Cached, since each layer asks and the sequences
         are many."""
-        return any(s.records is not None for s in self.sequences)
+        return any(map(attrgetter("records"), self.sequences))
 
     @cached_property
     def records_weights(self) -> bool:
@@ -201,11 +207,15 @@ class KvReads:
         np.add.at(found, self.queries[self.num_rows :], self.lens[self.num_rows :])
         return _read_only(found)
 
+    @property
+    def num_blocks(self) -> np.ndarray:
+        """The number of blocks that each entry reads, int32 [entries]."""
+        return -(-self.lens // self.block_size)
+
     @cached_property
     def flat_blocks(self) -> np.ndarray:
         """The blocks that the first entry reads, then those that the second one reads, and so on: int32."""
-        used = -(-self.lens // self.block_size)
-        return _read_only(self.tables[np.arange(self.tables.shape[1]) < used[:, None]])
+        return _read_only(self.tables[np.arange(self.tables.shape[1]) < self.num_blocks[:, None]])
 
 
 class CachedRows:
@@ -237,6 +247,11 @@ class CachedRows:
         """The number of KV-cache tokens that decode attention reads."""
         return int(self.read_lens.sum())
 
+    @property
+    def num_blocks(self) -> int:
+        """The length of `flat_blocks`, for those who need no more."""
+        return int(self.reads.contexts.num_blocks.sum())
+
     @cached_property
     def flat_blocks(self) -> np.ndarray:
         """The blocks of the first decoding sequence's context, then those of the second one, and so on: int32."""
@@ -264,18 +279,19 @@ def _close_arrays(frozen: MicroBatch | KvReads) -> None:
 
 
 def _host_first(sequences: Seq[Sequence]) -> list[Sequence]:
-    return sorted(sequences, key=lambda s: s.kv_on_device)
+    return [sequences[at] for at in np.argsort(fields.values(sequences, "kv_on_device"), kind="stable").tolist()]
 
 
 def assemble(index: int, prefill: Seq[Sequence], decode: Seq[Sequence], allocator: Blocks) -> MicroBatch:
-    """Lay out the pending tokens of the given sequences, whose blocks have been taken, as a micro-batch."""
+    """Lay out the pending tokens of the given sequences, whose blocks have been taken, as a micro-batch. All rows are
+    made at once, since sequences are many."""
     prefill, decode = _host_first(prefill), _host_first(decode)
-    rows = [_prefill_rows(sequence, allocator.block_size) for sequence in prefill]
-    rows.append(_decode_rows(decode, allocator.block_size))
-    token_ids, positions, slots = (np.concatenate(each) for each in zip(*rows, strict=True))
-    prefill_lens = tuple(len(ids) for ids, _, _ in rows[:-1])
-    lens = np.asarray([*prefill_lens, *[1] * len(decode)], dtype=np.int64)
-    paddings = np.asarray([*(s.padding for s in prefill), *[0] * len(decode)], dtype=np.int64)
+    prompts, contexts = _Held(prefill, allocator.block_size), _Held(decode, allocator.block_size)
+    lens, paddings = num_tokens(prefill), fields.values(prefill, "padding")
+    rows = zip(_prefill_rows(prompts, lens, paddings), _decode_rows(contexts), strict=True)
+    token_ids, positions, slots = map(np.concatenate, rows)
+    lens = lens + paddings
+    ends = np.cumsum(lens)
     return MicroBatch(
         index=index,
         prefill=tuple(prefill),
@@ -283,55 +299,75 @@ def assemble(index: int, prefill: Seq[Sequence], decode: Seq[Sequence], allocato
         token_ids=token_ids,
         positions=positions,
         slots=slots,
-        prefill_lens=prefill_lens,
-        kv_reads=_kv_reads(decode, allocator.block_size),
-        last_rows=np.cumsum(lens) - 1 - paddings,
-        partitions=tuple(sorted({s.partition for s in (*prefill, *decode)})),
-        num_host_prefill_tokens=sum(n for s, n in zip(prefill, prefill_lens, strict=True) if not s.kv_on_device),
-        num_host_decode=sum(not s.kv_on_device for s in decode),
+        prefill_lens=tuple(lens.tolist()),
+        kv_reads=_kv_reads(contexts),
+        last_rows=np.concatenate((ends - 1 - paddings, lens.sum() + np.arange(len(decode)))),
+        partitions=tuple(np.unique(fields.values([*prefill, *decode], "partition")).tolist()),
+        num_host_prefill_tokens=int(lens[~_on_device(prefill)].sum()),
+        num_host_decode=int((~_on_device(decode)).sum()),
     )
+
+
+def _on_device(sequences: Seq[Sequence]) -> np.ndarray:
+    return fields.values(sequences, "kv_on_device").astype(bool)
+
+
+class _Held:
+    """The blocks of some sequences, one sequence after another."""
+
+    def __init__(self, sequences: list[Sequence], block_size: int) -> None:
+        self.sequences, self.block_size = sequences, block_size
+        self.counts = fields.lengths(sequences, "blocks")
+        self.blocks = fields.joined(sequences, "blocks")
+        self._firsts = np.cumsum(self.counts) - self.counts
+
+    def slots(self, which: np.ndarray, at: np.ndarray) -> np.ndarray:
+        """Return the KV slots of tokens `at` of the sequences `which`. Raises IndexError where there is no block."""
+        number = at // self.block_size
+        if (number >= self.counts[which]).any():
+            raise IndexError("a token has no block")
+        return self.blocks[self._firsts[which] + number] * self.block_size + at % self.block_size
 
 
 _Rows = tuple[np.ndarray, np.ndarray, np.ndarray]  # token ids, positions and KV slots, each int64 [tokens]
 
 
-def _prefill_rows(sequence: Sequence, block_size: int) -> _Rows:
-    """Return the rows of a sequence's whole text, and of the padding behind it."""
-    assert sequence.num_cached == 0, "a prefill starts from an empty cache"
-    pending, pads = sequence.pending_ids(), np.arange(sequence.padding)
-    own = np.arange(len(pending))
-    at = np.concatenate((own, sequence.max_tokens + pads))
-    return (
-        np.asarray([*pending, *[_PADDING_ID] * sequence.padding], dtype=np.int64),
-        np.concatenate((own, len(pending) + pads)),
-        np.asarray(sequence.blocks)[at // block_size] * block_size + at % block_size,
-    )
+def _prefill_rows(held: _Held, own: np.ndarray, paddings: np.ndarray) -> _Rows:
+    """Return the rows of each sequence's whole text, `own` tokens, and of the padding behind it."""
+    assert not fields.values(held.sequences, "num_cached").any(), "a prefill starts from an empty cache"
+    lens = own + paddings
+    which = np.repeat(np.arange(len(lens)), lens)
+    positions = np.arange(len(which)) - np.repeat(np.cumsum(lens) - lens, lens)
+    pads, at = positions >= own[which], positions
+    token_ids = np.full(len(which), _PADDING_ID, dtype=np.int64)
+    token_ids[~pads] = np.fromiter(chain.from_iterable(s.pending_ids() for s in held.sequences), np.int64)
+    if pads.any():
+        behind = fields.values(held.sequences, "max_tokens") - own
+        at = positions + np.where(pads, behind[which], 0)
+    return token_ids, positions, held.slots(which, at)
 
 
-def _decode_rows(decode: Seq[Sequence], block_size: int) -> _Rows:
-    """Return the row of each sequence's newest token. All rows are made at once, since sequences are many."""
-    pending = [s.pending_ids() for s in decode]
-    assert all(len(ids) == 1 for ids in pending), "a decoding sequence has exactly one new token"
-    positions = np.asarray([s.num_cached for s in decode], dtype=np.int64)
-    blocks = np.asarray([s.blocks[s.num_cached // block_size] for s in decode], dtype=np.int64)
-    ids = np.asarray([ids[0] for ids in pending], dtype=np.int64)
-    return ids, positions, blocks * block_size + positions % block_size
+def _decode_rows(held: _Held) -> _Rows:
+    """Return the row of each sequence's newest token."""
+    cached = fields.values(held.sequences, "num_cached")
+    assert (num_tokens(held.sequences) - cached == 1).all(), "a decoding sequence has exactly one new token"
+    return fields.last(held.sequences, "generated"), cached, held.slots(np.arange(len(cached)), cached)
 
 
-def _kv_reads(decode: Seq[Sequence], block_size: int) -> KvReads:
+def _kv_reads(held: _Held) -> KvReads:
     """Return the reads of decoding sequences: their contexts, and the padding of those that have any, from the block in
     which the padding begins."""
-    padded = [row for row, sequence in enumerate(decode) if sequence.padding]
-    runs = [(s.blocks, s.num_cached + 1) for s in decode]
-    runs += [(decode[row].blocks[decode[row].max_tokens // block_size :], decode[row].padding) for row in padded]
-    used = np.asarray([len(blocks) for blocks, _ in runs], dtype=np.int64)
-    tables = np.zeros((len(runs), used.max(initial=0)), dtype=np.int32)
-    held = chain.from_iterable(blocks for blocks, _ in runs)
-    tables[np.arange(tables.shape[1]) < used[:, None]] = np.fromiter(held, np.int32, count=int(used.sum()))
+    decode, paddings = held.sequences, fields.values(held.sequences, "padding")
+    padded = np.flatnonzero(paddings)
+    shadows = [decode[row].blocks[decode[row].max_tokens // held.block_size :] for row in padded]
+    used = np.concatenate((held.counts, np.asarray([len(blocks) for blocks in shadows], dtype=np.int64)))
+    tables = np.zeros((len(used), used.max(initial=0)), dtype=np.int32)
+    behind = np.fromiter(chain.from_iterable(shadows), np.int64)
+    tables[np.arange(tables.shape[1]) < used[:, None]] = np.concatenate((held.blocks, behind))
     return KvReads(
-        queries=np.asarray([*range(len(decode)), *padded], dtype=np.int64),
+        queries=np.concatenate((np.arange(len(decode)), padded)),
         tables=tables,
-        lens=np.asarray([length for _, length in runs], dtype=np.int32),
+        lens=np.concatenate((fields.values(decode, "num_cached") + 1, paddings[padded])).astype(np.int32),
         num_rows=len(decode),
-        block_size=block_size,
+        block_size=held.block_size,
     )

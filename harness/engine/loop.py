@@ -12,9 +12,10 @@ from harness.engine.batch import PassPlan
 from harness.engine.engine import Engine
 from harness.engine.in_flight import InFlight
 from harness.engine.ops.data import RecordedLayer
-from harness.engine.sequences import Life, Sequence, State
+from harness.engine.sequences import Life, Sequence, State, accept
 from harness.engine.strategy import PassResult, Strategy
 from harness.record.passes import PassRecord
+from kernels import fields
 
 
 def run(engine: Engine, strategy: Strategy, on_pass: Callable[[PassRecord], None], *, check: bool = False) -> None:
@@ -83,13 +84,13 @@ def _retire(engine: Engine, result: PassResult, index: int) -> list[Sequence]:
             engine.machine.wait(ticket)
         _collect_routing(engine, it)
         now_s = engine.machine.now()
-        for sequence, token in zip(it.batch.sequences, sampled.tolist(), strict=True):
-            sequence.token_times_s.append(now_s)
-            if sequence.accept(token, engine.eos_token_id):
-                sequence.state = State.FINISHED
-                sequence.finished_pass = index
-                engine.kv.release(sequence)
-                ended.append(sequence)
+        sequences = it.batch.sequences
+        fields.append(sequences, "token_times_s", [now_s] * len(sequences))
+        for sequence in accept(sequences, sampled.tolist(), engine.eos_token_id):
+            sequence.state = State.FINISHED
+            sequence.finished_pass = index
+            engine.kv.release(sequence)
+            ended.append(sequence)
     return ended
 
 

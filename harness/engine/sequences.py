@@ -6,11 +6,14 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
+from kernels import fields
+
+if TYPE_CHECKING:
     from harness.workload.request import Request
 
 
@@ -50,7 +53,10 @@ class Life:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """The state of one request. `num_cached` tokens have their keys and values in `blocks`."""
+    """The state of one request. `num_cached` tokens have their keys and values in `blocks`.
+
+    Sequences are many: what is asked of all of them in every pass reads their fields where they lie (`fields`).
+    """
 
     request: Request
     state: State = State.QUEUED
@@ -67,20 +73,18 @@ class Sequence:
     lives: list[Life] = field(default_factory=list)
     finished_pass: int | None = None
     token_times_s: list[float] = field(default_factory=list)  # when each token was there, on the machine's clock
+    prompt_len: int = field(init=False)
+    # The most tokens of its own that ever lie in the KV cache: the last generated one is never fed back.
+    max_tokens: int = field(init=False)
 
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt_ids)
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.request.prompt_ids)
+        self.max_tokens = self.prompt_len + self.request.max_new_tokens - 1
 
     @property
     def num_tokens(self) -> int:
         """The number of prompt and generated tokens: a prefill from scratch would process so many."""
         return self.prompt_len + len(self.generated)
-
-    @property
-    def max_tokens(self) -> int:
-        """The most tokens of its own that ever lie in the KV cache: the last generated one is never fed back."""
-        return self.prompt_len + self.request.max_new_tokens - 1
 
     def pending_ids(self) -> Seq[int]:
         """Return the tokens that are not in the KV cache yet: the whole text before a prefill, the newest token in
@@ -91,8 +95,33 @@ class Sequence:
 
     def accept(self, token: int, eos_token_id: int | None) -> bool:
         """Append a sampled token; return True when the sequence has ended."""
-        assert self.state in (State.PREFILL, State.DECODING), f"request {self.request.request_id} was not running"
-        self.num_cached = self.num_tokens
-        self.generated.append(token)
-        self.state = State.DECODING
-        return len(self.generated) >= self.request.max_new_tokens or token == eos_token_id
+        return bool(accept([self], [token], eos_token_id))
+
+
+_RUNNING = {State.PREFILL, State.DECODING}
+
+
+def accept(sequences: Seq[Sequence], tokens: list[int], eos_token_id: int | None) -> list[Sequence]:
+    """Append a sampled token to each sequence; return those that have ended."""
+    if not {*map(attrgetter("state"), sequences)} <= _RUNNING:
+        stray = next(s for s in sequences if s.state not in _RUNNING)
+        raise AssertionError(f"request {stray.request.request_id} was not running")
+    cached = num_tokens(sequences)
+    fields.assign(sequences, "num_cached", cached.tolist())
+    fields.append(sequences, "generated", tokens)
+    fields.assign(sequences, "state", [State.DECODING] * len(sequences))
+    ended = cached >= fields.values(sequences, "max_tokens")
+    if eos_token_id is not None:
+        ended |= np.asarray(tokens) == eos_token_id
+    return [sequences[at] for at in np.flatnonzero(ended).tolist()]
+
+
+def num_tokens(sequences: Seq[Sequence]) -> np.ndarray:
+    """Return the number of prompt and generated tokens of each sequence, int64 [sequences]."""
+    return fields.values(sequences, "prompt_len") + fields.lengths(sequences, "generated")
+
+
+def without_room(sequences: Seq[Sequence], block_size: int) -> list[Sequence]:
+    """Return the sequences whose blocks, of `block_size` tokens, do not hold all their tokens."""
+    room = fields.lengths(sequences, "blocks") * block_size
+    return [sequences[at] for at in np.flatnonzero(num_tokens(sequences) > room).tolist()]

@@ -11,6 +11,7 @@ PYBIND11_MODULE(_native, m) {
   bind_ffn(m);
   bind_memory(m);
   bind_link(m);
+  bind_fields(m);
   bind_simulation(m);
   m.def("isa", [] { return isa_name(current_isa()); });
   m.def("vector_isa", [] { return isa_name(current_vector_isa()); });

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from harness.engine.batch import PassPlan
-from harness.engine.sequences import Sequence, State
+from harness.engine.sequences import Sequence, State, without_room
 from harness.memory.kv_cache import KVCache
 from harness.memory.split_kv import SplitKVCache
 from strategies.common.waiting import WaitingRequests
@@ -56,7 +56,7 @@ class ContinuousBatches:
     def next_pass(self) -> PassPlan | None:
         preempted = self._preempt()
         decode = self._decoding[: self._max_pass_tokens]
-        for sequence in decode:
+        for sequence in without_room(decode, self._allocator.block_size):
             self._allocator.grow(sequence, sequence.num_tokens)
         prefill = [] if preempted and decode else self._admit(num_decode=len(decode))
         if not decode and not prefill:
@@ -71,10 +71,12 @@ class ContinuousBatches:
         """Take blocks from the newest sequences until all others can decode, and return how many were preempted. Where
         blocks lie in several memories, these are the newest of a memory that is short of them."""
         missing: Counter[_Memory] = Counter()
-        free: dict[_Memory, int] = {}
-        for sequence in self._decoding:
+        free: Counter[_Memory] = Counter()
+        for sequence in without_room(self._decoding, self._allocator.block_size):
             missing[_memory(sequence)] += self._allocator.missing_blocks(sequence, sequence.num_tokens)
             free[_memory(sequence)] = self._allocator.free_for(sequence)
+        if all(count <= free[memory] for memory, count in missing.items()):
+            return 0
         kept: list[Sequence] = []
         for sequence in reversed(self._decoding):
             memory = _memory(sequence)

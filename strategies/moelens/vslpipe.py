@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+import numpy as np
+
 from harness.engine.activations import Activations
 from harness.engine.batch import PassPlan, assemble
 from harness.engine.emitter import Emitter, InFlight
 from harness.engine.engine import Engine
-from harness.engine.sequences import Sequence
+from harness.engine.sequences import Sequence, num_tokens
 from harness.engine.strategy import PassResult
 from harness.memory.weights import WeightStream
 from strategies.moelens.config import Config
@@ -137,8 +139,10 @@ def split(plan: PassPlan) -> list[tuple[list[Sequence], list[Sequence]]]:
     Returns one half where there is one sequence; an empty half is never returned.
     """
     halves: list[tuple[list[Sequence], list[Sequence]]] = [([], []), ([], [])]
-    for rank, sequence in enumerate(sorted(plan.decode, key=lambda s: -s.num_tokens)):
-        halves[(rank + 1) // 2 % 2][1].append(sequence)  # 0 1 1 0 0 1 1 0 ...: counts within one, contexts balanced
+    longest_first = np.argsort(-num_tokens(plan.decode), kind="stable")
+    dealt = (np.arange(len(plan.decode)) + 1) // 2 % 2  # 0 1 1 0 0 1 1 0 ...: counts within one, contexts balanced
+    for number, (_, decode) in enumerate(halves):
+        decode += [plan.decode[at] for at in longest_first[dealt == number].tolist()]
     loads = [0, 0] if len(halves[0][1]) <= len(halves[1][1]) else [1, 0]
     for sequence in sorted(plan.prefill, key=lambda s: -s.num_tokens):
         lighter = loads.index(min(loads))

@@ -45,7 +45,7 @@ class _Stage:
 
     def layout(self, batches: Seq[MicroBatch], number: int) -> list[tuple[PooledActivations, ...]]:
         """Lay out buffers for the micro-batches of the pass with this number: for each, those of all GPUs."""
-        tokens, blocks = zip(*((each.num_tokens, len(each.on_device.flat_blocks)) for each in batches), strict=True)
+        tokens, blocks = zip(*((each.num_tokens, each.on_device.num_blocks) for each in batches), strict=True)
         return list(zip(*(pool.layout(tokens, number, blocks=blocks) for pool in self.pools), strict=True))
 
 

@@ -337,16 +337,16 @@ class Head(ComputeOp):
         self.reads, self.writes = (acts.tokens, acts.hidden, *self.weight_keys), (acts.sampled,)
 
     def work(self) -> Work:
-        flops = 2 * len(self.batch.sequences) * self.spec.hidden_dim * self.spec.vocab_size
+        flops = 2 * self.batch.num_sequences * self.spec.hidden_dim * self.spec.vocab_size
         return Work(flops=flops, device_bytes=self.weight_bytes())
 
     def cost_features(self) -> tuple[float, ...]:
-        return (float(len(self.batch.sequences)),)
+        return (float(self.batch.num_sequences),)
 
     def run(self, ctx: Context, packet: int) -> None:
         spec, n = self.spec, self.batch.num_tokens
         hidden = rows(ctx, self.acts.hidden, n, spec.hidden_dim, spec.dtype)
-        num_sequences = len(self.batch.sequences)
+        num_sequences = self.batch.num_sequences
         last_rows = device_rows(ctx, self.batch, self.acts)[3, :num_sequences]
         sampled = ctx.tensor(self.acts.sampled, (num_sequences,), "int64")
         at_once = max(1, self.acts.workspace.nbytes // head_workspace_bytes(spec))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 import kernels
-from harness.engine.activations import Activations
-from harness.engine.batch import MicroBatch
+from harness.engine.activations import TABLE_ENTRY_BYTES, Activations
+from harness.engine.batch import NUM_ROW_FIELDS, MicroBatch
 from harness.machine.base import Context, Op, Work
 from harness.machine.threads.arenas import tensor_of
 from harness.memory.tiers import Buffer
@@ -49,7 +49,9 @@ class UploadTokens(MicroBatchOp):
             self.writes = (acts.tokens, acts.block_tables)
 
     def work(self) -> Work:
-        return Work(link_bytes=self.batch.rows.nbytes + self.batch.on_device.flat_blocks.nbytes)
+        return Work(
+            link_bytes=8 * NUM_ROW_FIELDS * self.batch.num_tokens + TABLE_ENTRY_BYTES * self.batch.on_device.num_blocks
+        )
 
     def cost_features(self) -> tuple[float, ...]:
         return (float(self.batch.num_tokens),)
@@ -211,13 +213,13 @@ class FetchSampled(MicroBatchOp):
         self.reads = (acts.sampled,)
 
     def work(self) -> Work:
-        return Work(link_bytes=8 * len(self.batch.sequences))
+        return Work(link_bytes=8 * self.batch.num_sequences)
 
     def cost_features(self) -> tuple[float, ...]:
-        return (float(len(self.batch.sequences)),)
+        return (float(self.batch.num_sequences),)
 
     def run(self, ctx: Context, packet: int) -> Any:
-        return ctx.host_value(ctx.tensor(self.acts.sampled, (len(self.batch.sequences),), "int64"))
+        return ctx.host_value(ctx.tensor(self.acts.sampled, (self.batch.num_sequences,), "int64"))
 
     def imagine(self, world: Any) -> Any:
         return world.sampled(self.batch)

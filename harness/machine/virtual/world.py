@@ -55,7 +55,7 @@ class World:
 
     def sampled(self, batch: MicroBatch) -> np.ndarray:
         """Return token 0 for each sequence, int64 [sequences]: the simulated machine only times a run."""
-        return np.zeros(len(batch.sequences), dtype=np.int64)
+        return np.zeros(batch.num_sequences, dtype=np.int64)
 
     def routing(self, batch: MicroBatch, layer: int) -> np.ndarray:
         """Return the experts that the router chooses for each token: int64 [tokens, experts_per_token], read-only."""

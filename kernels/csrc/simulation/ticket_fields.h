@@ -1,41 +1,9 @@
-// The fields of a Python ticket, read and written where they lie. Class `Ticket` has __slots__; a slot's descriptor
-// knows its place in every instance, and going there takes a tenth of the time of an attribute look-up.
+// The fields of a Python ticket that the event loop knows.
 #pragma once
 
-#include <pybind11/pybind11.h>
-#include <structmember.h>
-
-#include <string>
+#include "../core/field.h"
 
 namespace kernels::simulation {
-
-namespace py = pybind11;
-
-class Field {
- public:
-  Field(py::handle type, const char* name) {
-    const py::object descriptor = type.attr(name);
-    if (Py_TYPE(descriptor.ptr()) != &PyMemberDescr_Type)
-      throw py::type_error("Ticket." + std::string(name) + " must be a slot");
-    offset_ = reinterpret_cast<PyMemberDescrObject*>(descriptor.ptr())->d_member->offset;
-  }
-
-  // Borrowed; null where it was never set.
-  PyObject* get(PyObject* ticket) const { return *at(ticket); }
-
-  void set(PyObject* ticket, py::object value) const {
-    PyObject* old = *at(ticket);
-    *at(ticket) = value.release().ptr();
-    Py_XDECREF(old);  // last: it may run any code
-  }
-
- private:
-  PyObject** at(PyObject* ticket) const {
-    return reinterpret_cast<PyObject**>(reinterpret_cast<char*>(ticket) + offset_);
-  }
-
-  Py_ssize_t offset_;
-};
 
 struct TicketFields {
   explicit TicketFields(py::handle type)
