@@ -122,17 +122,15 @@ def prefill_sizes(policy: PhasePolicy, shape: WorkloadShape) -> PhaseSizes:
 
 
 def decode_sizes(policy: PhasePolicy, shape: WorkloadShape) -> PhaseSizes:
-    """Return the sizes for a batch that is cut into micro-batches of b_a, apart for CPU and GPU; each has a place for
-    b_a rows. One more place is for the micro-batch that is cut in two when sequences have ended."""
-    size, num_cpu = policy.attention_batch, policy.num_on_cpu(policy.batch_size)
-    cpu_batches, gpu_batches = -(-num_cpu // size), -(-(policy.batch_size - num_cpu) // size)
-    rows = (cpu_batches + gpu_batches + 1) * size
+    """Return the sizes for a batch that is cut into micro-batches of at most b_a, apart for CPU and GPU. However it is
+    cut, their rows lie one behind another."""
+    size = policy.attention_batch
     kv_tokens = ceil(max(size * shape.kv_tokens, shape.longest_kv_tokens)) if policy.cpu_attention < 1 else 0
     return PhaseSizes(
-        rows=rows,
+        rows=policy.batch_size,
         micro_batch_rows=size,
-        cpu_rows=(cpu_batches + 1) * size if num_cpu else 0,
-        slice_rows=min(policy.expert_batch, rows),
+        cpu_rows=policy.num_on_cpu(policy.batch_size),
+        slice_rows=min(policy.expert_batch, policy.batch_size),
         kv_tokens=kv_tokens,
         on_device=policy.on_device,
     )

@@ -141,21 +141,20 @@ class ModuleBatching:
         self._experts.cancel_all()
 
     def _assemble(self, plan: PassPlan, phase: _Phase) -> list[_MicroBatch]:
-        """Lay out the micro-batches: prompts one after another, decoding sequences with b_a places for each."""
+        """Lay out the micro-batches in rows one after another."""
         found, first_row = [], 0
         num_cpu = phase.policy.num_on_cpu(len(plan.decode))
         for number, group in enumerate(plan.micro_batches or ()):
             prefill, decode = (group, []) if plan.prefill else ([], group)
             made = assemble(number, prefill, decode, self._engine.kv.allocator)
             on_cpu, num_cpu = len(decode) > 0 and num_cpu >= len(decode), num_cpu - len(decode)
-            places = made.num_tokens if prefill else phase.policy.attention_batch
-            acts = phase.buffers.micro_batch(number, first_row, places, on_cpu=on_cpu)
+            acts = phase.buffers.micro_batch(number, first_row, made.num_tokens, on_cpu=on_cpu)
             runs: list[range] = []
             if decode and not on_cpu:
                 staged_bytes = min(staging.nbytes for staging in phase.buffers.kv_staging)
                 runs = self._emit.rows_that_fit(made.on_host.read_lens, staged_bytes)
             found.append(_MicroBatch(InFlight(made, acts), on_cpu, runs, acts.kept_hidden))
-            first_row += places
+            first_row += made.num_tokens
         return found
 
     def _reaches_most(self, num_tokens: int) -> bool:

@@ -89,13 +89,23 @@ class Deployment:
 
 
 def complete_by_memory(given: GivenPolicy, deployment: Deployment, *, prefetch: bool = True) -> Policy:
-    """Return a policy that has what is given and fits. Raises ConfigError naming the memory that is too small."""
-    least = None
-    for policy in _candidates(given, deployment, prefetch=prefetch):
-        if deployment.fits(policy):
-            return _with_more_experts(given, deployment, policy)
-        least = policy
-    assert least is not None, "the last candidate is the smallest"
+    """Return a policy that has what is given and fits. Raises ConfigError naming a given size without which there is
+    one, else the memory that is too small."""
+    first = least = _wanted(given, deployment, prefetch=prefetch)
+    while True:
+        for least in _candidates(given, deployment, first):
+            if deployment.fits(least):
+                if given.batch_size is not None and least.decode.batch_size < _wanted_batch(given, deployment):
+                    raise _too_large("batch_size", given.batch_size)
+                return _with_more_experts(given, deployment, least)
+        for name, value in given.sizes.items():
+            free = replace(given, **{name: None})
+            wanted = _wanted(free, deployment, prefetch=prefetch).of_at_most(first.decode.batch_size)
+            if name != "batch_size" and any(map(deployment.fits, _candidates(free, deployment, wanted))):
+                raise _too_large(name, value)
+        if first.decode.batch_size == 1:
+            break
+        first = first.of_at_most(first.decode.batch_size // 2)
     tier, _ = min(deployment.left_bytes(least).items(), key=lambda item: item[1])
     limit = deployment.limits[tier]
     held = limit.holders() | deployment.held(least)[tier] | {"alignment": SLACK_BYTES}
@@ -106,26 +116,40 @@ def complete_by_memory(given: GivenPolicy, deployment: Deployment, *, prefetch: 
     )
 
 
-def _candidates(given: GivenPolicy, deployment: Deployment, *, prefetch: bool) -> Iterator[Policy]:
+def _too_large(name: str, value: int) -> ConfigError:
+    return ConfigError(f"strategy.policy.{name}", f"must be small enough for the memory, or null, got {value}")
+
+
+def _candidates(given: GivenPolicy, deployment: Deployment, first: Policy) -> Iterator[Policy]:
     """Yield policies from the one that wants most to the one that wants least. Tokens go elsewhere before sizes become
-    very small."""
-    first = _wanted(given, deployment, prefetch=prefetch)
+    very small; at last one of the two slots goes."""
+    yield from _smaller(given, deployment, first)
+    if given.expert_slots is None and first.expert_slots > 1:
+        yield from _smaller(given, deployment, replace(first, expert_slots=1))
+
+
+def _smaller(given: GivenPolicy, deployment: Deployment, first: Policy) -> Iterator[Policy]:
+    """Yield the policy with tokens in other places, and with sizes of micro-batches and slices halved."""
     for most_halvings in (_HALVINGS, 16):
         for policy in _with_places(given, deployment, first):
             yield policy
             for _ in range(most_halvings * len(_SIZES)):
-                policy = _halved(given, deployment, policy)
+                larger, policy = policy, _halved(given, deployment, policy)
+                if policy == larger:
+                    break
                 yield policy
 
 
 def _wanted(given: GivenPolicy, deployment: Deployment, *, prefetch: bool) -> Policy:
     """Return the policy with the sizes that are wanted if memory allows."""
     shape, weights = deployment.shape, deployment.weights
-    most = max(1, min(shape.num_requests, deployment.kv_sequences))
-    batch_size = min(given.batch_size or most, max(shape.num_requests, 1))
+    batch_size = _wanted_batch(given, deployment)
     attention_batch = max(1, int(_ATTENTION_TOKENS // shape.prompt_tokens))
-    prefill_batch_size = min(given.prefill_batch_size or ceil(2 * hiding_batch(deployment)), batch_size)
+    prefill_batch_size = min(
+        given.prefill_batch_size or _prefill_batch(given, 2 * hiding_batch(deployment)), batch_size
+    )
     cpu_attention = _CPU_ATTENTION if deployment.spec.latent is None else 0.0
+    resident = min(given.resident_experts or 0, weights.num_experts)
     prefill = PhasePolicy(
         batch_size=prefill_batch_size,
         attention_batch=min(given.prefill_attention_batch or attention_batch, prefill_batch_size),
@@ -140,9 +164,9 @@ def _wanted(given: GivenPolicy, deployment: Deployment, *, prefetch: bool) -> Po
     return Policy(
         prefill=prefill,
         decode=decode,
-        expert_slots=given.expert_slots or min(2, max(weights.num_experts, 1)),
+        expert_slots=min(given.expert_slots or 2, max(weights.num_experts - resident, 1)),
         dense_slots=min(given.dense_slots or 1, deployment.spec.num_layers),
-        resident_experts=min(given.resident_experts or 0, weights.num_experts),
+        resident_experts=resident,
         prefetch=prefetch,
     )
 
@@ -157,7 +181,7 @@ def _with_places(given: GivenPolicy, deployment: Deployment, policy: Policy) -> 
     if given.on_device is not False:
         yield policy
         if given.prefill_batch_size is None:
-            size = min(ceil(hiding_batch(deployment)), prefill.batch_size)
+            size = min(_prefill_batch(given, hiding_batch(deployment)), prefill.batch_size)
             smaller = replace(prefill, batch_size=size, attention_batch=min(prefill.attention_batch, size))
             yield replace(policy, prefill=smaller)
     if given.on_device is not True:
@@ -165,6 +189,17 @@ def _with_places(given: GivenPolicy, deployment: Deployment, policy: Policy) -> 
         if given.on_device is None:
             yield on_host
         yield replace(on_host, decode=replace(decode, on_device=False))
+
+
+def _wanted_batch(given: GivenPolicy, deployment: Deployment) -> int:
+    """Return the decode batch: what is given, at most the workload's requests and what Eq. 2 allows."""
+    most = max(1, min(deployment.shape.num_requests, deployment.kv_sequences))
+    return min(given.batch_size or most, most)
+
+
+def _prefill_batch(given: GivenPolicy, hiding: float) -> int:
+    """Return so many prompts, or one micro-batch of them where its size is given and is more."""
+    return max(ceil(hiding), given.prefill_attention_batch or 1)
 
 
 def hiding_batch(deployment: Deployment) -> float:

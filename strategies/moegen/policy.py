@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from harness.config import config, require
@@ -43,6 +43,15 @@ class Policy:
     resident_experts: int = 0
     prefetch: bool = True
 
+    def of_at_most(self, batch_size: int) -> Policy:
+        """Return the policy with batches of at most so many sequences in both phases."""
+
+        def smaller(phase: PhasePolicy) -> PhasePolicy:
+            sizes = {name: min(getattr(phase, name), batch_size) for name in ("batch_size", "attention_batch")}
+            return replace(phase, **sizes)
+
+        return replace(self, prefill=smaller(self.prefill), decode=smaller(self.decode))
+
     def as_record(self) -> dict[str, Any]:
         """Return all fields by their names in the configuration; those of prefill begin with `prefill_`."""
         record = asdict(self)
@@ -70,11 +79,15 @@ class GivenPolicy:
     resident_experts: int | None = None
 
     def __post_init__(self) -> None:
-        sizes = ("batch_size", "attention_batch", "expert_batch")
-        for name in (*sizes, *(f"prefill_{size}" for size in sizes), "expert_slots", "dense_slots"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, name, f"must be at least 1 or null, got {value}")
-        resident, share = self.resident_experts, self.cpu_attention
-        require(resident is None or resident >= 0, "resident_experts", f"must be at least 0 or null, got {resident}")
+        for name, value in self.sizes.items():
+            least = 0 if name == "resident_experts" else 1
+            require(value >= least, name, f"must be at least {least} or null, got {value}")
+        share = self.cpu_attention
         valid = share is None or 0.0 <= share <= 1.0
         require(valid, "cpu_attention", f"must lie between 0 and 1 or be null, got {share}")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes that are given, by name: all that is counted in sequences, tokens, experts or layers."""
+        others = ("cpu_attention", "on_device")
+        return {name: value for name, value in asdict(self).items() if name not in others and value is not None}

@@ -140,9 +140,9 @@ class Search:
     def _with_less_prefill(self, policy: Policy) -> Policy:
         """Return the policy with so many prompts at a time, if there are as many, that experts hide their transfer."""
         prefill, size = policy.prefill, 1 << ceil(log2(hiding_batch(self.deployment)))
+        size = max(size, self.given.prefill_attention_batch or 1)
         if self.given.prefill_batch_size is not None or size >= prefill.batch_size:
             return policy
-        size = max(size, self.given.prefill_attention_batch or 1)
         attention_batch = min(prefill.attention_batch, size)
         return replace(policy, prefill=replace(prefill, batch_size=size, attention_batch=attention_batch))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from dataclasses import replace
 from itertools import groupby
 
 import pytest
@@ -45,9 +45,9 @@ MACHINES = {
 }
 
 
-def check(machine, checkpoint, policy, *, kv_blocks=60, num_requests=8, **settings):
+def check(machine, checkpoint, policy, work=None, *, kv_blocks=60, num_requests=8, **settings):
     values = YAMLS["moegen_h"] | {"search": False} | settings | {"policy": policy}
-    work = requests(num_requests, vocab_size=checkpoint.spec.vocab_size, longest=40, max_new_tokens=4)
+    work = work or requests(num_requests, vocab_size=checkpoint.spec.vocab_size, longest=40, max_new_tokens=4)
     engine = engine_on(machine, checkpoint, work, kv_blocks=kv_blocks, values=values)
     run_to_end(engine, lambda e: strategy_of(e, values))
     report = check_tokens(checkpoint, engine.sequences)
@@ -74,30 +74,32 @@ def test_tokens_of_every_family(variant, policy):
     check(shuffled(runnable().index(variant)), tiny_family(variant), POLICIES[policy])
 
 
-CLOCKED = ("emulated", "cuda")
-
-
-def policy_on(machine: str, variant: str) -> str:
-    """Return the policy of a family on a machine with a clock: all in turns, and others on the next machine."""
-    shift = len(OF_FAMILIES) // len(CLOCKED) * CLOCKED.index(machine)
-    return OF_FAMILIES[(runnable().index(variant) + shift) % len(OF_FAMILIES)]
-
-
-@pytest.mark.parametrize("machine", CLOCKED)
+@pytest.mark.parametrize("machine", ["emulated", "cuda"])
+@pytest.mark.parametrize("policy", OF_FAMILIES)
 @pytest.mark.parametrize("variant", runnable())
-def test_tokens_of_every_family_on_machines_with_a_clock(variant, machine):
-    check(MACHINES[machine](), tiny_family(variant), POLICIES[policy_on(machine, variant)])
-
-
-def test_every_policy_meets_several_families_on_each_machine_with_a_clock():
-    for machine in CLOCKED:
-        met = Counter(policy_on(machine, variant) for variant in runnable())
-        assert set(met) == set(OF_FAMILIES) and min(met.values()) >= 2
+def test_tokens_of_every_family_on_machines_with_a_clock(variant, policy, machine):
+    check(MACHINES[machine](), tiny_family(variant), POLICIES[policy], num_requests=4)
 
 
 @pytest.mark.parametrize("tenths", range(11))
 def test_tokens_with_every_share_of_attention_on_the_cpu(tiny, tenths):
     check(shuffled(tenths), tiny, SMALL | {"cpu_attention": tenths / 10, "expert_batch": 2}, num_requests=10)
+
+
+@pytest.mark.parametrize("variant", runnable())
+def test_tokens_of_every_family_with_shares_of_attention_on_the_cpu(variant):
+    """Each family has the share's ends, and two between; all shares are met."""
+    at = runnable().index(variant)
+    for tenths in (0, 10, 1 + at % 9, 1 + (at + 4) % 9):
+        check(shuffled(at), tiny_family(variant), SMALL | {"cpu_attention": tenths / 10}, num_requests=5)
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_tokens_where_sequences_of_the_first_micro_batches_end_early(tiny, on_device):
+    """What is left of them does not fit together, so that the CPU attends in more micro-batches than at first."""
+    work = [replace(each, max_new_tokens=4) for each in requests(42, vocab_size=tiny.spec.vocab_size, longest=9)]
+    work = [replace(each, max_new_tokens=2) if at < 21 and at % 3 == 0 else each for at, each in enumerate(work)]
+    check(shuffled(1), tiny, {"attention_batch": 3, "cpu_attention": 0.5, "on_device": on_device}, work, kv_blocks=300)
 
 
 @pytest.mark.parametrize("prefetch", [True, False])

@@ -8,19 +8,22 @@ from math import ceil
 
 import pytest
 
+from harness.config import ConfigError
 from harness.engine import loop
 from harness.engine.engine import Engine
 from harness.engine.sequences import Sequence
 from harness.engine.strategy import Strategy
 from harness.machine.base import Op
 from harness.machine.virtual.world import World
-from harness.memory.tiers import DEVICE, PINNED
+from harness.memory.tiers import DEVICE, PINNED, Tier
 from harness.run.session import Session
 from paper_figures.moegen.regret import enumerated
+from paper_figures.support import model_spec
+from strategies.common.workload_shape import WorkloadShape
 from strategies.moegen import Config, build
 from strategies.moegen.buffers import PhaseBuffers
 from strategies.moegen.expert_stream import ExpertStream
-from strategies.moegen.memory import phases
+from strategies.moegen.memory import WeightSizes, phases
 from strategies.moegen.pipeline import ModuleBatching
 from strategies.moegen.planner import Deployment, complete_by_memory
 from strategies.moegen.policy import GivenPolicy, Policy
@@ -222,6 +225,58 @@ def test_what_is_given_stays():
     best = found_on(given).best.policy
     assert (best.decode.cpu_attention, best.decode.attention_batch, best.decode.expert_batch) == (0.3, 5, 50)
     assert best.expert_slots == 3 and not best.decode.on_device and not best.prefill.on_device
+
+
+@pytest.mark.parametrize("size", [7, 64, 500])
+def test_a_given_micro_batch_of_prefill_stays_however_large(size):
+    """Other sizes give way; it is refused by its name where nothing fits beside it."""
+    given = GivenPolicy(prefill_attention_batch=size)
+    room = ("dataset.num_requests=600", "kv_cache_gb=30")
+    if size == 500:
+        with pytest.raises(ConfigError, match=r"strategy.policy.prefill_attention_batch: must be small enough"):
+            prepared(given, *room)
+        return
+    _, search, start, _ = prepared(given, *room)
+    best = search.around(start).best.policy
+    assert start.prefill.attention_batch == best.prefill.attention_batch == size <= best.prefill.batch_size
+
+
+def test_a_given_batch_is_no_larger_than_the_cache():
+    """Eq. 2 holds for what is given, too."""
+    _, search, start, _ = prepared(GivenPolicy(batch_size=30), *UNIFORM[:2], "kv_cache_gb=0.2")
+    assert start.decode.batch_size == search.deployment.kv_sequences < 30
+
+
+def completed(given: GivenPolicy, free_gb: float) -> Policy:
+    """Complete a policy for Mixtral-8x7B with so many GB of each tier free."""
+    spec = model_spec("mixtral-8x7b")
+    shape = WorkloadShape.of_lengths(100, 20, longest_prompt=100, num_requests=500, block_tokens=16)
+    tier = Tier("device", 10**12)
+    limits = {name: tier for name in (DEVICE, PINNED)}
+    return complete_by_memory(
+        given,
+        Deployment(
+            spec=spec, shape=shape, free_bytes=dict.fromkeys(limits, int(free_gb * 1e9)), limits=limits,
+            weights=WeightSizes(expert_bytes=352_321_536, dense_bytes=83_000_000, num_experts=256), kv_sequences=400,
+        ),
+    )  # fmt: skip
+
+
+def test_the_least_memory_holds_one_slot_and_a_small_batch():
+    """What is free gives way before memory is called too small: a slot, then sequences of the batch."""
+    assert completed(GivenPolicy(), 3.0).decode.batch_size == 400
+    assert completed(GivenPolicy(), 0.75).expert_slots == 1
+    small = completed(GivenPolicy(), 0.5)
+    assert small.expert_slots == 1 and small.decode.batch_size < 400
+    with pytest.raises(ConfigError, match="hardware.device_memory_gb"):
+        completed(GivenPolicy(), 0.1)
+
+
+@pytest.mark.parametrize("name", ["expert_slots", "resident_experts", "batch_size", "dense_slots"])
+def test_a_given_size_that_does_not_fit_is_named(name):
+    completed(GivenPolicy(**{name: 1}), 3.0)
+    with pytest.raises(ConfigError, match=rf"strategy.policy.{name}: must be small enough .* got 256"):
+        completed(GivenPolicy(**{name: 256}), 0.5 if name == "batch_size" else 2.7)
 
 
 def test_tokens_accumulate_on_the_device_where_they_fit():
