@@ -13,11 +13,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
+from math import inf
 from typing import Any, TypeVar, dataclass_transform, get_args, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 T = TypeVar("T")
+_LARGEST = 1e15  # number in a configuration: products of two of them still fit a float, and counts are exact
 
 
 class ConfigError(ValueError):
@@ -45,9 +47,11 @@ def parse(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     for key in values:
         if key not in {f.name for f in fields(cls)}:  # type: ignore[arg-type]
             raise ConfigError(key, _unknown_key(cls, key)).below(path)
-    for field, text in _texts(values):
-        if not is_unicode(text):
-            raise ConfigError(field, f"must be text that UTF-8 can hold, got {text!a}").below(path)
+    for field, value in _leaves(values):
+        if isinstance(value, str) and not is_unicode(value):
+            raise ConfigError(field, f"must be text that UTF-8 can hold, got {value!a}").below(path)
+        if isinstance(value, int | float) and _LARGEST < abs(value) < inf:
+            raise ConfigError(field, f"must lie between -{_LARGEST:g} and {_LARGEST:g}").below(path)
     try:  # JSON mode: strict, yet mappings may stand for nested dataclasses
         parsed: T = _adapter(cls).validate_json(json.dumps(dict(values)))  # type: ignore[arg-type]
         return parsed
@@ -57,13 +61,13 @@ def parse(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
         raise _first_error(cls, error, path) from None
 
 
-def _texts(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every text in nested mappings and lists, with its field."""
-    if isinstance(value, str):
-        yield field, value
-    elif isinstance(value, Mapping | list | tuple):
+def _leaves(value: Any, field: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value in nested mappings and lists, with its field."""
+    if isinstance(value, Mapping | list | tuple):
         for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _texts(item, f"{field}.{key}" if field else str(key))
+            yield from _leaves(item, f"{field}.{key}" if field else str(key))
+    else:
+        yield field, value
 
 
 def is_unicode(text: str) -> bool:

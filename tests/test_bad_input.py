@@ -21,7 +21,7 @@ from harness.model import zoo
 from harness.model.config import ModelConfig
 from harness.model.planned import planned_model
 from harness.routing.build import build_routing
-from harness.settings import parse_settings
+from harness.settings import load_strategy, parse_settings
 from harness.workload.build import build_workload
 from tests.composing import composed
 
@@ -42,6 +42,7 @@ DIGITS = '{"prompt": ' + "9" * 5000 + "}"
         (["model=mixtral-8x7b", "model.spec.num_experts=100000000"], "model.spec.num_layers"),
         (["dataset.num_requests=99999999999999999999999"], "dataset.num_requests"),
         (["dataset.num_requests=100000000"], "dataset.num_requests"),
+        (["seed=1e300"], "seed"),
         (["results_dir='..\udcff'"], "results_dir"),
         (["wandb.tags=['a','\udcff']"], "wandb.tags.1"),
         (["model.name=''"], "model.name"),
@@ -56,6 +57,23 @@ def test_settings_out_of_bounds_name_their_field(overrides, field):
         parse_settings(composed_values(overrides))
     assert raised.value.field == field
     assert len(str(raised.value).splitlines()) == 1 and str(raised.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "setting"),
+    [
+        *((name, "packet_mb=1e304") for name in ("moegen_h", "vllm_offload", "llamacpp_split", "prescope")),
+        *((name, "packet_mb=1e9") for name in ("moelens", "flexgen")),
+        ("vllm_offload", "cpu_offload_gb=1e300"),
+        ("llamacpp_split", f"context_tokens={10**22}"),
+        ("moegen_g", f"policy.batch_size={10**400}"),
+    ],
+)
+def test_sizes_of_a_strategy_out_of_bounds_name_their_field(strategy, setting):
+    values = composed_values([f"strategy={strategy}", f"strategy.{setting}"])
+    with pytest.raises(ConfigError) as raised:
+        load_strategy(values["strategy"])
+    assert raised.value.field == f"strategy.{setting.split('=')[0]}"
 
 
 @pytest.mark.parametrize("name", ["../../../escape", "/absolute/name", "..", "n" * 300, "a/b c"])

@@ -178,7 +178,7 @@ def test_every_key_is_explained(group):
 MISTAKES = [
     ("strategy.pakcet_mb", 1.0, "did you mean 'packet_mb'"),
     ("strategy.packet_mb", "big", "valid number"),
-    ("strategy.packet_mb", 0.0, "at least 0.001"),
+    ("strategy.packet_mb", 0.0, "between 0.001"),
     ("strategy.package", "strategies.nowhere", "no package"),
     ("strategy.package", "", "dotted name"),
     ("strategy.package", ".moelens", "dotted name"),

@@ -17,8 +17,8 @@ from harness.memory.weights import layer_slots
 
 
 def require_packet_mb(packet_mb: float) -> None:
-    """Refuse packets of transfers below 1 KB: a strategy's Config asks this of its `packet_mb`."""
-    require(packet_mb >= 1e-3, "packet_mb", f"must be at least 0.001, got {packet_mb:g}")
+    """Refuse packets of transfers below 1 KB or above 1 TB: a strategy's Config asks this of its `packet_mb`."""
+    require(1e-3 <= packet_mb <= 1e6, "packet_mb", f"must lie between 0.001 and 1e6, got {packet_mb:g}")
 
 
 # Whose planner decides: the one that was published with the system, with its memory model, staging and defaults; or our

@@ -189,7 +189,7 @@ def test_what_does_not_fit_is_refused(changes, message):
         ("cpu_moe_layers", -1, ">= 0 or null, got -1"),
         ("offload_min_tokens", 0, ">= 1 or null, got 0"),
         ("context_tokens", 0, ">= 1 or null, got 0"),
-        ("packet_mb", 0.0, "at least 0.001"),
+        ("packet_mb", 0.0, "between 0.001"),
     ],
 )
 def test_bad_settings_are_refused(name, value, valid):
