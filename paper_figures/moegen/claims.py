@@ -201,8 +201,24 @@ def tables(data: dict[str, Any]) -> str:
         "Table 1's tokens an expert (twice that for MoE-Lightning, which needs two micro-batches), DeepSeek-V2 on C2 "
         "comes to "
         f"{told(sizes['decode']) or '-'} times in decode and {told(sizes['prefill']) or '-'} times in prefill.\n\n"
-        f"{INCONSISTENT['claim']}\n\n## Every ratio\n\n{_every(data['claims'])}"
+        f"{INCONSISTENT['claim']}\n\n## By baseline\n\n{_by_baseline(data['claims'])}\n"
+        f"## Every ratio\n\n{_every(data['claims'])}"
     )
+
+
+def _by_baseline(claims: Sequence[Mapping[str, Any]]) -> str:
+    """Judge each claim over each system by itself."""
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for c in claims:
+        for ratio in c["ratios"]:
+            ratios.setdefault((c["claim"], ratio["over"]), []).append(ratio["here"])
+    columns = {
+        "claim": lambda of: CLAIMS[of[0]].name,
+        "over": lambda of: of[1],
+        "here": lambda of: " to ".join(dict.fromkeys(map(number, (min(ratios[of]), max(ratios[of]))))),
+        "verdict": lambda of: verdict(CLAIMS[of[0]], ratios[of]),
+    }
+    return markdown_table(columns, list(ratios))
 
 
 def _extreme(ratios: Sequence[Mapping[str, Any]], which: Any) -> str:

@@ -48,4 +48,8 @@ def tables(data: dict[str, Any]) -> str:
         )
     systems = [system for system in SYSTEMS if any(r["system"] == system for r in data["rows"])]
     table = markdown_table(columns, systems)
-    return f"# Long contexts, tok/s: published / here (simulated)\n\n{table}\n{LIMITS}"
+    return (
+        f"# Long contexts, tok/s: published / here (simulated)\n\n{table}\n"
+        "llama.cpp's prompts are one micro-batch each here; llama.cpp itself cuts them into micro-batches of 512 "
+        f"tokens and copies experts for each, so that its prefill is too fast here.\n\n{LIMITS}"
+    )

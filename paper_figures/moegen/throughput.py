@@ -2,7 +2,8 @@
 
 Each system has the policy that its own search finds here, within the limits of `settings.LIMITS`. DeepSeek-V2 runs a
 second time with the batch sizes that follow from Table 1's tokens an expert, for the systems of which the paper has
-them. llama.cpp searches nothing: Mixtral on C2 runs with its own number of slots, and with more of them.
+them, and MoE-Gen with such a prefill. llama.cpp searches nothing: Mixtral on C2 runs with its own number of slots, and
+with more of them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ WORKLOADS = (  # setting, model, tokens to decode
     ("C2", "mixtral-8x7b", 256), ("C2", "mixtral-8x7b", 1024), ("C2", "mixtral-8x22b", 256),
     ("C2", "mixtral-8x22b", 1024), ("C2", "deepseek-v2", 256), ("C2", "deepseek-v2-lite", 256),
     ("C1", "mixtral-8x7b", 256), ("C3", "mixtral-8x7b", 256), ("C3", "mixtral-8x22b", 256),
-    ("C3", "deepseek-v2", 256), ("C2", "deepseek-r1", 256), ("C2, 1 TB", "deepseek-r1", 256),
+    ("C1", "deepseek-v2-lite", 256), ("C3", "deepseek-v2-lite", 256), ("C3", "deepseek-v2", 256),
+    ("C2", "deepseek-r1", 256), ("C2, 1 TB", "deepseek-r1", 256),
     ("C2, 8 GPUs", "mixtral-8x22b", 256),
 )  # fmt: skip
 _ALONE = {("C2, 8 GPUs", "mixtral-8x22b"): "vLLM"}  # for Table 5
@@ -49,6 +51,11 @@ _SIZES = {
 }
 ON_HOST = "tokens wait in host memory"  # hidden states accumulate there, whatever would fit the device
 _ON_HOST_WORKLOADS = (("C2", "mixtral-8x7b"), ("C2", "mixtral-8x22b"), ("C2", "deepseek-v2"))
+TABLE1_PREFILL = "Table 1's prefill"  # 8,192 tokens an expert in slices of as many: 427 prompts, in host memory
+_TABLE1_PREFILL = (
+    "strategy.policy.prefill_batch_size=427", "strategy.policy.prefill_expert_batch=8192",
+    "strategy.policy.on_device=false",
+)  # fmt: skip
 _SLOTS = (16, 31, 64, 256)  # of llama.cpp; 4 are its default, and from 32 on it copies experts
 
 
@@ -64,6 +71,8 @@ def cases(workloads: Iterable[tuple[str, str, int]] = WORKLOADS) -> list[Case]:
                 ]
             if system == "MoE-Gen(H)" and (setting, model) in _ON_HOST_WORKLOADS and g == 256:
                 found.append(replace(case, variant=ON_HOST, more=("strategy.policy.on_device=false",)))
+            if (setting, model, g, system) == ("C2", "deepseek-v2", 256, "MoE-Gen(G)"):
+                found.append(replace(case, variant=TABLE1_PREFILL, more=_TABLE1_PREFILL))
             if (setting, model, g) == ("C2", "deepseek-v2", 256) and system in _SIZES:
                 found.append(
                     Case(

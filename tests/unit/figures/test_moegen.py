@@ -206,6 +206,7 @@ def test_a_claim_says_why(folder):
     text = claims.tables(claims.compute(folder))
     assert "12 sequences" in text and "busy" in text
     assert "up to 20 times less fetch traffic" in text
+    assert "| higher decode throughput | FlexGen | 12 | not reached |" in text
 
 
 def test_the_searchs_accuracy_is_collected(folder, tiny):
