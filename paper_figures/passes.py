@@ -4,7 +4,7 @@ spans."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from harness.machine.base import Machine, Span
 from harness.plan.planning import Plan, make_plan
 from harness.record.metrics import pass_activity
 from harness.record.passes import PassRecord
+from harness.record.store import Run
 from paper_figures.support import composed
 
 LANES = ("gpu", "cpu", "h2d", "d2h")
@@ -160,3 +161,9 @@ def _busy(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return the busy share of each lane over these passes; 0 over none."""
     length_s = sum(map(_length_s, rows))
     return {lane: sum(row["busy_s"][lane] for row in rows) / length_s if rows else 0.0 for lane in LANES}
+
+
+def records_of(run: Run) -> list[PassRecord]:
+    """Return the passes that a run has recorded."""
+    names = [each.name for each in fields(PassRecord)]
+    return [PassRecord(**{name: line[name] for name in names}) for line in run.passes]

@@ -24,7 +24,9 @@ REPORTS = ("throughput", "small_batches", "long_contexts", "omega", "datasets")
 
 def compute(folder: Path = FOLDER, emulated: Path = EMULATED) -> dict[str, Any]:
     rows = [_simulated(name, r) for name in REPORTS for r in stored(name, folder) if r.get("accuracy") is not None]
-    rows += [_emulated(r) for r in stored("emulated", emulated) if r.get("accuracy") is not None]
+    rows += [
+        _emulated(r) for r in stored("emulated", emulated) if r.get("accuracy") is not None and r["table"] == "systems"
+    ]
     return {"label": "simulated and emulated", "rows": rows}
 
 
@@ -55,7 +57,7 @@ def _decided_by(row: dict[str, Any]) -> dict[str, str]:
 def _emulated(row: dict[str, Any]) -> dict[str, Any]:
     return {
         "report": "emulated", "system": row["system"], "setting": "laptop", "model": row["model"], "prompt": None,
-        "g": None, "variant": f"run {row['round']}", "predicted_tok_s": row["predicted_tok_s"],
+        "g": None, "variant": "", "predicted_tok_s": row["predicted_tok_s"],
         "accuracy": row["accuracy"], "observed_tok_s": row["tok_s"], "by": "emulated",
     }  # fmt: skip
 

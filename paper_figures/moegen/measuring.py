@@ -8,6 +8,7 @@ passes, each as often as it stands for.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,9 @@ from harness.engine import loop
 from harness.engine.batch import PassPlan
 from harness.engine.sequences import State
 from harness.engine.strategy import PassResult
+from harness.machine.base import Span
 from harness.machine.virtual.span_log import Totals, TotalsByKind
+from harness.model.spec import ModelSpec
 from harness.plan.planning import Plan
 from harness.record.passes import PassRecord
 
@@ -185,21 +188,47 @@ def phase_facts(plan: Plan, passes: Sequence[Pass]) -> dict[str, Any] | None:
         return None
     spec, num_passes = plan.engine.spec, round(sum(p.count for p in passes))
     length_s = over_passes(passes, lambda p: p.length_s)
-    experts = {lane: _sum((p.count, p.did.get((lane, "experts"))) for p in passes) for lane in ("gpu", "cpu")}
     flop_s = plan.settings.hardware.gemm_flop_s(spec.dtype, peak=False)
-    runs = sum(_runs(spec, total, lane) for lane, total in experts.items())
-    tokens = {lane: total.flops / (2 * spec.expert_params) for lane, total in experts.items()}
-    gpu_s = experts["gpu"].busy_s
+    experts = expert_facts(spec, passes)
+    achieved_flop_s = experts.pop("gpu_flop_s")
     return {
         "passes": num_passes,
         "pass_s": length_s / num_passes,
         "sequences": max(p.record.num_sequences for p in passes),
         "busy": {lane: over_passes(passes, lambda p, lane=lane: _busy_s(p, lane)) / length_s for lane in LANES},
         "link_gb": {what: over_passes(passes, lambda p, what=what: link_gb(p, what)) / num_passes for what in MOVED},
-        "tokens_an_expert_run": sum(tokens.values()) / runs if runs else None,
-        "expert_flops_used": experts["gpu"].flops / (gpu_s * flop_s) if gpu_s else None,
-        "experts_on_cpu": tokens["cpu"] / sum(tokens.values()) if runs else None,
+        "expert_flops_used": achieved_flop_s and achieved_flop_s / flop_s,
+        **experts,
     }
+
+
+def expert_facts(spec: ModelSpec, passes: Sequence[Pass]) -> dict[str, float | None]:
+    """Sum up the routed experts of passes: tokens an expert runs over, the share of them on the CPU, and the FLOP/s of
+    the gpu lane while they run; None where none ran."""
+    experts = {lane: _sum((p.count, p.did.get((lane, "experts"))) for p in passes) for lane in ("gpu", "cpu")}
+    runs = sum(_runs(spec, total, lane) for lane, total in experts.items())
+    tokens = {lane: total.flops / (2 * spec.expert_params) for lane, total in experts.items()}
+    gpu = experts["gpu"]
+    return {
+        "tokens_an_expert_run": sum(tokens.values()) / runs if runs else None,
+        "experts_on_cpu": tokens["cpu"] / sum(tokens.values()) if runs else None,
+        "gpu_flop_s": gpu.flops / gpu.busy_s if gpu.busy_s else None,
+    }
+
+
+def recorded_passes(passes: Sequence[PassRecord], spans: Iterable[Span]) -> list[Pass]:
+    """Return a run's passes with what its lanes began in each; what runs ahead counts to the pass in which it began."""
+    did: list[dict[tuple[str, str], Totals]] = [{} for _ in passes]
+    starts = [each.start_s for each in passes]
+    for span in spans:
+        of_pass = did[max(0, bisect_right(starts, span.start_s) - 1)]
+        key = str(span.lane), span.kind
+        part = Totals(1, span.end_s - span.start_s, *span.work)
+        of_pass[key] = Totals(*(a + b for a, b in zip(of_pass.get(key, Totals()), part, strict=True)))
+    return [
+        Pass(record=record, did=sums, step=None if record.num_prefill_tokens else at)
+        for at, (record, sums) in enumerate(zip(passes, did, strict=True))
+    ]
 
 
 def _sum(totals: Iterable[tuple[float, Totals | None]]) -> Totals:
@@ -210,7 +239,7 @@ def _sum(totals: Iterable[tuple[float, Totals | None]]) -> Totals:
     return found
 
 
-def _runs(spec: Any, total: Totals, lane: str) -> float:
+def _runs(spec: ModelSpec, total: Totals, lane: str) -> float:
     """Return how many times an expert ran over some tokens: so often its weights were read by the lane.
 
     An op may run all experts of a layer, so ops do not tell. What it moves beside weights is known by its tokens.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,9 +23,9 @@ from harness.interrupts import exit_code
 from harness.machine.base import H2D
 from harness.record.files import RecordError
 from harness.record.metrics import moved_bytes
-from harness.record.passes import PassRecord
 from harness.record.store import Run, list_runs
 from harness.record.trace import TraceError, read_trace
+from paper_figures.passes import records_of
 from paper_figures.prescope.gap import decode_windows_s, gaps_s, layer_times_s
 from paper_figures.support import REFERENCE, markdown_table, read_json, write_json
 
@@ -61,7 +60,7 @@ def row(run: Run) -> Row:
     counted over all passes."""
     config, summary = run.config, run.summary
     assert summary is not None, "a run that ended well has a summary"
-    passes = [PassRecord(**{each.name: line[each.name] for each in fields(PassRecord)}) for line in run.passes]
+    passes = records_of(run)
     trace = next(run.folder.glob("trace.json*"))
     spans, whole = read_trace(trace), (min(p.start_s for p in passes), max(p.end_s for p in passes))
     times_s = layer_times_s(spans, decode_windows_s(passes))

@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 
+from harness.settings import parse_settings
 from paper_figures.moegen import (
     accuracy,
     claims,
@@ -28,7 +29,7 @@ from paper_figures.moegen.measuring import batch_passes
 from paper_figures.moegen.rows import facts, find, key_of, predicted_passes, row
 from paper_figures.moegen.settings import SYSTEMS, Case, most_sequences, ram_gb, spec_of
 from paper_figures.passes import planned
-from paper_figures.support import write_json
+from paper_figures.support import composed, write_json
 
 TINY = Case(
     system="FlexGen", setting="C1", model="mixtral-tiny", prompt=24, g=30, num_requests=12, kv_gb=0.002,
@@ -319,16 +320,33 @@ def test_the_error_of_simulating_some_steps(folder):
 
 
 def test_runs_on_the_emulated_machine():
-    asked = {"systems": ("DeepSpeed",), "models": ("mixtral-tiny",), "num_requests": 3, "g": 3}
     quickly = ("verify=off", "exclusive=false")
-    (refused,) = emulated.compute(**asked, rounds=1, more=(*quickly, "hardware.device_memory_gb=0.0005"))["rows"]
-    made, again = emulated.compute(**asked, rounds=2, more=quickly)["rows"]
+    case = emulated.Case(
+        table="systems", model="mixtral-tiny", system="DeepSpeed", num_requests=3, g=3, more=quickly
+    )  # fmt: skip
+    too_small = replace(case, more=(*quickly, "hardware.device_memory_gb=0.0005"))
+    refused, made, again = emulated.compute([too_small, case, case])["rows"]
     assert made["tok_s"] > 0 and made["prefill_tok_s"] > made["decode_tok_s"] > 0
+    spec, decode = spec_of("mixtral-tiny"), made["decode"]
+    assert 1 <= decode["tokens_an_expert_run"] <= 3 and decode["passes"] == 2
+    whole_gb = spec.model_bytes / 1e9
+    assert 0.9 * whole_gb < decode["link_gb"]["weights"] < 1.6 * whole_gb, "each pass brings the model; it runs ahead"
+    assert made["link_gb"]["weights"] == pytest.approx(3 * whole_gb, rel=0.4)
     rows = [refused, made | {"tok_s": 2.0}, again | {"tok_s": 4.0, "disturbed": "by others"}]
     text = emulated.tables({"label": "emulated", "rows": rows})
-    assert text.count("| mixtral-tiny |") == 1 and "0 checked, 0 mismatched" in text
-    assert "| DeepSpeed | 2 | 3 (2-4) | 1 |" in text, "the median of two runs, and their range"
-    assert f"* mixtral-tiny, DeepSpeed: {refused['refused']}" in text
+    assert "0 checked, 0 mismatched" in text and "| DeepSpeed | 2 | 3 (2-4) | 1 |" in text, "the median, and the range"
+    assert f"* mixtral-tiny, DeepSpeed, systems: {refused['refused']}" in text
+    others = [{**made, "table": "omega", "system": "MoE-Gen(H)", "variant": "0.5"},
+              {**made, "table": "small", "variant": "8 requests", "decode_tok_s": 7.5}]  # fmt: skip
+    text = emulated.tables({"label": "emulated", "rows": others})
+    assert f"| mixtral-tiny |  |  | {made['tok_s']:.3g} |" in text and "| DeepSpeed | 7.5 |" in text
+
+
+def test_every_emulated_case_is_one_that_a_run_would_take():
+    chosen = emulated.cases()
+    assert len(chosen) == 3 * 24 + 3 * 5 + 3 * 16 + 8
+    for case in {(each.table, each.model): each for each in chosen}.values():
+        assert parse_settings(composed(*case.overrides)).dataset.num_requests == case.num_requests
 
 
 def test_the_cache_holds_the_sequences_that_it_was_sized_for():
