@@ -75,7 +75,7 @@ class Case:
     def overrides(self) -> list[str]:
         """The overrides as `python -m harness.plan` takes them."""
         most = most_sequences(self.setting, spec_of(self.model), self.prompt, self.g)
-        kv_gb = self.kv_gb or max(most, 1) * _sequence_gb(spec_of(self.model), self.prompt, self.g)
+        kv_gb = self.kv_gb or max(most, 1) * sequence_gb(spec_of(self.model), self.prompt, self.g)
         papers = _PAPERS if self.system in ("FlexGen", "MoE-Lightning") else ()
         return [
             *(*SYSTEMS[self.system], f"model={self.model}", *SETTINGS[self.setting]),
@@ -90,10 +90,10 @@ def most_sequences(setting: str, spec: ModelSpec, prompt: int, g: int) -> int:
     their hidden states. That is constraint 2 of the paper with room for what this engine keeps in host memory."""
     room_gb = ram_gb(setting) - _STAGED_GB - spec.model_bytes / 1e9
     hidden_gb = _HIDDEN_COPIES * prompt * spec.hidden_dim * spec.dtype_bytes / 1e9
-    return max(0, int(room_gb / (_sequence_gb(spec, prompt, g) + hidden_gb)))
+    return max(0, int(room_gb / (sequence_gb(spec, prompt, g) + hidden_gb)))
 
 
-def _sequence_gb(spec: ModelSpec, prompt: int, g: int) -> float:
+def sequence_gb(spec: ModelSpec, prompt: int, g: int) -> float:
     """Return the GB of one sequence's blocks. The last token is never cached."""
     blocks = -(-(prompt + g - 1) // _BLOCK_TOKENS)
     return blocks * _BLOCK_TOKENS * spec.kv_bytes_per_token / 1e9

@@ -23,7 +23,7 @@ from paper_figures.moegen.published import (
     TABLE10,
 )
 from paper_figures.moegen.rows import Row, computed, find
-from paper_figures.moegen.settings import LIMITS, SYSTEMS, Case
+from paper_figures.moegen.settings import LIMITS, SYSTEMS, Case, sequence_gb, spec_of
 from paper_figures.moegen.text import number, pair, percent
 from paper_figures.support import markdown_table, new_figure, with_one_legend
 
@@ -52,6 +52,7 @@ _SIZES = {
 ON_HOST = "tokens wait in host memory"  # hidden states accumulate there, whatever would fit the device
 _ON_HOST_WORKLOADS = (("C2", "mixtral-8x7b"), ("C2", "mixtral-8x22b"), ("C2", "deepseek-v2"))
 TABLE1_PREFILL = "Table 1's prefill"  # 8,192 tokens an expert in slices of as many: 427 prompts, in host memory
+_TABLE1_REQUESTS = 430
 _TABLE1_PREFILL = (
     "strategy.policy.prefill_batch_size=427", "strategy.policy.prefill_expert_batch=8192",
     "strategy.policy.on_device=false",
@@ -72,7 +73,11 @@ def cases(workloads: Iterable[tuple[str, str, int]] = WORKLOADS) -> list[Case]:
             if system == "MoE-Gen(H)" and (setting, model) in _ON_HOST_WORKLOADS and g == 256:
                 found.append(replace(case, variant=ON_HOST, more=("strategy.policy.on_device=false",)))
             if (setting, model, g, system) == ("C2", "deepseek-v2", 256, "MoE-Gen(G)"):
-                found.append(replace(case, variant=TABLE1_PREFILL, more=_TABLE1_PREFILL))
+                kv_gb = _TABLE1_REQUESTS * sequence_gb(spec_of(model), case.prompt, g)
+                some = replace(
+                    case, num_requests=_TABLE1_REQUESTS, kv_gb=kv_gb
+                )  # so that host memory has room for them
+                found.append(replace(some, variant=TABLE1_PREFILL, more=_TABLE1_PREFILL))
             if (setting, model, g) == ("C2", "deepseek-v2", 256) and system in _SIZES:
                 found.append(
                     Case(
