@@ -92,6 +92,19 @@ class MicroBatch:
         """The number of rows that hold padding and no token of a sequence."""
         return sum(s.padding for s in self.prefill)
 
+    def twice_pairs(self, window: int | None) -> int:
+        """Return twice the number of pairs of a prompt's token and a token that it sees: itself and those before, at
+        most `window` of them. Layers with the same window ask for the same."""
+        if window not in self._twice_pairs:
+            lens = np.asarray(self.prefill_lens, dtype=np.int64)
+            seen = lens if window is None else lens.clip(max=window)
+            self._twice_pairs[window] = int(((2 * lens - seen) * seen).sum())  # up to a window, each sees one more
+        return self._twice_pairs[window]
+
+    @cached_property
+    def _twice_pairs(self) -> dict[int | None, int]:
+        return {}
+
     @cached_property
     def on_host(self) -> CachedRows:
         """The rows whose keys and values lie in host memory."""

@@ -96,6 +96,9 @@ class Op(ABC):
     `reads` and `writes` are hashable keys (buffers, KV partitions); the machine derives all ordering from them.
     `packets` > 1 lets an urgent op run between two packets; `run` is called once a packet and the last call's result is
     the op's value. Only ops on a d2h lane may return a value, and those also `imagine` it.
+
+    An op may be several equal `pieces` of work, one after another with equally many of the packets. Where costs are
+    modelled each piece costs what an op of its own would, its submission and its start included.
     """
 
     kind: ClassVar[str] = "op"
@@ -104,6 +107,7 @@ class Op(ABC):
     reads: tuple[Hashable, ...] = ()
     writes: tuple[Hashable, ...] = ()
     packets: int = 1
+    pieces: int = 1
 
     @abstractmethod
     def work(self) -> Work:
@@ -116,7 +120,8 @@ class Op(ABC):
         return self.kind
 
     def cost_features(self) -> tuple[float, ...]:
-        """Return what the op's duration depends on, for tables of measured costs; empty where only `work` is known."""
+        """Return what the op's duration depends on, or that of one of its pieces, for tables of measured costs; empty
+        where only `work` is known."""
         return ()
 
     def run(self, ctx: Context, packet: int) -> Any:

@@ -113,7 +113,10 @@ class SimulatedMachine(Machine):
 
     def _take(self, costs: Costs | Roofline, contention: Contention) -> None:
         if isinstance(costs, Roofline):
-            self._lanes.cost_rates({kind: astuple(cost) for kind, cost in costs.lanes.items()})
+            self._lanes.cost_rates(
+                {kind: astuple(cost) for kind, cost in costs.lanes.items()},
+                {kinds: astuple(cost) for kinds, cost in costs.ops.items()},
+            )
         else:
             self._lanes.cost_function(costs.seconds)
         self._lanes.share(contention.native)

@@ -35,14 +35,20 @@ class ReadPart(Op):
 
 
 class CopyWeights(Op):
-    """Brings one part of a layer from the host to the device (or from pageable to pinned memory), in packets."""
+    """Brings one part of a layer from the host to the device (or from pageable to pinned memory), in packets.
+
+    A part of several equal `pieces`, such as a layer's experts, crosses as that many parts would.
+    """
 
     kind: ClassVar[str] = "weights"
 
-    def __init__(self, source: PlacedPart, target: Buffer, *, layer: int | None, packet_bytes: int) -> None:
+    def __init__(
+        self, source: PlacedPart, target: Buffer, *, layer: int | None, packet_bytes: int, pieces: int = 1
+    ) -> None:
         self.source, self.target, self.layer = source, target, layer
-        self.packet_bytes = packet_bytes
-        self.packets = max(1, -(-source.layout.nbytes // packet_bytes))
+        self.packet_bytes, self.pieces = packet_bytes, pieces
+        self.piece_bytes = source.layout.nbytes // pieces
+        self.packets = pieces * max(1, -(-self.piece_bytes // packet_bytes))
         self.reads, self.writes = source.keys, (target,)
 
     def work(self) -> Work:
@@ -50,12 +56,13 @@ class CopyWeights(Op):
         return Work(device_bytes=nbytes, host_bytes=nbytes, link_bytes=nbytes)
 
     def cost_features(self) -> tuple[float, ...]:
-        return (float(self.packets),)
+        return (float(self.packets // self.pieces),)
 
     def run(self, ctx: Context, packet: int) -> None:
+        piece, packet = divmod(packet, self.packets // self.pieces)
         start = packet * self.packet_bytes
-        nbytes = min(self.packet_bytes, self.source.layout.nbytes - start)
-        ctx.copy(self.target, self.source.buffer, start, nbytes)
+        nbytes = min(self.packet_bytes, self.piece_bytes - start)
+        ctx.copy(self.target, self.source.buffer, piece * self.piece_bytes + start, nbytes)
 
 
 class CopyShare(CopyWeights):

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from harness.machine.base import H2D, Lane, LaneKind, Machine, Ticket
 from harness.memory.occupancy import Places
 from harness.memory.placed import ModelParts, PartSource, PlacedPart
 from harness.memory.tiers import PAGEABLE, PINNED, Buffer, device_tier
 from harness.memory.transfers import CopyShare, CopyWeights, ReadPart, share_of
-
-if TYPE_CHECKING:
-    from harness.model.layout import PartLayout
+from harness.model.layout import PartLayout
 
 
 def attention_parts(source: ModelParts) -> list[PartLayout | None]:
@@ -67,6 +64,17 @@ def part_slot(model: ModelParts) -> dict[str, int]:
 
 def _layouts(model: ModelParts) -> list[tuple[PartLayout, ...]]:
     return [model.family.layer_parts(model.spec, layer) for layer in range(model.spec.num_layers)]
+
+
+EXPERTS = "experts"  # the part that a layer's experts are together
+
+
+def _joint(parts: list[PlacedPart]) -> PlacedPart:
+    """Return parts that lie one after another as a single one."""
+    first, nbytes = parts[0].buffer, sum(part.layout.nbytes for part in parts)
+    assert parts[-1].buffer.offset_bytes + parts[-1].layout.nbytes == first.offset_bytes + nbytes, "parts lie together"
+    buffer = first.root.sub(f"{first.name} and others", first.offset_bytes, nbytes)
+    return PlacedPart(PartLayout(EXPERTS, (), nbytes), buffer, (buffer,))
 
 
 class WeightStore:
@@ -239,6 +247,10 @@ class WeightStream:
 
     Parts that are `resident` when the stream is made have no slot. They are requested and released as all others are,
     and nothing is transferred.
+
+    With `experts_together` the experts of a layer are one part, `EXPERTS`, for pipelines in which nothing depends on a
+    single one: it crosses as the experts would one by one, in one op. Where some are resident, or of other sizes than
+    their neighbours, they are parts as always.
     """
 
     def __init__(
@@ -254,6 +266,7 @@ class WeightStream:
         experts: bool = True,
         one_part: bool = False,
         resident: Resident | None = None,
+        experts_together: bool = False,
     ) -> None:
         assert depth == 1 if one_part else depth >= 1, (
             "a stream needs a slot, and just one where it has a part at a time"
@@ -274,6 +287,11 @@ class WeightStream:
             for name in names
             if resident and (layer, name) in resident
         }
+        if experts_together:
+            assert experts and num_shares == 1, "experts of which each GPU brings a share come one by one"
+            self._layers = self._with_experts_together()
+            self._part_names = [tuple(parts) for parts in self._layers]
+        self._experts_in: dict[tuple[int, Buffer], dict[int, PlacedPart]] = {}  # a place, by the layer that is there
         sizes_bytes = slot_sizes(
             [part.layout for name, part in parts.items() if not self.is_resident(layer, name)]
             for layer, parts in enumerate(self._layers)
@@ -310,15 +328,40 @@ class WeightStream:
     def _copy(self, target: Buffer, part_name: str, layer: int) -> CopyWeights:
         source, packet_bytes = self._layers[layer][part_name], self.packet_bytes
         if self._num_shares == 1:
-            return CopyWeights(source, target, layer=layer, packet_bytes=packet_bytes)
+            pieces = len(self._store.experts(layer)) if part_name == EXPERTS else 1
+            return CopyWeights(source, target, layer=layer, packet_bytes=packet_bytes, pieces=pieces)
         share = share_of(source.layout.nbytes, self._rank, self._num_shares)
         return CopyShare(source, target, share=share, layer=layer, packet_bytes=packet_bytes)
 
     def experts(self, index: int) -> dict[int, PlacedPart]:
         """Return all experts of a requested layer, by number; none for a dense layer."""
         layer = self.layer(index)
+        if EXPERTS in self._layers[layer]:
+            return self._experts_together(layer, self._places[self._requested(index, EXPERTS)])
         stored = self._store.experts(layer) if self._has_experts else {}
         return {number: self.part(index, part.layout.name) for number, part in stored.items()}
+
+    def _with_experts_together(self) -> list[dict[str, PlacedPart]]:
+        """Return the layers' parts, with the experts of each layer as one where that can be."""
+        experts = [list(self._store.experts(layer).values()) for layer in range(len(self._layers))]
+        sizes = [{part.layout.nbytes for part in parts} for parts in experts]
+        kept = [part.layout.name for layer, parts in enumerate(experts) for part in parts
+                if self.is_resident(layer, part.layout.name)]  # fmt: skip
+        if kept or max(map(len, sizes)) > 1:
+            return self._layers
+        joint = [{EXPERTS: _joint(parts)} if parts else {} for parts in experts]
+        return [self._store.dense(layer) | its for layer, its in enumerate(joint)]
+
+    def _experts_together(self, layer: int, place: Buffer) -> dict[int, PlacedPart]:
+        """Return a layer's experts that lie one after another in a place, and have its key."""
+        if (found := self._experts_in.get((layer, place))) is None:
+            found, at = {}, 0
+            for number, stored in self._store.experts(layer).items():
+                own = place.sub(stored.layout.name, at, stored.layout.nbytes)
+                found[number] = PlacedPart(stored.layout, own, (place,))
+                at += own.nbytes
+            self._experts_in[layer, place] = found
+        return found
 
     def part(self, index: int, part_name: str) -> PlacedPart:
         """Return the requested part in its device slot; ops that read its keys run after its transfer."""

@@ -42,6 +42,7 @@ class VSLPipe:
             depth=_LAYERS_BUFFERED,
             packet_bytes=int(config.packet_mb * 1e6),
             resident=engine.resident,
+            experts_together=True,
         )
         self._acts = [
             Activations(machine, spec, max_tokens=max_tokens, name=name, device_blocks=engine.kv.num_device_blocks)
@@ -121,9 +122,10 @@ class VSLPipe:
             self._emit.combine(it, layer)
 
     def _pass_on(self, layer: int, first_part: str) -> None:
-        """Give the place of a part to the layer after the next, and for `attention_out` the places of the experts after
+        """Give the place of a part to the layer after the next, and for `attention_out` the place of the experts after
         it too."""
-        index, names = self._first_index + layer, self._engine.store.part_names(layer)
+        index = self._first_index + layer
+        names = self._stream.part_names(index)
         behind = names[names.index(first_part) :] if first_part == "attention_out" else (first_part,)
         for name in behind:
             self._stream.advance(index, name)

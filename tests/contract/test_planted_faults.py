@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -20,7 +21,7 @@ from harness.engine.ops.host import DecodeAttention
 from harness.machine.base import MachineError
 from harness.machine.shuffled import ShuffledMachine
 from harness.memory.transfers import CopyWeights
-from harness.memory.weights import WeightStream
+from harness.memory.weights import EXPERTS, WeightStream
 from harness.model.checkpoint import Checkpoint
 from strategies.moelens import vslpipe
 from tests.conftest import ROOT
@@ -76,29 +77,34 @@ def test_an_undeclared_access_is_caught(tiny, monkeypatch, cls, which, keys):
     assert any(outcome(tiny, seed, poison=True) != "right" for seed in MANY_SEEDS)  # some show in few legal orders only
 
 
+def brings_expert_3_of_layer_2(op: CopyWeights, packet: int) -> bool:
+    is_piece_3 = packet // (op.packets // op.pieces) == 3
+    return op.layer == 2 and op.source.layout.name == EXPERTS and is_piece_3
+
+
 def stale_expert(monkeypatch):
     """One expert of one layer is not transferred: what lay in the slot before is used."""
     original = CopyWeights.run
 
     def run(self, ctx, packet):
-        if not (self.layer == 2 and self.source.layout.name == "expert.3"):
+        if not brings_expert_3_of_layer_2(self, packet):
             original(self, ctx, packet)
 
     monkeypatch.setattr(CopyWeights, "run", run)
 
 
 def other_slot(monkeypatch):
-    """Experts are looked for in the slot of the neighbouring layer."""
-    original = WeightStream.part
+    """An expert is looked for in the slot of the neighbouring layer."""
+    original = WeightStream.experts
 
-    def part(self, index, name):
-        placed = original(self, index, name)
-        if name == "expert.1":
-            other = self._slots[(index + 1) % self.depth][name]
-            placed = type(placed)(placed.layout, other, placed.keys)
-        return placed
+    def experts(self, index):
+        found = original(self, index)
+        if EXPERTS not in self.part_names(index):  # the profiler's stream
+            return found
+        other = self._experts_together(self.layer(index), self._slots[(index + 1) % self.depth][EXPERTS])
+        return found | {1: replace(found[1], buffer=other[1].buffer)}
 
-    monkeypatch.setattr(WeightStream, "part", part)
+    monkeypatch.setattr(WeightStream, "experts", experts)
 
 
 def swapped_experts(monkeypatch):
@@ -177,8 +183,9 @@ def expert_of_nan(monkeypatch):
 
     def run(self, ctx, packet):
         original(self, ctx, packet)
-        if self.layer == 2 and self.source.layout.name == "expert.3":
-            ctx.tensor(self.target, (self.source.layout.nbytes,), "uint8").fill_(0xFF)
+        if brings_expert_3_of_layer_2(self, packet):
+            target = ctx.tensor(self.target, (self.source.layout.nbytes,), "uint8")
+            target[3 * self.piece_bytes : 4 * self.piece_bytes].fill_(0xFF)
 
     monkeypatch.setattr(CopyWeights, "run", run)
 

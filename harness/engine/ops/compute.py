@@ -44,7 +44,7 @@ class ComputeOp(MicroBatchOp):
     ) -> None:
         super().__init__(spec, batch, acts, layer)
         self.family, self.parts = family, parts
-        self.weight_keys = tuple(key for part in parts for key in part.keys)
+        self.weight_keys = tuple(dict.fromkeys(key for part in parts for key in part.keys))
 
     def weight_bytes(self) -> int:
         return sum(part.layout.nbytes for part in self.parts)
@@ -138,10 +138,8 @@ class PrefillAttention(ComputeOp):
 
     @property
     def _twice_pairs(self) -> int:
-        """Twice the number of pairs of a query and a token that it sees."""
         assert self.layer is not None
-        seen = [(n, self.spec.seen_tokens(self.layer, n)) for n in self.batch.prefill_lens]
-        return sum((2 * n - window) * window for n, window in seen)  # up to a window, each token sees one more
+        return self.batch.twice_pairs(self.spec.window(self.layer))
 
     def cost_features(self) -> tuple[float, ...]:
         lens = self.batch.prefill_lens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from harness.machine.base import EstimatedShares, Lane, LaneKind, Op, Work
@@ -12,7 +12,7 @@ from harness.machine.base import EstimatedShares, Lane, LaneKind, Op, Work
 class Costs(Protocol):
     def seconds(self, lane: Lane, op: Op, work: Work) -> float:
         """Return the seconds of the whole op alone on its lane, overheads included. It is asked once an op, when the op
-        begins."""
+        begins. Of an op in pieces it is asked for each of them, with that piece's work."""
 
 
 class MeasuredCosts(Costs, Protocol):
@@ -40,22 +40,11 @@ class LaneCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """One `LaneCost` a kind of lane. The simulated machine knows how to reckon with it and asks nobody."""
+    """One `LaneCost` a kind of lane, and others for some kinds of op there. The simulated machine knows how to reckon
+    with them and asks nobody."""
 
     lanes: Mapping[LaneKind, LaneCost]
+    ops: Mapping[tuple[LaneKind, str], LaneCost] = field(default_factory=dict)  # by lane and kind of op
 
 
 ATTENTION_ON_HOST = "decode attention"  # the kind of op that attends on the cpu lane
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentRoofline:
-    """A roofline for a model that caches latents. Attention over these on the CPU is arithmetic, at a rate that is not
-    that of matrix products."""
-
-    lanes: Mapping[LaneKind, LaneCost]
-    attention: LaneCost  # of the CPU over latents
-
-    def seconds(self, lane: Lane, op: Op, work: Work) -> float:
-        attends = lane.kind is LaneKind.CPU and op.kind == ATTENTION_ON_HOST
-        return (self.attention if attends else self.lanes[lane.kind]).seconds(work)

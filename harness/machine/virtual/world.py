@@ -7,6 +7,7 @@ strategy's performance model.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,7 @@ import numpy as np
 from harness.config import ConfigError
 from harness.hardware.profile import HardwareConfig
 from harness.machine.base import LaneKind
-from harness.machine.virtual.costs import LaneCost, LatentRoofline, Roofline
+from harness.machine.virtual.costs import ATTENTION_ON_HOST, LaneCost, Roofline
 from harness.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -110,8 +111,9 @@ class World:
 LATENT_SHARE = 0.5  # of the rate of matrix products that latent_attention reached: docs/kernels.md, "Latent attention"
 
 
-def profile_costs(hardware: HardwareConfig, spec: ModelSpec) -> Roofline | LatentRoofline:
-    """Make a roofline for each lane from the profile's achieved rates, and one for the CPU's attention over latents."""
+def profile_costs(hardware: HardwareConfig, spec: ModelSpec) -> Roofline:
+    """Make a roofline for each lane from the profile's achieved rates, and one for the CPU's attention over latents,
+    which is arithmetic, at a rate that is not that of matrix products."""
 
     def rate(name: str, unit: float = 1e9) -> float:
         value = getattr(hardware, name)
@@ -144,7 +146,7 @@ def profile_costs(hardware: HardwareConfig, spec: ModelSpec) -> Roofline | Laten
     if hardware.cpu_latent_gflop_s is not None:
         latent_flops_s = rate("cpu_latent_gflop_s")
     attention = LaneCost(overhead_s=cpu_op_s, flops_s=latent_flops_s, host_bytes_s=rate("cpu_gb_s"))
-    return LatentRoofline(lanes=roofline.lanes, attention=attention)
+    return replace(roofline, ops={(LaneKind.CPU, ATTENTION_ON_HOST): attention})
 
 
 def host_bytes_s(hardware: HardwareConfig) -> float:

@@ -75,7 +75,7 @@ void bind_simulation(py::module_& m) {
       .def(py::init(&make_lanes), py::kw_only(), py::arg("ticket_type"), py::arg("running"), py::arg("done"),
            py::arg("cancelled"), py::arg("imagine"), py::arg("machine_error"), py::arg("lane_kinds"), py::arg("log"))
       .def("share", &VirtualLanes::share)
-      .def("cost_rates", &VirtualLanes::cost_rates)
+      .def("cost_rates", &VirtualLanes::cost_rates, py::arg("rates"), py::arg("of_ops") = VirtualLanes::RatesOfOps())
       .def("cost_function", &VirtualLanes::cost_function)
       .def("host_times", &VirtualLanes::host_times)
       .def("add_lane", &VirtualLanes::add_lane)

@@ -143,7 +143,10 @@ void EventLoop::leave(VirtualLane& lane, int32_t packets_done) {
 void EventLoop::finish(VirtualLane& lane) {
   Task& task = *lane.running;
   leave(lane, task.packets);
-  ops_.end(task);
+  if (++task.pieces_done == task.pieces) return ops_.end(task);
+  task.packets_done = 0;
+  task.piece_begins = true;
+  lane.paused = &task;
 }
 
 // An urgent op takes the lane at a packet boundary, possibly before the first packet.
@@ -174,6 +177,10 @@ void EventLoop::choose(VirtualLane& lane) {
     if (queue == &lane.normal && lane.paused) {
       Task& task = *lane.paused;
       lane.paused = nullptr;
+      if (task.piece_begins) {
+        task.piece_begins = false;
+        ops_.begin_piece(task);
+      }
       return begin(lane, task);
     }
     if (queue->empty() || !queue->front()->ready) continue;

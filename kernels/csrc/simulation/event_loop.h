@@ -31,7 +31,7 @@ struct VirtualLane {
   int place = 0;  // in the order of lanes: ties go to the first
   std::deque<Task*> normal, urgent;
   Task* running = nullptr;
-  Task* paused = nullptr;      // interrupted after some of its packets
+  Task* paused = nullptr;      // interrupted after some of its packets, or between two pieces
   bool interruptible = false;  // what runs, by an urgent op, at a packet boundary
   int32_t boundary = -1;       // packets after which an urgent op takes over
   bool dirty = false;          // to be looked at before time goes on
@@ -46,6 +46,8 @@ class EventLoop {
     virtual ~Ops() = default;
     // The op starts: fill in what a task has from its beginning on.
     virtual void begin(Task& task) = 0;
+    // A further piece of it starts, which may take another time than the one before.
+    virtual void begin_piece(Task& task) = 0;
     // It has ended: call `make_ready` for those that waited for it alone. The task is the owner's again.
     virtual void end(Task& task) = 0;
   };

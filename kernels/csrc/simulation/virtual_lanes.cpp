@@ -67,19 +67,16 @@ int VirtualLanes::add_lane(const std::string& kind, int rank) {
   const auto& kinds = classes_.lane_kinds;
   const auto found = std::find(kinds.begin(), kinds.end(), kind);
   if (found == kinds.end()) throw py::value_error("no kind of lane: " + kind);
-  if (!seconds_) {
-    const auto rates = rates_.find(kind);
-    if (rates == rates_.end()) throw py::value_error("no costs are known for lanes of kind " + kind);
-    const auto& r = rates->second;
-    rates_of_lane_.push_back({r[0], r[1], r[2], r[3], r[4]});
-  }
+  if (!seconds_ && !rates_.count(kind)) throw py::value_error("no costs are known for lanes of kind " + kind);
+  lane_kinds_.push_back(kind);
+  known_.emplace_back();
   return loop_.add_lane(kind, static_cast<int>(found - kinds.begin()), rank);
 }
 
 // -- the strategy's side ---------------------------------------------------------------------------------------------
 
 void VirtualLanes::submit(int lane, py::handle ticket) {
-  static PyObject* const packets = interned("packets");
+  static PyObject *const packets = interned("packets"), *const pieces = interned("pieces");
   PyObject* const object = ticket.ptr();
   if (!is_ticket(object)) throw py::type_error("submit: needs a Ticket");
   const int urgent = PyObject_IsTrue(fields_.urgent.get(object));
@@ -88,11 +85,18 @@ void VirtualLanes::submit(int lane, py::handle ticket) {
   task.ticket = object;
   task.number = whole(fields_.number.get(object));
   task.lane = loop_.lane(lane).id;
-  task.packets = static_cast<int32_t>(whole(attribute(fields_.op.get(object), packets).ptr()));
-  if (task.packets < 1) throw py::value_error("an op needs packets >= 1, got " + std::to_string(task.packets));
+  PyObject* const op = fields_.op.get(object);
+  const auto all_packets = static_cast<int32_t>(whole(attribute(op, packets).ptr()));
+  task.pieces = static_cast<int32_t>(whole(attribute(op, pieces).ptr()));
+  if (all_packets < 1) throw py::value_error("an op needs packets >= 1, got " + std::to_string(all_packets));
+  if (task.pieces < 1 || all_packets % task.pieces)
+    throw py::value_error("an op's pieces have equally many packets: " + std::to_string(all_packets) + " in " +
+                          std::to_string(task.pieces));
+  task.packets = all_packets / task.pieces;
   task.urgent = urgent;
   task.ready = whole(fields_.num_unmet.get(object)) == 0;
-  task.submitted_s = host_s_ += submit_s_;
+  task.submitted_s = host_s_ + submit_s_;
+  for (int32_t piece = 0; piece < task.pieces; ++piece) host_s_ += submit_s_;
   if (free_.empty()) {
     free_.push_back(tasks_.size());
     tasks_.emplace_back();
@@ -211,7 +215,7 @@ py::list VirtualLanes::pending() const {
     for (const Task* task : {lane->running, lane->paused})
       if (task) {
         auto* const ticket = static_cast<PyObject*>(task->ticket);
-        fields_.packets_run.set(ticket, py::int_(task->packets_done));
+        fields_.packets_run.set(ticket, py::int_(task->pieces_done * task->packets + task->packets_done));
         occupants.append(borrowed(ticket));
       }
     found.append(py::make_tuple(lane->id, waiting, occupants));
@@ -230,13 +234,8 @@ void VirtualLanes::begin(Task& task) {
     PyObject* const made = PyObject_CallMethodNoArgs(op, work_name);
     if (!made) throw py::error_already_set();
     const auto work = py::reinterpret_steal<py::object>(made);
-    task.work = to_work(work);
-    task.alone_s = seconds_of(task, op, work);
-    if (!(task.alone_s >= 0 && task.alone_s < kNever)) {
-      const auto text = "costs " + std::string(py::str(py::float_(task.alone_s))) + " s, which no clock can show";
-      throw py::value_error(text);
-    }
     task.kind = kind_code(op);
+    set_cost(task, op, work);
     if (log_->keeps_rows()) {
       task.layer = number_or_none(op, layer);
       task.micro_batch = number_or_none(op, micro_batch);
@@ -248,12 +247,48 @@ void VirtualLanes::begin(Task& task) {
     py::error_already_set raised;
     fail(task, raised);
   }
+  if (task.pieces_done) return;
   fields_.state.set(ticket, classes_.running);
   fields_.started_s.set(ticket, py::float_(loop_.clock_s()));
 }
 
-double VirtualLanes::seconds_of(const Task& task, PyObject* op, const py::object& work) const {
-  if (!seconds_) return rates_of_lane_[task.lane].seconds(task.work);
+// Only a function may give each piece another time.
+void VirtualLanes::begin_piece(Task& task) {
+  if (seconds_) begin(task);
+}
+
+void VirtualLanes::set_cost(Task& task, PyObject* op, const py::object& work) {
+  task.work = to_work(work);
+  py::object of_piece = work;
+  if (task.pieces > 1) {
+    const Work all = task.work;
+    const double n = task.pieces;
+    task.work = {all.flops / n, all.device_bytes / n, all.host_bytes / n, all.link_bytes / n};
+    const Work& own = task.work;
+    if (seconds_) of_piece = py::type::of(work)(own.flops, own.device_bytes, own.host_bytes, own.link_bytes);
+  }
+  task.alone_s = seconds_of(task, op, of_piece);
+  if (!(task.alone_s >= 0 && task.alone_s < kNever)) {
+    const auto text = "costs " + std::string(py::str(py::float_(task.alone_s))) + " s, which no clock can show";
+    throw py::value_error(text);
+  }
+}
+
+const Rates& VirtualLanes::rates_of(const Task& task) {
+  auto& known = known_[task.lane];
+  if (known.size() <= task.kind) known.resize(task.kind + 1u);
+  auto& rates = known[task.kind];
+  if (!rates) {
+    const std::string& lane = lane_kinds_[task.lane];
+    const auto own = rates_of_ops_.find({lane, py::str(kinds_[task.kind])});
+    const Numbers& r = own == rates_of_ops_.end() ? rates_.at(lane) : own->second;
+    rates = Rates{r[0], r[1], r[2], r[3], r[4]};
+  }
+  return *rates;
+}
+
+double VirtualLanes::seconds_of(const Task& task, PyObject* op, const py::object& work) {
+  if (!seconds_) return rates_of(task).seconds(task.work);
   auto* const ticket = static_cast<PyObject*>(task.ticket);
   PyObject* const arguments[] = {fields_.lane.get(ticket), op, work.ptr()};
   PyObject* const seconds = PyObject_Vectorcall(seconds_.ptr(), arguments, 3, nullptr);

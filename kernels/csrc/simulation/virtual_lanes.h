@@ -7,8 +7,10 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "event_loop.h"
@@ -26,6 +28,7 @@ struct Classes {
 };
 
 // seconds = overhead + max(FLOPs / flops_s, device bytes / device_bytes_s, ...)
+using Numbers = std::array<double, 5>;
 struct Rates {
   double overhead_s, flops_s, device_bytes_s, host_bytes_s, link_bytes_s;
   double seconds(const Work& work) const;
@@ -36,9 +39,14 @@ class VirtualLanes : private EventLoop::Ops {
   VirtualLanes(Classes classes, std::shared_ptr<SpanLog> log);
   ~VirtualLanes() override;
 
-  // Before the first op: how lanes share, and what ops cost: rates by kind of lane, or a function of lane, op and work.
+  // Before the first op: how lanes share, and what ops cost: rates by kind of lane, with others for some kinds of op
+  // there, or a function of lane, op and work.
   void share(std::shared_ptr<Sharing> sharing) { loop_.share(std::move(sharing)); }
-  void cost_rates(const std::map<std::string, std::array<double, 5>>& rates) { rates_ = rates; }
+  using RatesOfOps = std::map<std::pair<std::string, std::string>, Numbers>;  // by kinds of lane and op
+  void cost_rates(const std::map<std::string, Numbers>& rates, const RatesOfOps& of_ops) {
+    rates_ = rates;
+    rates_of_ops_ = of_ops;
+  }
   void cost_function(py::object seconds) { seconds_ = std::move(seconds); }
   // Sets what the strategy's thread pays for a submission and a wake-up, and a lane for a hand-over.
   void host_times(double submit_s, double wake_s, double handover_s);
@@ -67,12 +75,16 @@ class VirtualLanes : private EventLoop::Ops {
 
  private:
   void begin(Task& task) override;
+  void begin_piece(Task& task) override;
   void end(Task& task) override;
 
+  // Fills in the cost of the piece that begins; `work` is that of the op.
+  void set_cost(Task& task, PyObject* op, const py::object& work);
+  const Rates& rates_of(const Task& task);
   Task& task_of(PyObject* ticket);
   bool is_ticket(PyObject* object) const;
   bool is_settled(PyObject* ticket) const;
-  double seconds_of(const Task& task, PyObject* op, const py::object& work) const;
+  double seconds_of(const Task& task, PyObject* op, const py::object& work);
   uint16_t kind_code(PyObject* op);
   bool has_value(PyObject* op);
   bool step(double until_s = kNever);
@@ -83,8 +95,10 @@ class VirtualLanes : private EventLoop::Ops {
   const TicketFields fields_;
   std::shared_ptr<SpanLog> log_;
   EventLoop loop_;
-  std::map<std::string, std::array<double, 5>> rates_;
-  std::vector<Rates> rates_of_lane_;
+  std::map<std::string, Numbers> rates_;
+  RatesOfOps rates_of_ops_;
+  std::vector<std::string> lane_kinds_;                    // by lane
+  std::vector<std::vector<std::optional<Rates>>> known_;  // by lane, by kind of op
   py::object seconds_;  // null where rates are given
   double submit_s_ = 0, wake_s_ = 0, host_s_ = 0;
   int64_t num_submitted_ = 0, num_settled_ = 0;

@@ -20,12 +20,12 @@ class Unit(Op):
 
     kind = "unit"
 
-    def __init__(self, seconds: float, *, reads=(), writes=(), packets=1, host=0.0) -> None:
+    def __init__(self, seconds: float, *, reads=(), writes=(), packets=1, pieces=1, host=0.0) -> None:
         self.seconds, self.host = seconds, host
-        self.reads, self.writes, self.packets = tuple(reads), tuple(writes), packets
+        self.reads, self.writes, self.packets, self.pieces = tuple(reads), tuple(writes), packets * pieces, pieces
 
     def work(self) -> Work:
-        return Work(flops=self.seconds, host_bytes=self.seconds * self.host)
+        return Work(flops=self.seconds * self.pieces, host_bytes=self.seconds * self.host * self.pieces)
 
     def imagine(self, world):
         return world
@@ -275,6 +275,65 @@ def test_a_roofline_is_the_overhead_and_the_longest_of_its_limits():
         assert ticket.finished_s == seconds
     with pytest.raises(ValueError, match="no costs are known for lanes of kind cpu"):
         m.submit(CPU, Unit(1.0))
+
+
+small = st.integers(1, 4)
+transfers = st.tuples(st.just(H2D), small, small, small, small)  # seconds, packets, pieces, demand of host memory
+others = st.tuples(st.sampled_from((GPU, CPU)), small, st.just(1), st.just(1), small)
+urgent = st.tuples(st.just("urgent"), small, st.just(1), st.just(1), small)
+
+
+@settings(max_examples=200)
+@given(
+    program=st.lists(st.one_of(transfers, others, urgent), min_size=1, max_size=14),
+    host_bytes_s=st.sampled_from((2, 5, 99)),
+    after=st.randoms(use_true_random=False),
+)
+def test_pieces_run_as_ops_of_their_own_would(program, host_bytes_s, after):
+    """Other ops need all pieces of some transfers before them, and transfers need those ops: all times agree, bit for
+    bit."""
+    reads = [tuple(sorted(after.sample(range(n), min(n, 2)))) for n in range(len(program))]
+    found = []
+    for apart in (False, True):
+        m = machine(host_bytes_s=float(host_bytes_s), submit_s=1e-3)
+        for n, (lane, seconds, packets, pieces, host) in enumerate(program):
+            keys = [(before, k) for before in reads[n] for k in range(program[before][3])]
+            options = {"reads": keys, "packets": packets, "host": float(host)}
+            for k in range(pieces if apart else 1):
+                writes = [(n, k)] if apart else [(n, each) for each in range(pieces)]
+                op = Unit(seconds / 3, writes=writes, pieces=1 if apart else pieces, **options)
+                m.submit(H2D if lane == "urgent" else lane, op, urgent=lane == "urgent")
+        m.drain()
+        spans = sorted((str(s.lane), s.start_s, s.end_s) for s in m.spans)
+        totals = {key: values[1:] for key, values in m.totals().items()}
+        found.append((spans, totals, sum(values.num_ops for values in m.totals().values())))
+    assert found[0][:2] == found[1][:2]
+    assert (found[0][2], found[1][2]) == (len(program), sum(pieces for _, _, _, pieces, _ in program))
+
+
+def test_each_piece_is_asked_for_its_own_cost_where_costs_are_measured():
+    m, asked = machine(), []
+
+    def seconds(lane, op, work):
+        asked.append(work)
+        return float(len(asked))
+
+    host = SimpleNamespace(submit_s=0.0, wake_s=0.0, handover_s=0.0, pass_s=0.0, sequence_s=0.0)
+    m.calibrate(SimpleNamespace(seconds=seconds, estimated_shares={}), {}, host)
+    op = m.submit(H2D, Unit(2.0, packets=2, pieces=3))
+    m.drain()
+    assert asked == [Work(flops=2.0)] * 3
+    assert [(s.start_s, s.end_s, s.packet, s.num_packets) for s in m.spans] == [
+        (0, 1, 0, 6),
+        (1, 3, 2, 6),
+        (3, 6, 4, 6),
+    ]
+    assert (op.started_s, op.finished_s) == (0.0, 6.0)
+    assert sum(s.work.flops for s in m.spans) == 6.0
+    with pytest.raises(ValueError, match="equally many packets: 3 in 2"):
+        bad = Unit(1.0, packets=3)
+        bad.pieces = 2
+        m.submit(H2D, bad)
 
 
 def test_totals_count_what_is_done_of_ops_that_run():

@@ -11,7 +11,7 @@ from harness.machine.emulated import EmulatedMachine
 from harness.machine.shuffled import ShuffledMachine
 from harness.memory.tiers import device_tier
 from harness.memory.transfers import AllGather, CopyShare, share_of
-from harness.memory.weights import Resident, WeightStore, WeightStream, slot_sizes
+from harness.memory.weights import EXPERTS, Resident, WeightStore, WeightStream, slot_sizes
 from tests.unit.machine.ops import Gated, Quick
 from tests.unit.memory.parts import NUM_LAYERS, PARTS, FakeSource, ReadBytes, content, machine, read_bytes
 
@@ -125,6 +125,45 @@ def test_experts_are_found_by_number():
     assert sorted(experts) == [0, 1, 10]
     for number, placed in experts.items():
         assert device.wait(read_bytes(device, placed)) == [content(4 % NUM_LAYERS, f"expert.{number}")]
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**16),
+    depth=st.integers(1, 3),
+    packet_bytes=st.sampled_from((64, 100, 10_000)),
+    poison=st.booleans(),
+    num_indices=st.integers(1, 2 * NUM_LAYERS + 2),
+    kept=st.sampled_from(((), ((1, "expert.1"),), ((0, "attention_in"),))),
+)
+def test_experts_that_come_together_are_those_of_their_layer(seed, depth, packet_bytes, poison, num_indices, kept):
+    device = machine(seed, poison=poison)
+    store = WeightStore(device, FakeSource())
+    resident = Resident(device, store)
+    resident.keep("kept weights", kept)
+    stream = WeightStream(
+        device, store, depth=depth, packet_bytes=packet_bytes, resident=resident, experts_together=True
+    )
+    together = kept != ((1, "expert.1"),)
+    assert (EXPERTS in stream.part_names(0)) == together
+    tickets = [ticket for index in range(min(depth, num_indices)) for ticket in stream.request_layer(index)]
+    reads = []
+    for index in range(num_indices):
+        for number, placed in stream.experts(index).items():
+            reads.append((read_bytes(device, placed), content(index % NUM_LAYERS, f"expert.{number}")))
+        for name in stream.part_names(index):
+            if name.startswith("attention"):
+                reads.append((read_bytes(device, stream.part(index, name)), content(index % NUM_LAYERS, name)))
+            if index + depth < num_indices:
+                stream.advance(index, name)
+            else:
+                stream.release(index, name)
+    for ticket, expected in reads:
+        assert device.wait(ticket) == [expected]
+    for op in (ticket.op for ticket in tickets if ticket.op.layer is not None):  # without those of resident parts
+        assert op.pieces == (3 if op.source.layout.name == EXPERTS else 1)
+        assert op.packets == op.pieces * -(-op.piece_bytes // packet_bytes), "no packet has bytes of two experts"
+    stream.close()
 
 
 @pytest.mark.parametrize("poison", [True, False])
