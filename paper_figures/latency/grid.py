@@ -3,7 +3,8 @@
 Prompts have 512 tokens and 64 are generated, as in PreScope's Section 6.1. Routing is as learned routing of small
 trained models was fitted (`routing=trained_*`), and the gate's predictions hit as often as was recorded of these models
 (results/reference/routing), one layer ahead. What those see that look further is stated: 4 points less for each layer,
-as public measurements of Qwen3's gates have it (3.5 to 4; docs/route-ahead.md of Helldez/BigMoeOnEdge on GitHub).
+as public measurements of Qwen3's gates have it (3.5 to 4; docs/route-ahead.md of Helldez/BigMoeOnEdge on GitHub), and,
+for some cases, what gates of small trained models lose, whose eight layers differ more from one to the next.
 PreScope is there twice: predicting by the gate, as the others do, and by LLaPor, which foresees each expert with the
 chance of Table 3's share of tokens.
 """
@@ -37,6 +38,9 @@ TRACES = {"mixtral-8x7b": "mixtral", "deepseek-v2-lite": "deepseek", "moonlight-
 RECORDED = "recorded trace"  # the variant that has its routing and predictions from these
 _OTHER_GATE_HITS = ("trained_deepseek", 0.85)  # results/reference/routing/deepseek.md
 _LOSS = 0.04  # of the gate's hit rate, for each layer further
+SMALL_MODELS = "gate's loss of small models"  # the variant in which a gate loses what it does in these, layer by layer
+_SMALL_LOSSES = {"mixtral-8x7b": (0.0, 0.068, 0.121)}  # results/reference/prescope-prediction: mixtral-ten-minutes
+_OTHER_SMALL_LOSSES = (0.0, 0.093, 0.168)  # qwen3
 _LOOK = {"prescope": 2, "hybrimoe": 3}  # layers ahead; the others look one ahead, or none
 _ROOM_IN_EACH = 2  # batches of Klotski, whose KV cache is on the device as well
 
@@ -79,7 +83,10 @@ class Case:
             own.append("strategy.predictor=learned")
             routing.append(f"routing.hit_rates=[[{TABLE3_TOKENS[self.model]}]]")
         elif self.variant != RECORDED:
-            rates = (f"[{hits - _LOSS * further:g}]" for further in range(_LOOK.get(strategy, 1)))
+            losses: Sequence[float] = [_LOSS * further for further in range(max(_LOOK.values()))]
+            if self.variant == SMALL_MODELS:
+                losses = _SMALL_LOSSES.get(self.model, _OTHER_SMALL_LOSSES)
+            rates = (f"[{hits - loss:g}]" for loss in losses[: _LOOK.get(strategy, 1)])
             routing.append(f"routing.hit_rates=[{','.join(rates)}]")
         return [
             *(f"strategy={strategy}", f"model={self.model}", *GPUS[self.gpu], *own, "strategy.packet_mb=10"),

@@ -13,6 +13,7 @@ from paper_figures.latency.grid import (
     MODELS,
     PROMPT,
     RECORDED,
+    SMALL_MODELS,
     SYSTEMS,
     TRACES,
     Case,
@@ -53,7 +54,11 @@ def cases(
         Case(system=system, model=model, gpu="A100", batch=batch, variant=RECORDED)
         for model, batch, system in product(TRACES, RECORDED_BATCHES, systems)
     ]
-    return fitted + recorded
+    looking_further = [
+        Case(system=system, model=model, gpu="A100", batch=batch, variant=SMALL_MODELS)
+        for model, batch, system in product(models, RECORDED_BATCHES, ("prescope", "hybrimoe"))
+    ]
+    return fitted + recorded + looking_further
 
 
 def compute(chosen: Sequence[Case] | None = None) -> dict[str, Any]:
@@ -126,7 +131,7 @@ def gains(rows: Sequence[Row]) -> str:
     """
 
     def most(ours: str, other: str, gain: Callable[[Row, Row], float]) -> str:
-        mine = [r for r in rows if r["system"] == ours and "refused" not in r]
+        mine = [r for r in rows if r["system"] == ours and "refused" not in r and r["variant"] != SMALL_MODELS]
         both = [(r, find(rows, system=other, **{n: r[n] for n in _SAME})) for r in mine]
         here = [gain(r, dict(found)) for r, found in both if found is not None]
         return f"{100 * max(here):.0f}" if here else ""

@@ -65,7 +65,6 @@ def _report(given: Namespace) -> int:
 def page(found: Mapping[str, Numbers]) -> str:
     """Write all tables."""
     parts = ["# Predicting experts one layer ahead, beside PreScope", *(_origin(name, n) for name, n in found.items())]
-    parts += _older(found)
     parts += [
         "## Table 3: hot experts of a batch\n\n"
         "Of 32 tokens, the m experts for which most tokens are predicted that are among the true m + 2 with most "
@@ -102,17 +101,6 @@ def _origin(name: str, n: Numbers) -> str:
         f"tokens of {texts['fit']['name']}, tested on other texts: {tests}. No test prompt was learned from. {told}. "
         f"`{n['command']}`, code {n['code']}."
     )
-
-
-def _older(found: Mapping[str, Numbers]) -> list[str]:
-    """Say which numbers were made before predictors had hits of batches; the step of learning on was another then."""
-    names = [name for name, n in found.items() if "batch_hits_by_rank" not in n["predictors"][0]]
-    told = (
-        f"Of {', '.join(names)} there is no `batch_hits_by_rank`, and the rows of **{WAYS['llapor_online']}** are of "
-        "an older step than that of runs: it had the training's loss, noise and moments, where runs have a plain loss "
-        "and begin without moments."
-    )
-    return [told] if names else []
 
 
 def _tested(n: Numbers) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 
 from harness.settings import load_strategy, parse_settings
 from paper_figures.latency import caches, systems, where
-from paper_figures.latency.grid import LLAPOR, RECORDED, Case, G
+from paper_figures.latency.grid import LLAPOR, RECORDED, SMALL_MODELS, Case, G
 from paper_figures.latency.grid import row as computed_row
 from paper_figures.moegen.measuring import batch_passes, counts
 from paper_figures.passes import planned
@@ -106,7 +106,17 @@ def test_rows_of_a_recorded_trace_stand_apart():
     fitted, recorded = systems.tables({"label": "simulated", "rows": rows}).split(f"A100, {RECORDED}\n")
     assert "12.3 (published 37.4)" in fitted and "4.56" not in fitted
     assert "| prescope, LLaPor | 4.56 |" in recorded.split("largest gains")[0]
-    assert {case.variant for case in systems.cases()} == {"", RECORDED}
+    assert {case.variant for case in systems.cases()} == {"", RECORDED, SMALL_MODELS}
+
+
+def test_a_gate_that_looks_further_hits_less_often_as_stated():
+    """4 points a layer, or what small trained models lose; the systems that look one layer ahead lose nothing."""
+    ahead = {"hybrimoe": 3, "prescope": 2, "fate": 1}
+    for variant, losses in (("", (0, 0.04, 0.08)), (SMALL_MODELS, (0, 0.068, 0.121))):
+        for system, layers in ahead.items():
+            case = Case(system=system, model="mixtral-8x7b", gpu="A100", batch=4, variant=variant)
+            rates = [rate for [rate] in composed(*case.overrides)["routing"]["hit_rates"]]
+            assert rates == pytest.approx([0.82 - loss for loss in losses[:layers]])
 
 
 def test_no_cache_passes_the_bound_of_its_routing():
