@@ -72,7 +72,7 @@ def cases(systems: Sequence[str] = tuple(SYSTEMS), models: Sequence[str] = MODEL
             more = (f"strategy.policy.cpu_attention={share}",)
             found.append(Case(table="omega", model=model, system="MoE-Gen(H)", variant=f"{share:g}", more=more))
     for model, number_of, system in product(models[:2], SMALL, systems):
-        variant = f"{number_of} requests"
+        variant = f"{number_of} request{'s' * (number_of > 1)}"
         found.append(Case(table="small", model=model, system=system, num_requests=number_of, variant=variant))
     return [
         *found,

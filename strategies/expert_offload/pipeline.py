@@ -129,7 +129,7 @@ class ExpertPipeline:
         return LayerView(
             layer=layer, num_layers=spec.num_layers, num_experts=spec.num_experts, is_prefill=is_prefill, ids=ids,
             weights=weights, there=self.residency.settle(layer, set(np.unique(ids).tolist())), ahead=ahead,
-            holds=self.residency.holds, link_busy_s=self.residency.link_busy_s,
+            holds=self.residency.holds, link_busy_s=self.residency.link_busy_s, num_queued=self.residency.num_queued,
         )  # fmt: skip
 
     def _on_gpu(self, in_flight: Seq[InFlight], tokens: Routes, view: LayerView, experts: Seq[int]) -> None:

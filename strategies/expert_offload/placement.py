@@ -44,7 +44,8 @@ class LayerView:
 
     `there` has the active experts that the device holds, with True, or that are on their way to it, with False. What
     had been prefetched for this layer and had not begun is withdrawn by then. `link_busy_s` tells how long the link is
-    still bound by transfers that have begun, if it takes so many seconds for an expert.
+    still bound by transfers that have begun, if it takes so many seconds for an expert, and `num_queued` how many
+    prefetches have not.
     """
 
     layer: int
@@ -56,6 +57,7 @@ class LayerView:
     there: Mapping[int, bool]
     holds: Callable[[Key], bool] = lambda key: False  # of any layer: whether it is on the device or on its way
     link_busy_s: Callable[[float], float] = lambda expert_s: 0.0
+    num_queued: Callable[[], int] = lambda: 0
     ahead: Mapping[int, Forecast] = field(default_factory=dict)  # by layer: what is predicted of later ones
 
     @cached_property

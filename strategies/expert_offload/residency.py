@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from harness.engine.engine import Engine
-from harness.machine.base import Ticket
+from harness.machine.base import Ticket, TicketState
 from harness.memory.expert_slots import ExpertSlots, Key, Replacement
 from harness.memory.native_slots import NativeExpertSlots, staging_buffer
 from harness.memory.placed import PlacedPart
@@ -34,8 +34,8 @@ class OldestFirst:
 class Counts:
     """Counts experts by the way they ran, and prefetches that came to nothing.
 
-    `cached` experts were found in slots for experts on demand. `withdrawn` prefetches had not begun when the router
-    decided; `wasted` ones had, for experts that got no token, and `wasted_bytes` is what they moved.
+    `cached` experts were found in slots for experts on demand. `withdrawn` prefetches never began; `wasted` ones did,
+    for experts that got no token, ran on the CPU or had lost their slot by then, and `wasted_bytes` is what they moved.
     """
 
     resident: int = 0
@@ -132,12 +132,10 @@ class ExpertResidency:
             ticket = self._guesses.pop(key)
             if self._ahead.withdraw(*key):
                 self.counts.withdrawn += 1
-            elif key[1] in active:
+            elif key[1] in active and key in self._ahead:
                 self._right[key] = ticket
             else:
-                self.counts.wasted += 1
-                self.counts.wasted_bytes += self._stored(*key).layout.nbytes
-                self._wrong.append(ticket)
+                self._unused(key, ticket)
                 self._drop(key)
         return {expert: self._has_arrived((layer, expert)) for expert in active if self.holds((layer, expert))}
 
@@ -166,8 +164,10 @@ class ExpertResidency:
             self.counts.resident += 1
             return self.engine.resident.part(layer, self._name(key))
         if key in self._right:
-            self.counts.prefetched += 1
-            return self._ahead.acquire(layer, expert)
+            if key in self._ahead:
+                self.counts.prefetched += 1
+                return self._ahead.acquire(layer, expert)
+            self._unused(key, self._right.pop(key))  # another expert of the layer has taken its place in the cache
         if key in self.on_demand:
             self.counts.cached += 1
         else:
@@ -181,20 +181,30 @@ class ExpertResidency:
             return
         slots = self._ahead if key in self._right else self.on_demand
         slots.release(layer, expert)
-        self._leave(key)
+        if key in self._right:
+            self._drop(key)
 
     def on_cpu(self, layer: int, expert: int) -> None:
         """Say that an active expert runs on the CPU; the device needs it no longer if it was prefetched."""
+        key = (layer, expert)
         self.counts.cpu += 1
-        self._leave((layer, expert))
+        if key in self._right:
+            self._drop(key)
+            self._unused(key, self._right.pop(key))
 
     def prefetch(self, key: Key) -> bool:
         """Bring an expert of a later layer that is not there. False where it is, or where no slot is free for it."""
         if self.holds(key) or not self._ahead.prefetch(*key, evict=self.prefetched is None):
             return False
         self.counts.issued += 1
+        if key in self._guesses:
+            self._unused(key, self._guesses[key])  # it had lost its place
         self._guesses[key] = self._ahead.tickets(*key)[-1]
         return True
+
+    def num_queued(self) -> int:
+        """Return how many prefetches have not begun."""
+        return sum(ticket.state is TicketState.PENDING for ticket in self._guesses.values())
 
     def forget(self) -> None:
         """Free all slots and count from 0 again; nothing is held and no prefetch is under way."""
@@ -204,17 +214,25 @@ class ExpertResidency:
         self.counts = Counts()
 
     def cancel_all(self) -> None:
-        """Withdraw all transfers that have not begun."""
+        """Withdraw all transfers that have not begun; no router will want what was prefetched last."""
         for slots in (self.on_demand, self._ahead):
             slots.cancel_all()
+        for key, ticket in self._guesses.items():
+            self._unused(key, ticket)
+        self._guesses.clear()
 
     @property
     def _ahead(self) -> ExpertSlots:
         return self.on_demand if self.prefetched is None else self.prefetched
 
-    def _leave(self, key: Key) -> None:
-        if key in self._right:
-            self._drop(key)
+    def _unused(self, key: Key, ticket: Ticket) -> None:
+        """Count a prefetch that nobody uses; one whose place was taken before it began has moved nothing."""
+        if ticket.state is TicketState.CANCELLED:
+            self.counts.withdrawn += 1
+            return
+        self.counts.wasted += 1
+        self.counts.wasted_bytes += self._stored(*key).layout.nbytes
+        self._wrong.append(ticket)
 
     def _drop(self, key: Key) -> None:
         """Free the slot of a prefetched expert where such have slots of their own."""

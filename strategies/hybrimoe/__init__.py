@@ -78,9 +78,10 @@ class HybriMoE:
     def _prefetches(self, view: LayerView, planned: Schedule) -> list[Key]:
         """Choose, one after another, what brings most, while the link is idle."""
         until_gate_s = planned.end_s + self.costs.between_routers_s(view.num_tokens, is_prefill=view.is_prefill)
-        number = ceil((until_gate_s - planned.link_end_s) / self.costs.io_s)  # that begin until then
+        link_end_s = planned.link_end_s + view.num_queued() * self.costs.io_s
+        number = ceil((until_gate_s - link_end_s) / self.costs.io_s)  # that begin until then
         layers = {layer: self._expected(forecast) for layer, forecast in view.ahead.items()} if number > 0 else {}
-        there = {layer: {e for e in tokens if view.holds((layer, e))} for layer, tokens in layers.items()}
+        there = {layer: {e: True for e in tokens if view.holds((layer, e))} for layer, tokens in layers.items()}
         chosen: list[Key] = []
         while len(chosen) < number:
             gains = {
@@ -92,7 +93,7 @@ class HybriMoE:
             if best is None or gains[best] <= 0:
                 break
             chosen.append(best)
-            there[best[0]].add(best[1])
+            there[best[0]][best[1]] = True
         return chosen
 
     def _expected(self, forecast: Forecast) -> dict[int, float]:

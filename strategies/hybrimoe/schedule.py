@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -31,19 +31,21 @@ class Schedule:
 
 
 def schedule(
-    tokens: Mapping[int, float], there: Collection[int], times: Times, *, link_busy_s: float = 0.0
+    tokens: Mapping[int, float], there: Mapping[int, bool], times: Times, *, link_busy_s: float = 0.0
 ) -> Schedule:
-    """Return the greedy schedule of experts with these tokens, of which some are on the device.
+    """Return the greedy schedule of experts with these tokens, of which some are on the device (`there`: True) or on
+    their way to it (False), until the link is no longer busy.
 
-    The GPU takes the experts that are there, then those that have to be brought, the heaviest of each first; the CPU
-    takes from the other end. Whichever side would be done earlier with its next expert takes it.
+    The GPU takes the experts that are there, those on their way, then those that have to be brought, the heaviest of
+    each first; the CPU takes from the other end. Whichever side would be done earlier with its next expert takes it.
     """
-    order = sorted(tokens, key=lambda expert: (expert not in there, -tokens[expert], expert))
+    order = sorted(tokens, key=lambda expert: (expert not in there, not there.get(expert), -tokens[expert], expert))
     gpu_s = cpu_s = 0.0
     link_s, first, last = link_busy_s, 0, len(order) - 1
     while first <= last:
         heavy, light = order[first], order[last]
-        arrival_s = 0.0 if heavy in there else link_s + times.io_s
+        arrives_s = {True: 0.0, False: link_busy_s, None: link_s + times.io_s}
+        arrival_s = arrives_s[there.get(heavy)]
         on_gpu_s = max(gpu_s, arrival_s) + times.gpu_s(tokens[heavy])
         on_cpu_s = cpu_s + times.cpu_s(tokens[light])
         if on_gpu_s <= on_cpu_s:
@@ -59,6 +61,6 @@ def schedule(
     )
 
 
-def impact_s(tokens: Mapping[int, float], there: Collection[int], times: Times, expert: int) -> float:
+def impact_s(tokens: Mapping[int, float], there: Mapping[int, bool], times: Times, expert: int) -> float:
     """Return how much earlier a layer would be done if the expert were there when it begins."""
-    return schedule(tokens, there, times).end_s - schedule(tokens, {*there, expert}, times).end_s
+    return schedule(tokens, there, times).end_s - schedule(tokens, {**there, expert: True}, times).end_s

@@ -40,6 +40,21 @@ def test_tokens_are_exact(tiny, case):
     assert all(counted[way] > 0 for way in ways), counted
 
 
+@pytest.mark.parametrize("slots", [Slots, Cache])
+def test_what_the_link_brings_is_what_was_counted(slots):
+    """On demand, or prefetched and not withdrawn; and each prefetch is used, wasted or withdrawn, whatever its cache
+    did with it in the meantime."""
+    engine, _ = simulated_engine("deepseek-v2-lite", 6, max_new_tokens=8)
+    built = []
+    run_to_end(engine, lambda on: built.append(placed(on, slots=slots)) or built[0])
+    counted = built[0].counted()
+    size = engine.store.experts(engine.spec.moe_layers[0])[0].layout.nbytes
+    brought = sum(abs(nbytes - size) < 1 for nbytes in link_bytes(engine, "weights", H2D))
+    assert brought == counted["on_demand"] + counted["issued"] - counted["withdrawn"], counted
+    assert min(counted["issued"], counted["on_demand"], counted["wasted"]) > 0, counted
+    assert counted["issued"] == sum(counted[way] for way in ("prefetched", "wasted", "withdrawn")), counted
+
+
 def test_sums_of_the_host_never_overwrite_those_of_the_device(tiny, monkeypatch):
     load = Emitter.load_expert_sums
     monkeypatch.setattr(Emitter, "load_expert_sums", lambda emit, it, layer, to, **how: load(emit, it, layer, **how))

@@ -162,22 +162,23 @@ def trace_of(engine, path: Path) -> Path:
 
 @on_real_machines
 def test_caches_hit_as_often_as_a_replay_of_the_recorded_routing(tiny, tmp_path, machine_of):
-    """The run counts what `harness.study` counts of its steps; nobody passes the oracle, nor the oracle its bound."""
+    """The run counts what `harness.study` counts of its steps; nobody passes the bound, nor does the oracle."""
     values = YAMLS["expert_cache"] | SMALL | {"cache_slots": NUM_PLACES, "table": "random"}
     strategy, engine = run_small(machine_of, tiny, values)
     recorded = str(trace_of(engine, tmp_path / "routing.jsonl"))
     oracle, _ = run_small(machine_of, tiny, values | {"policy": "belady", "recorded": recorded})
-    best = oracle.counted()["cached"]
+    foresight = oracle.counted()["cached"]
     foreseen = oracle.pipeline.residency.on_demand._replacement._future.steps  # first what fills the cache
     warm, steps = foreseen[:NUM_PLACES], foreseen[NUM_PLACES:]
-    assert best == hits(steps, NUM_PLACES, FarthestNextUse([*warm, *steps]), warm)
-    assert best <= belady_hits(steps, NUM_PLACES)
+    assert foresight == hits(steps, NUM_PLACES, FarthestNextUse([*warm, *steps]), warm)
+    bound = belady_hits(steps, NUM_PLACES)
+    assert foresight <= bound
     for policy, make in REPLAYED.items():
         if policy != "lru":
             strategy, _ = run_small(machine_of, tiny, values | {"policy": policy})
         counted = strategy.counted()
         assert counted["cached"] == hits(steps, NUM_PLACES, make(NUM_PLACES, steps), list(reversed(warm)))
-        assert counted["cached"] <= best
+        assert counted["cached"] <= bound
         assert counted["cached"] + counted["on_demand"] == sum(map(len, steps))
 
 

@@ -37,14 +37,15 @@ def best_end_s(tokens, there, times: Times, link_busy_s: float) -> float:
         now_s, link_s = 0.0, link_busy_s
         for expert in order:
             link_s += 0.0 if expert in there else times.io_s
-            now_s = max(now_s, 0.0 if expert in there else link_s) + times.gpu_s(tokens[expert])
+            arrival_s = {True: 0.0, False: link_busy_s, None: link_s}[there.get(expert)]
+            now_s = max(now_s, arrival_s) + times.gpu_s(tokens[expert])
         return now_s
 
     ends = []
     for sides in product((True, False), repeat=len(tokens)):
         on_gpu = [expert for expert, side in zip(tokens, sides, strict=True) if side]
         cpu_s = sum(times.cpu_s(tokens[expert]) for expert in tokens if expert not in on_gpu)
-        cached = [expert for expert in on_gpu if expert in there]
+        cached = sorted((expert for expert in on_gpu if expert in there), key=lambda expert: not there[expert])
         brought = [expert for expert in on_gpu if expert not in there]
         ends.append(max(cpu_s, min(gpu_end_s([*cached, *order]) for order in permutations(brought))))
     return min(ends)
@@ -55,7 +56,7 @@ def drawn_layers(count: int):
     for _ in range(count):
         experts = range(int(rng.integers(1, 7)))
         tokens = {expert: int(rng.integers(1, 30)) for expert in experts}
-        there = {expert for expert in experts if rng.random() < 0.3}
+        there = {expert: bool(rng.random() < 0.7) for expert in experts if rng.random() < 0.4}
         io_s, start_s, launch_s = rng.uniform(2, 12), rng.uniform(0, 3), rng.uniform(0, 4)
         times = Times(
             io_s, lambda n, start_s=start_s: start_s + 0.5 * n, lambda n, launch_s=launch_s: launch_s + 0.01 * n
@@ -82,8 +83,7 @@ def test_a_schedule_is_one_that_lanes_can_run():
         for expert in found.on_gpu:
             if expert not in there:
                 link_s += times.io_s
-                gpu_s = max(gpu_s, link_s)
-            gpu_s += times.gpu_s(tokens[expert])
+            gpu_s = max(gpu_s, 0.0 if there.get(expert) else link_s) + times.gpu_s(tokens[expert])
         assert found.gpu_end_s == pytest.approx(gpu_s) and found.link_end_s == pytest.approx(link_s)
         assert found.cpu_end_s == pytest.approx(sum(times.cpu_s(tokens[expert]) for expert in found.on_cpu))
 
@@ -93,9 +93,9 @@ def test_prefetch_brings_what_shortens_a_later_layer_by_most():
     nothing, nor is one that the CPU does beside the GPU's work."""
     times = Times(COSTS.io_s, COSTS.cpu_s, COSTS.gpu_s)
     tokens = {0: 20.0, 1: 9.0, 2: 2.0, 3: 1.0}
-    gains = {expert: impact_s(tokens, set(), times, expert) for expert in tokens}
+    gains = {expert: impact_s(tokens, {}, times, expert) for expert in tokens}
     assert max(gains, key=lambda expert: gains[expert]) == 0 and gains[0] > gains[3] >= 0
-    assert impact_s(tokens, {0}, times, 0) == 0
+    assert impact_s(tokens, {0: True}, times, 0) == 0
     ids = np.repeat(list(tokens), [20, 9, 2, 1])[:, None]
     ahead = {1: Forecast(ids, np.ones(ids.shape), 8)}
     placer = HybriMoE(COSTS, LowestRecentScore(0.5))
@@ -105,6 +105,8 @@ def test_prefetch_brings_what_shortens_a_later_layer_by_most():
     assert placer.place(there).prefetch == [(1, 1)]
     bound = view_of({5: 8}, there=[5], ahead=ahead, link_busy_s=lambda io_s: 100.0)
     assert placer.place(bound).prefetch == [], "the link is bound until after the next gate"
+    queued = view_of({5: 8}, there=[5], ahead=ahead, num_queued=lambda: 1)
+    assert placer.place(queued).prefetch == [], "another prefetch is before it"
 
 
 def test_scores_of_the_gate_reach_the_cache():
