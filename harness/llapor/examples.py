@@ -65,7 +65,7 @@ def _examples(domain: Domain, most_tokens: int, seed: int) -> Examples:
         raise ConfigError(domain.name, f"{error}; {told}") from None
     numbers = token_numbers(domain, hidden.request_ids, hidden.positions)
     require(bool((numbers >= 0).all()), domain.name, f"{domain.path}: has gating inputs of tokens without routing")
-    rows = np.flatnonzero(domain.is_prompt[numbers])
+    rows = np.flatnonzero(domain.is_prompt[numbers] & np.isin(hidden.request_ids, domain.request_ids[domain.distinct]))
     rows = np.sort(np.random.default_rng(seed).permutation(rows)[:most_tokens])
     require(len(rows) > 0, domain.name, f"{domain.path}: has gating inputs of no token of a prompt")
     at = numbers[rows]

@@ -90,7 +90,8 @@ class Text:
 
 @dataclass(frozen=True, eq=False)
 class Domain:
-    """A domain is what was recorded with one kind of text. Every second request is learned from, the others test.
+    """A domain is what was recorded with one kind of text. Of its `distinct` requests every second one is learned from,
+    the others test.
 
     `whole` has all tokens that were recorded; `text`, which is studied, has the prompts alone where it is known which
     tokens they are. Small models soon repeat themselves, so what they generate is easier to predict than text.
@@ -120,12 +121,23 @@ class Domain:
         return self.whole if self.is_prompt is None else self.whole.only(self.is_prompt)
 
     @cached_property
+    def distinct(self) -> Ints:
+        """The places of the requests whose prompt no earlier one has; of all where nobody recorded token ids. A text
+        that is too short for a run is repeated there."""
+        if self.is_prompt is None or self.whole.words is None:
+            return np.arange(len(self.request_ids))
+        spans = zip(self.whole.starts[:-1], self.whole.starts[1:], strict=True)
+        prompts = [self.whole.words[start:end][self.is_prompt[start:end]].tobytes() for start, end in spans]
+        first = {prompt: at for at, prompt in reversed(list(enumerate(prompts)))}
+        return np.asarray(sorted(first.values()), dtype=np.int64)
+
+    @cached_property
     def train(self) -> Text:
-        return self.text.requests(np.arange(0, len(self.request_ids), 2))
+        return self.text.requests(self.distinct[0::2])
 
     @cached_property
     def test(self) -> Text:
-        return self.text.requests(np.arange(1, len(self.request_ids), 2))
+        return self.text.requests(self.distinct[1::2])
 
 
 def read_domain(name: str, path: Path) -> Domain:
@@ -136,13 +148,15 @@ def read_domain(name: str, path: Path) -> Domain:
         lines = {} if folder is None else {row["request_id"]: row for row in read_run(folder).requests}
     except (TraceFileError, RecordError) as error:
         raise ConfigError(name, str(error)) from None
-    if len(recorded.request_ids) < 2:
-        raise ConfigError(name, f"{trace}: needs 2 requests or more, some to learn from and others to test")
     words, is_prompt = _words(recorded, lines)
     text = Text(recorded.header.experts, recorded.starts, recorded.experts, np.arange(len(recorded.experts)), words)
     ids, firsts = recorded.request_ids, recorded.first_positions
     header = replace(recorded.header, source=_FOLDERS.sub("", recorded.header.source))
-    return Domain(name, path, header, text, folder, is_prompt, ids, firsts, recorded.weights)
+    domain = Domain(name, path, header, text, folder, is_prompt, ids, firsts, recorded.weights)
+    if len(domain.distinct) < 2:
+        told = "needs 2 requests or more with different prompts, some to learn from and others to test"
+        raise ConfigError(name, f"{trace}: {told}")
+    return domain
 
 
 def require_one_model(domains: Mapping[str, Domain]) -> None:

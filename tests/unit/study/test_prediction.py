@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise, permutations, product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from harness.study.prediction import (
     ranked,
     right_so_far,
 )
+from harness.study.recorded import Domain, Text
 from tests.unit.study.texts import random_text, text_of
 
 
@@ -116,3 +119,14 @@ def test_hot_experts_are_those_with_most_tokens_of_a_batch():
         most = sum(sorted(true)[-2:])
         tokens.append(np.mean([true[list(one[:2])].sum() for one, _ in pairs]) / most)
     assert hot_hits(scores, chosen, batches, 2, 3) == pytest.approx((np.mean(shares), np.mean(tokens)))
+
+
+def test_a_prompt_that_is_repeated_counts_once():
+    """Else a request could be learned from and tested on."""
+    words = np.array([1, 2, 1, 2, 3, 4, 5, 6])
+    whole = Text(4, np.arange(0, 10, 2), np.zeros((8, 1, 2), dtype=np.int16), np.arange(8), words)
+    ids = np.arange(4)
+    domain = Domain("plays", Path(), None, whole, None, np.ones(8, dtype=bool), ids, ids, None)
+    assert domain.distinct.tolist() == [0, 2, 3]
+    assert domain.train.words.tolist() == [1, 2, 5, 6] and domain.test.words.tolist() == [3, 4]
+    assert replace(domain, is_prompt=None).distinct.tolist() == [0, 1, 2, 3]
