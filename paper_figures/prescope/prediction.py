@@ -165,10 +165,10 @@ def by_layer(found: Mapping[str, Numbers]) -> Figure:
     for place, (name, n) in enumerate(found.items(), start=1):
         text, judged = next(iter(_tested(n).items()))
         axes = figure.add_subplot(rows, columns, place)
-        for way, shown in WAYS.items():
+        for number, (way, shown) in enumerate(WAYS.items()):  # a way has its colour, whichever of them a model has
             if way in judged:
-                layers = [row["layer"] for row in n["predictors"]]
-                axes.plot(layers, 100 * named_by_layer(n, judged, way), marker="o", markersize=3, label=shown)
+                layers, named = [row["layer"] for row in n["predictors"]], 100 * named_by_layer(n, judged, way)
+                axes.plot(layers, named, f"oC{number}-", markersize=3, label=shown)
         axes.axhline(100 * LLAPOR_LEAST_HIT_RATE, color="0.5", linestyle=":", label="least of LLaPor, published")
         axes.set(title=f"{name} on {text}", xlabel="layer", ylabel="% of the k experts named", ylim=(0, 100))
     return with_one_legend(figure)

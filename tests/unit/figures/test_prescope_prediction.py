@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.routing.predictors import StatedRates
-from paper_figures.prescope.prediction import FOLDER, RATES_END, main, page
+from paper_figures.prescope.prediction import FOLDER, RATES_END, by_layer, main, page
 from paper_figures.routing.published import FORMS, TABLE3, TABLE3_COST
 from paper_figures.support import read_json
 from tests.unit.routing.models import Model
@@ -41,3 +41,13 @@ def test_a_simulation_can_state_the_committed_rates(path):
 def test_a_folder_without_predictors_is_told_in_one_line(tmp_path, capsys):
     assert main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert "has no predictors.json; python -m harness.llapor writes it" in capsys.readouterr().err
+
+
+@pytest.mark.needs("matplotlib", extra="figures")
+def test_a_way_of_predicting_has_one_colour_in_all_panels():
+    """Models that lack a way show the others as every model does."""
+    colours: dict[str, set[str]] = {}
+    for axes in by_layer({path.stem: read_json(path) for path in PATHS}).get_axes():
+        for line in axes.get_lines():
+            colours.setdefault(line.get_label(), set()).add(line.get_color())
+    assert set(map(len, colours.values())) == {1} and len(set.union(*colours.values())) == len(colours)
