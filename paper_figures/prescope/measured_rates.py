@@ -14,11 +14,12 @@ from paper_figures.support import markdown_table
 MEASURED = "measured rates"
 _ALONE = "without LLaPor"
 _FOLDER = "results/reference/prescope-prediction"  # from the repository's root, as commands name it
-# Small models with as many experts a token. For Qwen3's eight none was measured.
+# Small models with as many experts a token
 RATES = {
     "mixtral-8x7b": f"{_FOLDER}/mixtral-hit-rates.json",
     "deepseek-v2-lite": f"{_FOLDER}/deepseek-hit-rates.json",
     "moonlight-16b-a3b": f"{_FOLDER}/deepseek-hit-rates.json",
+    "qwen3-30b-a3b": f"{_FOLDER}/qwen3-hit-rates.json",
 }
 
 
