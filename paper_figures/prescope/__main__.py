@@ -29,7 +29,7 @@ REPORTS = {
     "launches": Report(compute=launches.compute, tables=launches.tables, note=NOTE, folder=FOLDER),
     "measured-rates": Report(compute=measured_rates.compute, tables=measured_rates.tables, note=NOTE, folder=FOLDER),
     "hit-rates": Report(
-        compute=hit_rates.compute, tables=hit_rates.tables, note=NOTE, folder=FOLDER,
+        compute=hit_rates.compute, tables=hit_rates.tables, note=hit_rates.NOTE, folder=FOLDER,
         pictures={"hit-rates": hit_rates.draw},
     ),
     "regret": Report(compute=regret.compute, tables=regret.tables, note=regret.NOTE, folder=FOLDER),
