@@ -328,10 +328,10 @@ def test_runs_on_the_emulated_machine():
     refused, made, again = emulated.compute([too_small, case, case])["rows"]
     assert made["tok_s"] > 0 and made["prefill_tok_s"] > made["decode_tok_s"] > 0
     spec, decode = spec_of("mixtral-tiny"), made["decode"]
-    assert 1 <= decode["tokens_an_expert_run"] <= 3 and decode["passes"] == 2
+    assert 0.99 <= decode["tokens_an_expert_run"] <= 3.01 and decode["passes"] == 2
     whole_gb = spec.model_bytes / 1e9
-    assert 0.9 * whole_gb < decode["link_gb"]["weights"] < 1.6 * whole_gb, "each pass brings the model; it runs ahead"
-    assert made["link_gb"]["weights"] == pytest.approx(3 * whole_gb, rel=0.4)
+    assert 0 < decode["link_gb"]["weights"] < 2 * whole_gb, "what runs ahead counts to the pass in which it began"
+    assert 2 * whole_gb < made["link_gb"]["weights"] < 4 * whole_gb, "each of three passes brings the model, or nearly"
     rows = [refused, made | {"tok_s": 2.0}, again | {"tok_s": 4.0, "disturbed": "by others"}]
     text = emulated.tables({"label": "emulated", "rows": rows})
     assert "0 checked, 0 mismatched" in text and "| DeepSpeed | 2 | 3 (2-4) | 1 |" in text, "the median, and the range"
