@@ -50,15 +50,16 @@ def parse(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     for field, value in _leaves(values):
         if isinstance(value, str) and not is_unicode(value):
             raise ConfigError(field, f"must be text that UTF-8 can hold, got {value!a}").below(path)
-        if isinstance(value, int | float) and _LARGEST < abs(value) < inf:
-            raise ConfigError(field, f"must lie between -{_LARGEST:g} and {_LARGEST:g}").below(path)
     try:  # JSON mode: strict, yet mappings may stand for nested dataclasses
         parsed: T = _adapter(cls).validate_json(json.dumps(dict(values)))  # type: ignore[arg-type]
-        return parsed
     except ConfigError as error:
         raise error.below(path) from None
     except ValidationError as error:
         raise _first_error(cls, error, path) from None
+    for field, value in _leaves(values):
+        if isinstance(value, int | float) and _LARGEST < abs(value) < inf:
+            raise ConfigError(field, f"must lie between -{_LARGEST:g} and {_LARGEST:g}").below(path)
+    return parsed
 
 
 def _leaves(value: Any, field: str = "") -> Iterator[tuple[str, Any]]:

@@ -112,8 +112,10 @@ def _ran(case: Case, results: str) -> dict[str, Any]:
 
 
 def _phases(spec: ModelSpec, passes: Sequence[Pass]) -> dict[str, Any]:
-    """Return tokens a second over passes of prefill alone, and of decode alone; and of all passes with tokens of that
-    phase tokens an expert and GB over the link a pass."""
+    """Return tokens a second over passes of one phase alone, and facts of all passes with tokens of that phase.
+
+    The facts are tokens an expert, the experts' rate, and GB over the link a pass.
+    """
     found: dict[str, Any] = {}
     for phase, other in (("prefill", "decode"), ("decode", "prefill")):
         mine = [p for p in passes if _tokens(p, phase) and not _tokens(p, other)]

@@ -203,8 +203,10 @@ def phase_facts(plan: Plan, passes: Sequence[Pass]) -> dict[str, Any] | None:
 
 
 def expert_facts(spec: ModelSpec, passes: Sequence[Pass]) -> dict[str, float | None]:
-    """Sum up the routed experts of passes: tokens an expert runs over, the share of them on the CPU, and the FLOP/s of
-    the gpu lane while they run; None where none ran."""
+    """Sum up the routed experts of passes; None where none ran.
+
+    That is the tokens an expert runs over, the share of them on the CPU, and the gpu lane's FLOP/s while they run.
+    """
     experts = {lane: _sum((p.count, p.did.get((lane, "experts"))) for p in passes) for lane in ("gpu", "cpu")}
     runs = sum(_runs(spec, total, lane) for lane, total in experts.items())
     tokens = {lane: total.flops / (2 * spec.expert_params) for lane, total in experts.items()}

@@ -33,11 +33,11 @@ class Schedule:
 def schedule(
     tokens: Mapping[int, float], there: Mapping[int, bool], times: Times, *, link_busy_s: float = 0.0
 ) -> Schedule:
-    """Return the greedy schedule of experts with these tokens, of which some are on the device (`there`: True) or on
-    their way to it (False), until the link is no longer busy.
+    """Return the greedy schedule of experts with these tokens, of which some are there (True) or on their way (False).
 
-    The GPU takes the experts that are there, those on their way, then those that have to be brought, the heaviest of
-    each first; the CPU takes from the other end. Whichever side would be done earlier with its next expert takes it.
+    What is on its way arrives when the link is no longer busy. The GPU takes the experts that are there, those on their
+    way, then those that have to be brought, the heaviest of each first; the CPU takes from the other end. Whichever
+    side would be done earlier with its next expert takes it.
     """
     order = sorted(tokens, key=lambda expert: (expert not in there, not there.get(expert), -tokens[expert], expert))
     gpu_s = cpu_s = 0.0

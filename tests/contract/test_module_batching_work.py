@@ -236,6 +236,7 @@ def test_the_share_holds_while_sequences_end():
     run = Watched({"cpu_attention": 0.37, "attention_batch": 4}, num_requests=30, new_tokens=6)
     for sequence in run.engine.sequences:
         sequence.request = replace(sequence.request, max_new_tokens=2 + sequence.request.request_id % 5)
+        sequence.__post_init__()
     run.run()
     left = [record.num_decode_tokens for record in run.passes]
     assert left[1:] == [30, 24, 18, 12, 6]

@@ -112,8 +112,10 @@ LATENT_SHARE = 0.5  # of the rate of matrix products that latent_attention reach
 
 
 def profile_costs(hardware: HardwareConfig, spec: ModelSpec) -> Roofline:
-    """Make a roofline for each lane from the profile's achieved rates, and one for the CPU's attention over latents,
-    which is arithmetic, at a rate that is not that of matrix products."""
+    """Make a roofline for each lane from the profile's achieved rates, and one for the CPU's attention over latents.
+
+    That is arithmetic, at a rate that is not that of matrix products.
+    """
 
     def rate(name: str, unit: float = 1e9) -> float:
         value = getattr(hardware, name)

@@ -11,7 +11,6 @@ import pytest
 from harness.calibration import host_times, op_costs, together, undisturbed
 from harness.calibration.measure import measure_all
 from harness.calibration.table import ALONE, BESIDE_GPU, BESIDE_LINK, LINKS, CalibrationTable
-from harness.engine.sequences import Sequence
 from harness.machine.base import D2H, GPU, H2D, LaneKind, Work
 from harness.machine.simulated import SimulatedMachine
 from harness.machine.virtual.contention import MeasuredTogether
@@ -63,10 +62,10 @@ def found(tiny, request) -> CalibrationTable:
         for module in (host_times, op_costs, together):
             patch.setattr(module, "time", virtual)
         patch.setattr(undisturbed, "read_cpu_times", lambda: None)
-        real, accept = host_times.assemble, Sequence.accept
+        real, accept = host_times.assemble, host_times.accept
         for_pass = lambda *given: spend(PASS_S + LAY_OUT_S * len(given[2]))  # noqa: E731
         patch.setattr(host_times, "assemble", lambda *given: for_pass(*given) if not given[1] else real(*given))
-        patch.setattr(Sequence, "accept", lambda *given: spend(ACCEPT_S, accept(*given)))
+        patch.setattr(host_times, "accept", lambda *given: spend(len(given[0]) * ACCEPT_S, accept(*given)))
         engine = engine_on(machine, model, [], kv_blocks=800, block_size=16)
         return measure_all(
             engine, link_bytes_s=LINK_BYTES_S, packet_bytes=30_000, ram_bytes=20_000_000, meta={}, repeats=1
