@@ -20,7 +20,7 @@ NOTE = (
     "with exponent 1"
 )
 STATED = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
-# GPU, model, batch, and the device memory in GB with which three fifths of the experts have no room on an A100
+# GPU, model, batch, and device memory in GB: of the small models 22, with which three of five experts have room
 PLACES = (
     ("V100", "mixtral-8x7b", 64, 32), ("A100", "mixtral-8x7b", 64, 32), ("A100", "qwen3-30b-a3b", 64, 32),
     ("A100", "moonlight-16b-a3b", 32, 22), ("A100", "deepseek-v2-lite", 64, 22),

@@ -32,7 +32,7 @@ class PhaseBuffers:
             **state_bytes(spec), **attention_bytes(spec), **expert_bytes(spec), **host_attention_bytes(spec),
             "kept hidden": spec.hidden_dim * spec.dtype_bytes,
         }  # fmt: skip
-        self.micro_batch = cache(self._micro_batch)  # equal ones have equal keys, pass after pass
+        self.micro_batch = cache(self._micro_batch)  # equal ones have equal keys, until sequences end
 
     def _cut_up(self, root: Buffer, sizes: Mapping[str, int]) -> Iterator[tuple[str, Buffer]]:
         offset_bytes = 0
