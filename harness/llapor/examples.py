@@ -47,7 +47,8 @@ def read_examples(field: str, folders: Mapping[str, str], most_tokens: int, seed
     try:
         for name, folder in folders.items():
             domains[name] = read_domain(name, Path(folder).expanduser())
-        require_one_model(domains)
+        if domains:
+            require_one_model(domains)
         return [_examples(domain, most_tokens, seed) for domain in domains.values()]
     except ConfigError as error:
         raise error.below(field) from None

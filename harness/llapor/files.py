@@ -47,9 +47,36 @@ class PredictorFolder:
         require(known, "predictor_path", f"{path}: must have the format {FORMAT} and the version {VERSION}")
         layers = list(model.moe_layers)
         ours = {"layers": layers, "experts": model.num_experts, "k": model.experts_per_token, "hidden": hidden_dim}
-        theirs = {name: found.get("model", {}).get(name) for name in ours}
+        model_told = found.get("model")
+        theirs = {name: model_told.get(name) if isinstance(model_told, dict) else None for name in ours}
         require(theirs == ours, "predictor_path", f"{path}: is for a model with {theirs}, this one has {ours}")
-        return cls(path, found)
+        folder = cls(path, found)
+        folder._require_whole(model, hidden_dim)
+        return folder
+
+    def _require_whole(self, model: RoutedModel, hidden_dim: int) -> None:
+        """Require what is read of the description, each entry in its form. Raises ConfigError."""
+        file, layers, experts = self.path / DESCRIPTION, list(model.moe_layers[1:]), model.num_experts
+        try:
+            shapes, hits = self.shapes(), self.batch_hits
+            told = f"{file}: must have predictors of the layers {layers}, has {list(shapes)}"
+            require(list(shapes) == layers, "predictor_path", told)
+            for layer, shape in shapes.items():
+                own = (shape.hidden_dim, shape.num_experts)
+                told = f"{file}: layer {layer} must be for {hidden_dim} dimensions and {experts} experts, is for {own}"
+                require(own == (hidden_dim, experts) and min(shape.pca_dims, shape.width) > 0, "predictor_path", told)
+            for layer, by_size in hits.items():
+                told = f"{file}: batch_hits_by_rank of layer {layer} must be {experts} shares for each size of a batch"
+                valid = all(
+                    size > 0 and rates.shape == (experts,) and (rates >= 0).all() and (rates <= 1).all()
+                    for size, rates in by_size.items()
+                )
+                require(valid, "predictor_path", told)
+            require(bool(self.source and self.validated_on), "predictor_path", f"{file}: names no text")
+        except ConfigError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise _error(f"{file}: is damaged: {type(error).__name__}: {error}") from None
 
     @property
     def source(self) -> str:
@@ -77,25 +104,36 @@ class PredictorFolder:
 
     def trained_with(self, layer: int) -> GroupSettings:
         """Return the settings that the predictor of a layer was trained with. Raises ConfigError."""
-        settings = self.description["settings"]["middle" if self.shapes()[layer].is_deep else "ends"]
-        return parse(GroupSettings, settings)
+        name = "middle" if self.shapes()[layer].is_deep else "ends"
+        try:
+            return parse(GroupSettings, self.description["settings"][name])
+        except (ConfigError, AttributeError, KeyError, TypeError) as error:
+            raise _error(f"{self.path / DESCRIPTION}: settings.{name}: {type(error).__name__}: {error}") from None
 
     def tensors(self, layer: int) -> Arrays:
         """Return the tensors of the predictor for a layer, by name. Raises ConfigError."""
-        return {name: self._array(NETWORKS, f"{layer}.{name}") for name in self.shapes()[layer].tensors()}
+        shape = self.shapes()[layer]
+        return {name: self._array(NETWORKS, f"{layer}.{name}", size) for name, size in shape.tensors().items()}
 
     def table(self) -> tuple[NDArray[np.int64], NDArray[np.float16], NDArray[np.float32]]:
         """Return the token ids that were seen, ascending; how often each chose each expert [ids, layers, experts]; and
         the popularity of experts [layers, experts]. Raises ConfigError."""
-        ids, rates, popular = (self._array(TABLES, name) for name in ("ids", "rates", "popularity"))
-        return ids, rates, popular
+        form = self.description["model"]
+        layers, experts = len(form["layers"]), form["experts"]
+        ids = self._array(TABLES, "ids", (None,))
+        rates = self._array(TABLES, "rates", (len(ids), layers, experts))
+        return ids, rates, self._array(TABLES, "popularity", (layers, experts))
 
-    def _array(self, file: str, name: str) -> NDArray[Any]:
+    def _array(self, file: str, name: str, shape: tuple[int | None, ...]) -> NDArray[Any]:
+        """Return an array of a file, of this shape; None is any number. Raises ConfigError."""
         try:
             with safe_open(self.path / file, framework="numpy") as content:
                 found: NDArray[Any] = content.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise _error(f"{self.path / file}: cannot be read: {error}") from None
+        told = f"{self.path / file}: {name} must be finite numbers of the shape {shape}, got {found.shape}"
+        fits = len(shape) == found.ndim and all(n in (None, m) for n, m in zip(shape, found.shape, strict=True))
+        require(fits and bool(np.isfinite(found).all()), "predictor_path", told)
         return found
 
 

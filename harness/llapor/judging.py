@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +20,9 @@ from harness.study.gates import EXTRA, Gates, judge
 from harness.study.predictability import BATCH, GATE, judged, of_routers, within_true_top
 from harness.study.prediction import PREDICTORS, Learned, ranked
 
+if TYPE_CHECKING:
+    from harness.model.checkpoint import Checkpoint
+
 Floats = NDArray[np.float64]
 LLAPOR, ONLINE = "llapor", "llapor_online"
 BASELINES = ("popularity", "word", "layer_before")
@@ -29,7 +31,7 @@ _DRAWS = 512  # batches of each size
 _TIMED = 50  # calls
 
 
-def routers_on(checkpoint: Path | None, examples: Examples) -> Gates | None:
+def routers_on(checkpoint: Checkpoint | None, examples: Examples) -> Gates | None:
     """Ask the checkpoint's routers about the examples' gating inputs; None without a checkpoint."""
     return None if checkpoint is None else judge(checkpoint, np.arange(len(examples)), examples.inputs)
 

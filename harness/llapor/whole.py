@@ -19,20 +19,25 @@ from harness.llapor.files import METRICS, RATES, write_predictors
 from harness.llapor.groups import Group, find_groups, likeness_of
 from harness.llapor.learning import LayerData, LayerTraining
 from harness.llapor.settings import LlaporSettings, named_folders
+from harness.model.checkpoint import Checkpoint
 from harness.model.trained import training_label
 from harness.record.files import plain
 from harness.record.provenance import code_version, environment
 from harness.routing.predictors import write_rates
+from harness.study.gates import checkpoint_of
 from harness.study.prediction import Learned
 
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """The texts of a learning: to fit, to validate, and to test on."""
+    """The texts of a learning: to fit, to validate, and to test on; and the model that they were recorded of, where
+    its folder is named."""
 
     fit: Examples
     held_out: Examples
     tests: list[Examples]
+    checkpoint: Checkpoint | None = None
+    weights: str = "origin not stated: no checkpoint was named"
 
 
 def read_all(settings: LlaporSettings) -> Texts:
@@ -44,7 +49,15 @@ def read_all(settings: LlaporSettings) -> Texts:
         require(same, f"test.{each.name}", f"is of another model than {data[0].name}: {each.header.model}")
     require(data[0].text.num_layers >= 2, "data", "are of a model with one router: there is no layer to predict")
     require_apart(data, tests)
-    return Texts(*split(data, settings.validation_share, settings.seed), tests)
+    fit, held_out = split(data, settings.validation_share, settings.seed)
+    if settings.checkpoint is None:
+        return Texts(fit, held_out, tests)
+    folder = Path(settings.checkpoint).expanduser()
+    try:
+        checkpoint = checkpoint_of(folder, fit.header, fit.inputs.shape[2])
+        return Texts(fit, held_out, tests, checkpoint, training_label(folder) or "weights of another origin")
+    except ConfigError as error:
+        raise ConfigError("checkpoint", error.message) from None
 
 
 class Learning:
@@ -66,8 +79,7 @@ class Learning:
 
     def run(self, command: str) -> dict[str, Any]:
         """Do everything, and return figures for W&B's summary."""
-        texts, checkpoint = self.texts, self.settings.checkpoint
-        label = None if checkpoint is None else self._label(Path(checkpoint))
+        texts = self.texts
         places = list(enumerate(self.groups, start=1))
         shown = self.settings.progress and self.console.is_terminal
         rounds = track(places, "training predictors", console=self.console, transient=True, disable=not shown)
@@ -77,18 +89,18 @@ class Learning:
         judgements = {
             each.name: judging.all_judged(
                 *(self.trained, learned, each),
-                judging.routers_on(None if checkpoint is None else Path(checkpoint), each),
+                judging.routers_on(texts.checkpoint, each),
                 self.settings.online_steps,
             )
             for each in [texts.held_out, *texts.tests]
         }
-        description = self._description(command, label, judgements)
+        description = self._description(command, judgements)
         networks = {
             self._layer(place): {name: each.numpy() for name, each in training.weights.items()}
             for place, training in self.trained.items()
         }
         write_predictors(self.folder, plain(description), networks, learned)
-        self._write_rates(label)
+        self._write_rates()
         for name, found in judgements.items():
             kind = "held out" if name == texts.held_out.name else "another text"
             print(f"{name} ({kind}):", *judging.told(found, texts.fit.text.k), sep="\n  ")
@@ -97,12 +109,6 @@ class Learning:
             name: {way: judging.mean_of_layers(each, "hot_4") for way, each in found.items()}
             for name, found in judgements.items()
         }
-
-    def _label(self, checkpoint: Path) -> str:
-        try:
-            return training_label(checkpoint) or "weights of another origin"
-        except ConfigError as error:
-            raise error.below("checkpoint") from None
 
     def _layer(self, place: int) -> int:
         return self.texts.fit.header.first_layer + place
@@ -122,14 +128,14 @@ class Learning:
         training.run(data, held_out, told)
         return training
 
-    def _description(self, command: str, label: str | None, judgements: Mapping[str, Any]) -> dict[str, Any]:
+    def _description(self, command: str, judgements: Mapping[str, Any]) -> dict[str, Any]:
         fit, held_out, settings = self.texts.fit, self.texts.held_out, self.settings
         header = fit.header
         layers = [header.first_layer + place for place in range(header.layers)]
         hidden = fit.inputs.shape[2]
         return {
             "source": f"learned from {fit.name} ({len(fit):,} tokens) of {header.model}",
-            "weights": label or "origin not stated: no checkpoint was named",
+            "weights": self.texts.weights,
             "label": "recorded",
             "model": {
                 "name": header.model, "layers": layers, "experts": header.experts, "k": header.k, "hidden": hidden,
@@ -164,7 +170,7 @@ class Learning:
             "batch_hits_by_rank": judging.batch_hits_by_rank(scores, chosen),
         }
 
-    def _write_rates(self, label: str | None) -> None:
+    def _write_rates(self) -> None:
         """State, for simulations, how often an expert is foreseen: on the first text of another kind, else on held-out
         text."""
         judged = self.texts.tests[0] if self.texts.tests else self.texts.held_out
@@ -173,6 +179,6 @@ class Learning:
             scores = judging.chances_of(training, LayerData.of(judged, place))
             found = judging.hits_by_rank(scores, judged.text.experts[:, place])[1]
             rates.append([float(np.round(rate, 5)) for rate in found])
-        fit, told = self.texts.fit, label or "weights of unknown origin"
-        source = f"measured: LLaPor on {judged.name}, learned from {fit.name}; {fit.header.model}: {told}"
+        fit = self.texts.fit
+        source = f"measured: LLaPor on {judged.name}, learned from {fit.name}; {fit.header.model}: {self.texts.weights}"
         write_rates(self.folder / RATES, [rates], source)

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.model.checkpoint_files import checkpoint_error
+from harness.routing.trace_file import TraceHeader
+
 if TYPE_CHECKING:
     import torch
 
@@ -46,18 +49,29 @@ class Gates:
         return part, np.array([places[int(number)] for number in part.at], dtype=np.int64)
 
 
-def judge(folder: Path, at: NDArray[np.int64], hidden: NDArray[Any]) -> Gates:
-    """Ask the routers of the checkpoint in `folder` about gating inputs [tokens, layers with a router, hidden]. Raises
-    ConfigError where the checkpoint cannot be used."""
-    import torch
-
+def checkpoint_of(folder: Path, header: TraceHeader, hidden_dim: int) -> Checkpoint:
+    """Open the checkpoint whose routers got what was recorded. Raises ConfigError where its form is another one."""
     from harness.model.checkpoint import Checkpoint
 
     checkpoint = Checkpoint(folder)
     spec = checkpoint.spec
+    own = {
+        "routers": len(spec.moe_layers), "experts": spec.num_experts, "k": spec.experts_per_token,
+        "hidden": spec.hidden_dim,
+    }  # fmt: skip
+    recorded = {"routers": header.layers, "experts": header.experts, "k": header.k, "hidden": hidden_dim}
+    if own != recorded:
+        raise checkpoint_error(str(folder), f"is a model with {own}, the recording is of one with {recorded}")
+    return checkpoint
+
+
+def judge(checkpoint: Checkpoint, at: NDArray[np.int64], hidden: NDArray[Any]) -> Gates:
+    """Ask the routers of a checkpoint about gating inputs [tokens, layers with a router, hidden]."""
+    import torch
+
+    spec = checkpoint.spec
     layers, k = spec.moe_layers, spec.experts_per_token
     count = k + EXTRA
-    assert hidden.shape[1:] == (len(layers), spec.hidden_dim), hidden.shape
     foresee = _routers(checkpoint)
     gates = _empty(at, len(layers), count, spec.num_experts)
     with torch.no_grad():

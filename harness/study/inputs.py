@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from harness.config import ConfigError
 from harness.routing.hidden_file import HiddenFileError, read_hidden
 from harness.routing.recording import HIDDEN_FOLDER
-from harness.study.gates import Gates, judge
+from harness.study.gates import Gates, checkpoint_of, judge
 from harness.study.recorded import Domain, read_domain, require_one_model
 
 
@@ -29,7 +29,8 @@ def gates_of(domain: Domain, checkpoint: Path) -> Gates | None:
     if (numbers < 0).any():
         raise ConfigError(domain.name, f"{folder}: has gating inputs of tokens whose routing was not recorded")
     order = np.argsort(numbers)
-    return judge(checkpoint, numbers[order], hidden.inputs[order])
+    opened = checkpoint_of(checkpoint, domain.header, hidden.inputs.shape[2])
+    return judge(opened, numbers[order], hidden.inputs[order])
 
 
 def token_numbers(domain: Domain, requests: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -95,8 +95,11 @@ def build_predictor(settings: PredictorConfig, engine: Engine) -> Predictor | No
     told = f"must be 0 or more, and 0 without predictor=learned, got {settings.online_steps}"
     online = settings.online_steps
     require(online >= 0 and (kind == "learned" or not online), "strategy.online_steps", told)
-    told = "needs machine=simulated with routing.hit_rates or a trace; other machines have the other kinds"
-    require(simulated or kind != "stated", "strategy.predictor", f"stated {told}")
+    told = "stated needs machine=simulated with routing.hit_rates or a trace that has predictions"
+    is_stated = simulated and engine.machine.world.predicts
+    require(is_stated or kind != "stated", "strategy.predictor", f"{told}; other machines have the other kinds")
+    told = f"must be null with predictor={kind}, which reads no folder"
+    require(kind in ("token", "learned") or settings.predictor_path is None, "strategy.predictor_path", told)
     told = "token needs a machine that runs the model: simulated tokens have no ids; take stated"
     require(kind != "token" or not simulated, "strategy.predictor", told)
     match kind:
@@ -161,7 +164,7 @@ class GatePredictor:
 class StatisticsPredictor:
     """Names for every token the experts that were most popular in a layer until now, and costs nothing."""
 
-    source = "the popularity of experts in the run until then"
+    source = "the popularity of experts until then, also in a profile run"
     num_predicted = 0
 
     def __init__(self, engine: Engine) -> None:

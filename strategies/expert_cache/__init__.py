@@ -43,6 +43,8 @@ class Config(PlacementConfig):
         needs = "belady knows the future from routing that an earlier run of the same requests recorded"
         wanted = f"must be a trace (routing.jsonl.gz of a run with record_routing=true): {needs}"
         require(self.policy != "belady" or self.recorded is not None, "recorded", wanted)
+        told = f"must be null with policy={self.policy}, which does not know the future"
+        require(self.policy == "belady" or self.recorded is None, "recorded", told)
 
     def num_slots(self, spec: ModelSpec) -> tuple[int, int]:
         """Return the slots for experts on demand at the least, and none for prefetches."""

@@ -31,8 +31,8 @@ from strategies.common.predictors import Predictor
 from strategies.common.static_batches import StaticBatches
 from strategies.expert_offload.costs import ExpertCosts, measured_costs
 from strategies.expert_offload.pipeline import ExpertPipeline
-from strategies.expert_offload.placement import LayerView, Placer
-from strategies.expert_offload.popularity import Popularity, profile, read_popularity, seen_popularity
+from strategies.expert_offload.placement import Placer
+from strategies.expert_offload.popularity import Popularity, ProfileRun, profile, read_popularity
 from strategies.expert_offload.residency import ExpertResidency
 
 _DENSE = "all layers without experts"
@@ -54,6 +54,8 @@ class PlacementConfig:
         for name in ("batch_size", "max_pass_tokens", "profile_tokens"):
             value = getattr(self, name)
             require(value >= 1, name, f"must be >= 1, got {value}")
+        told = f"must be null with table={self.table}, which asks for no popularity"
+        require(self.table == "hot" or self.popularity is None, "popularity", told)
 
     def num_slots(self, spec: ModelSpec) -> tuple[int, int]:
         """Return the slots for experts on demand, and those for prefetches, that a system takes for such a model."""
@@ -80,49 +82,54 @@ class Deployment:
     batch_size: int  # sequences that decode together
     max_tokens: int  # of a micro-batch
     costs: ExpertCosts | None = None
-    views: list[LayerView] | None = None  # of the profile run
+    profile_run: ProfileRun | None = None
     popularity: Popularity | None = None
     table: int = 0  # experts that stay on the device
 
     @classmethod
     def of(
         cls, config: PlacementConfig, engine: Engine, *, predictor: Predictor | None = None,
-        num_micro_batches: int = 1, host_experts: bool = True, replacement: Replacement | None = None,
+        num_micro_batches: Seq[int] = (1,), host_experts: bool = True, replacement: Replacement | None = None,
     ) -> Deployment:  # fmt: skip
-        """Take all memory but the table's. `replacement` is the policy of the slots for experts on demand."""
+        """Take all memory but the table's. Micro-batches are of `config.batch_size` each; of the numbers of them that
+        may be, the first one is taken that has room for as many requests as any. `replacement` is the policy of the
+        slots for experts on demand."""
         on_demand, prefetched = config.num_slots(engine.spec)
         dense = [(layer, name) for layer in range(engine.spec.num_layers) for name in engine.store.dense(layer)]
         engine.resident.keep(_DENSE, dense)
         num_predicted = predictor.num_predicted if predictor else 0
-        sizes = _sizes(config, engine, num_micro_batches, host_experts=host_experts, num_predicted=num_predicted)
-        batch_size, num_blocks, max_tokens = sizes
-        place_kv(engine, device_bytes=cache_bytes(engine, num_blocks))
+        sizes = _best_sizes(config, engine, num_micro_batches, host_experts, num_predicted)
+        place_kv(engine, device_bytes=cache_bytes(engine, sizes.num_blocks))
         residency = ExpertResidency.reserve(
             engine, on_demand=on_demand, prefetched=prefetched, packet_bytes=int(config.packet_mb * 1e6),
             replacement=replacement,
         )  # fmt: skip
         pipeline = ExpertPipeline(
-            engine, residency, max_tokens=max_tokens, num_micro_batches=num_micro_batches, host_experts=host_experts,
-            predictor=predictor,
+            engine, residency, max_tokens=sizes.max_tokens, num_micro_batches=sizes.num_micro_batches,
+            host_experts=host_experts, predictor=predictor,
         )  # fmt: skip
-        return cls(engine=engine, config=config, pipeline=pipeline, batch_size=batch_size, max_tokens=max_tokens)
+        return cls(
+            engine=engine, config=config, pipeline=pipeline, batch_size=sizes.batch_size, max_tokens=sizes.max_tokens
+        )  # fmt: skip
 
     def measured(self) -> ExpertCosts:
         """Measure what moving and computing an expert takes on this machine."""
         self.costs = measured_costs(self.pipeline, batch_size=self.batch_size)
         return self.costs
 
-    def profile(self) -> list[LayerView]:
+    def profile(self) -> ProfileRun:
         """Run other prompts than the workload's, once, and return what was seen. The table must be empty still."""
-        if self.views is None:
-            self.views = profile(self.pipeline, num_tokens=self.config.profile_tokens, max_tokens=self.max_tokens)
-        return self.views
+        if self.profile_run is None:
+            self.profile_run = profile(
+                self.pipeline, num_tokens=self.config.profile_tokens, max_tokens=self.max_tokens
+            )  # fmt: skip
+        return self.profile_run
 
     def profiled(self) -> Popularity:
         """Find offline which experts are hot: from the file that the settings name, else by the profile run."""
         path, spec = self.config.popularity, self.engine.spec
         if self.popularity is None:
-            self.popularity = read_popularity(path, spec) if path else seen_popularity(self.profile(), spec)
+            self.popularity = read_popularity(path, spec) if path else self.profile().popularity(spec)
         return self.popularity
 
     def fill_table(self) -> None:
@@ -180,6 +187,8 @@ class Deployment:
             "prefetch_slots": prefetched, "table": self.config.table, "table_experts": self.table,
             "kv_blocks": self.engine.kv.allocator.num_blocks,
         }  # fmt: skip
+        if self.profile_run is not None:
+            record["profile_run"] = self.profile_run.source
         if self.popularity is not None:
             record["popularity"] = self.popularity.source
         if self.pipeline.predictor is not None:
@@ -201,14 +210,55 @@ class _Room:
         tokens = max(prompt_tokens, -(-batch_size // self.num_micro_batches))
         return tokens * self.token_bytes + batch_size * num_blocks * self.block_bytes
 
+    def most_served(self, needs: Seq[tuple[int, int]]) -> tuple[int, int, int]:
+        """Return how many requests can be served, and their longest prompt and most blocks, for which there is room
+        together. `needs` are the prompts and blocks of all requests."""
+        prompts, needed = np.array(needs).T
+        found = (0, 0, 0)
+        for longest in np.unique(prompts).tolist():
+            left_bytes = self.nbytes - self.taken_bytes(longest, 1, 0)
+            fits = (prompts <= longest) & (needed * self.block_bytes <= left_bytes)
+            if (served := int(fits.sum())) > found[0]:
+                found = (served, int(prompts[fits].max()), int(needed[fits].max()))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """The sequences that run together, the blocks of their KV cache, and the tokens of each of the micro-batches; there
+    is room for `num_served` of the requests."""
+
+    num_served: int
+    batch_size: int
+    num_blocks: int
+    max_tokens: int
+    num_micro_batches: int
+
+
+def _best_sizes(
+    config: PlacementConfig, engine: Engine, numbers: Seq[int], host_experts: bool, num_predicted: int
+) -> _Sizes:
+    """Return the sizes with the first number of micro-batches that has room for as many requests as any. Raises
+    ConfigError where none has room for a request."""
+    found, error = [], None
+    for number in numbers:
+        try:
+            found.append(_sizes(config, engine, number, host_experts, num_predicted))
+        except ConfigError as refused:
+            error = refused
+    if not found:
+        assert error is not None, "no number of micro-batches"
+        raise error
+    return max(found, key=lambda sizes: sizes.num_served)
+
 
 def _sizes(
-    config: PlacementConfig, engine: Engine, num_micro_batches: int, *, host_experts: bool, num_predicted: int
-) -> tuple[int, int, int]:
-    """Return how many sequences run together, the blocks of their KV cache, and the tokens of a micro-batch.
+    config: PlacementConfig, engine: Engine, num_micro_batches: int, host_experts: bool, num_predicted: int
+) -> _Sizes:
+    """Return the sizes with so many micro-batches.
 
-    Requests that do not fit even alone are not counted; the scheduler rejects them. Raises ConfigError where the
-    smallest does not fit.
+    Room is made for as many requests as can be, by what they need alone; the scheduler rejects the others. Raises
+    ConfigError where the smallest does not fit.
     """
     spec, blocks = engine.spec, engine.kv.allocator
     weights = expert_slots(engine, sum(config.num_slots(spec)))
@@ -220,22 +270,24 @@ def _sizes(
         block_bytes=cache_bytes(engine, 1) + num_micro_batches * TABLE_ENTRY_BYTES,
         num_micro_batches=num_micro_batches,
     )
-    sizes = sorted({(blocks.blocks_for(s.max_tokens), s.prompt_len) for s in engine.sequences} or {(1, 1)})
-    prompt = num_blocks = 0
-    for needed_blocks, prompt_len in sizes:
-        if room.taken_bytes(max(prompt, prompt_len), 1, needed_blocks) > room.nbytes:
-            break
-        prompt, num_blocks = max(prompt, prompt_len), needed_blocks
-    if not num_blocks:
-        raise device_too_small(engine, weights, min(room.taken_bytes(p, 1, n) for n, p in sizes))
-    wanted = range(1, max(1, min(config.batch_size, len(engine.sequences))) + 1)
+    needs = [(s.prompt_len, blocks.blocks_for(s.max_tokens)) for s in engine.sequences] or [(1, 1)]
+    served, prompt, num_blocks = room.most_served(needs)
+    if not served:
+        raise device_too_small(engine, weights, min(room.taken_bytes(p, 1, n) for p, n in needs))
+    wanted = range(1, max(1, min(num_micro_batches * config.batch_size, len(engine.sequences))) + 1)
     batch_size = bisect_right(wanted, room.nbytes, key=lambda size: room.taken_bytes(prompt, size, num_blocks))
     left_bytes = room.nbytes - batch_size * num_blocks * room.block_bytes
     fitting = left_bytes // room.token_bytes
     if host_experts:
         fitting = min(fitting, _pinned_tokens(engine, num_micro_batches, at_least=max(prompt, batch_size)))
     most = max(prompt, batch_size, min(config.max_pass_tokens, batch_size * prompt))
-    return batch_size, batch_size * num_blocks, min(most, fitting)
+    return _Sizes(
+        num_served=served,
+        batch_size=batch_size,
+        num_blocks=batch_size * num_blocks,
+        max_tokens=min(most, fitting),
+        num_micro_batches=num_micro_batches,
+    )
 
 
 def _pinned_tokens(engine: Engine, num_micro_batches: int, *, at_least: int) -> int:

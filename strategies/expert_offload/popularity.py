@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,15 +43,34 @@ def read_popularity(path: str, spec: ModelSpec) -> Popularity:
     return Popularity(source=f"{path}: {source}", layers=spec.moe_layers, shares=shares)
 
 
-def seen_popularity(views: Iterable[LayerView], spec: ModelSpec) -> Popularity:
-    """Return the popularity that a profile run has seen."""
-    at, num_tokens = {layer: row for row, layer in enumerate(spec.moe_layers)}, 0
-    counts = np.zeros((len(at), spec.num_experts))
-    for view in views:
-        counts[at[view.layer]] += view.tokens
-        num_tokens += view.num_tokens
-    source = f"profile run of {num_tokens // len(at)} tokens of random prompts"
-    return Popularity(source=source, layers=spec.moe_layers, shares=counts / counts.sum(axis=1, keepdims=True))
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ProfileRun:
+    """A run over other prompts than the workload's has `views`, layer by layer and pass by pass; `num_shared` of its
+    requests had the routing of a request of the workload."""
+
+    views: list[LayerView]
+    num_requests: int
+    num_tokens: int
+    num_shared: int
+
+    @property
+    def source(self) -> str:
+        """What was run, for labels."""
+        told = f"profile run of {self.num_tokens} tokens of random prompts"
+        if not self.num_shared:
+            return told
+        return (
+            f"{told}; the trace has no other requests, so {self.num_shared} of {self.num_requests} were the run's own"
+        )
+
+    def popularity(self, spec: ModelSpec) -> Popularity:
+        """Return the popularity that was seen."""
+        at = {layer: row for row, layer in enumerate(spec.moe_layers)}
+        counts = np.zeros((len(at), spec.num_experts))
+        for view in self.views:
+            counts[at[view.layer]] += view.tokens
+        shares = counts / counts.sum(axis=1, keepdims=True)
+        return Popularity(source=self.source, layers=spec.moe_layers, shares=shares)
 
 
 @dataclass(eq=False)
@@ -67,9 +85,9 @@ class _Watching:
         return Placement(on_gpu=[*view.ready_first, *view.absent])
 
 
-def profile(pipeline: ExpertPipeline, *, num_tokens: int, max_tokens: int) -> list[LayerView]:
-    """Run `num_tokens` tokens of random prompts, at most `max_tokens` at a time, and return what was seen, layer by
-    layer. Their requests have negative numbers, and their keys and values take blocks of the cache meanwhile."""
+def profile(pipeline: ExpertPipeline, *, num_tokens: int, max_tokens: int) -> ProfileRun:
+    """Run `num_tokens` tokens of random prompts, at most `max_tokens` at a time, and return what was seen. Their
+    requests have negative numbers, and their keys and values take blocks of the cache meanwhile."""
     engine, watching = pipeline.engine, _Watching(looks_ahead=2 if pipeline.predictor else 0)
     pipeline.placer, blocks = watching, engine.kv.allocator
     length = max(1, min(_mean_prompt(engine), max_tokens, blocks.num_free * blocks.block_size))
@@ -84,7 +102,14 @@ def profile(pipeline: ExpertPipeline, *, num_tokens: int, max_tokens: int) -> li
         for sequence in group:
             engine.kv.release(sequence)
     pipeline.residency.forget()
-    return watching.views
+    world = engine.machine.world
+    asked, own = (np.array([s.request.request_id for s in each]) for each in (prompts, engine.sequences))
+    return ProfileRun(
+        views=watching.views,
+        num_requests=len(prompts),
+        num_tokens=sum(sequence.prompt_len for sequence in prompts),
+        num_shared=world.num_shared(asked, own) if world is not None and len(own) else 0,
+    )
 
 
 def _mean_prompt(engine: Engine) -> int:

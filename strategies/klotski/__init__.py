@@ -22,7 +22,7 @@ computes none.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from harness.config import config, require
 from harness.engine.engine import Engine
@@ -84,12 +84,11 @@ class Klotski:
 
 
 def build(config: Config, engine: Engine) -> Strategy:
-    most = config.num_batches or config.max_batches
-    together = replace(config, batch_size=config.batch_size * most)
-    deployment = Deployment.of(together, engine, num_micro_batches=most, host_experts=False)
+    numbers = [config.num_batches] if config.num_batches else range(config.max_batches, 0, -1)
+    deployment = Deployment.of(config, engine, num_micro_batches=numbers, host_experts=False)
     held = -(-deployment.batch_size // config.batch_size)  # batches of the sequences that memory holds together
     costs, spec = deployment.measured(), engine.spec
-    correlation = Correlation(deployment.profile())
+    correlation = Correlation(deployment.profile().views)
     deployment.fill_table()
     times = LayerTimes(
         num_experts=spec.num_experts,
@@ -100,7 +99,7 @@ def build(config: Config, engine: Engine) -> Strategy:
         attention_s=costs.attention_s,
         gpu_s=costs.gpu_s,
     )
-    chosen = min(config.num_batches or num_batches(times, min(most, held)), deployment.batch_size)
+    chosen = min(config.num_batches or num_batches(times, held), deployment.batch_size)
     deployment.batch_size = min(deployment.batch_size, chosen * config.batch_size)
     strategy = deployment.strategy(
         Klotski(correlation, config.num_slots(spec)[1]), {"num_batches": chosen}, decided_here=_DECIDED_HERE

@@ -25,6 +25,14 @@ from strategies.prescope.placer import FixedPrefetching, HitRates, PreSched
 __all__ = ["Config", "build"]
 
 _ON_DEMAND = 2  # slots, which alternate (§4.4)
+_DECIDED_HERE = (
+    "formulas (2) and (4)-(7) are missing from the text that was read: reconstructed (strategies/prescope/presched.py)",
+    "P_hit by rank: from the predictor's own held-out text, else from a profile run",
+    "prefetches for a layer: as many as a token has experts, where prefetch_slots does not say",
+    "the layer after the next (Q4) is looked at where the predictor tells of it: learned ones tell of the next alone",
+    "an expert is one transfer of several packets, where the paper has three tensors on three streams",
+    "schedule=fixed: an expert comes on demand where that takes less than the CPU needs for it alone",
+)
 
 
 @config
@@ -66,10 +74,12 @@ def build(config: Config, engine: Engine) -> Strategy:
     deployment.fill_table()
     ahead = 0 if predictor is None else 2 if config.schedule == "presched" else 1
     if config.schedule == "fixed":
-        return deployment.strategy(FixedPrefetching(costs=costs, group=group, looks_ahead=ahead))
+        fixed = FixedPrefetching(costs=costs, group=group, looks_ahead=ahead)
+        return deployment.strategy(fixed, decided_here=_DECIDED_HERE)
     return deployment.strategy(
         PreSched(costs=costs, group=group, looks_ahead=ahead, hit_rates=validation),
         {"prefetch_group": group, "hit_rates_validated": validation.source},
+        decided_here=_DECIDED_HERE,
     )
 
 
@@ -79,7 +89,7 @@ def _validation(predictor: Predictor | None, deployment: Deployment) -> HitRates
         return HitRates.of([])
     folder = predictor.judged_by if isinstance(predictor, LearnedPredictor) else None
     if folder is None or not folder.batch_hits:
-        return HitRates.of(deployment.profile())
+        return HitRates.of(deployment.profile().views)
     sizes = sorted({size for by_size in folder.batch_hits.values() for size in by_size})
     told = f"the predictor's own: batches of {', '.join(map(str, sizes))} tokens of held-out {folder.validated_on}"
     return HitRates({}, told, folder.batch_hits)

@@ -60,7 +60,7 @@ def placed(
     predicted = PredictorConfig(predictor=predictor, predictor_path=path, online_steps=online_steps)
     asked = build_predictor(predicted, engine)
     deployment = Deployment.of(
-        replace(slots(**SIZES), **sizes), engine, predictor=asked, num_micro_batches=micro_batches,
+        replace(slots(**SIZES), **sizes), engine, predictor=asked, num_micro_batches=(micro_batches,),
         replacement=LeastRecentlyUsed(),
     )  # fmt: skip
     strategy = deployment.strategy(placer or ByLot(engine.spec.moe_layers, cpu_share))

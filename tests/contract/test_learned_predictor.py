@@ -75,6 +75,7 @@ def folder(tiny, tmp_path_factory) -> Path:
     model = {"layers": list(spec.moe_layers), "experts": spec.num_experts, "k": spec.experts_per_token}
     text = random_text(0, layers=len(spec.moe_layers), num_experts=spec.num_experts, lengths=(30, 30))
     told = {"source": "random numbers", "model": {**model, "hidden": spec.hidden_dim}, "predictors": rows}
+    told["texts"] = {"held_out": {"name": "other random numbers"}}
     write_predictors(path, told, networks, Learned(text))
     return path
 

@@ -123,7 +123,8 @@ def learned(tiny, tmp_path_factory) -> tuple[Path, dict[int, LayerTraining]]:
         trained[layer].run(data, data, lambda row: None)
     model = {"layers": list(spec.moe_layers), "experts": spec.num_experts, "k": spec.experts_per_token}
     description = {
-        "source": "one half of the vocabulary", "model": {**model, "hidden": spec.hidden_dim},
+        "source": "one half of the vocabulary", "texts": {"held_out": {"name": "the same half"}},
+        "model": {**model, "hidden": spec.hidden_dim},
         "predictors": [{"layer": layer, "shape": vars(each.shape)} for layer, each in trained.items()],
         "settings": {"ends": vars(GROUP), "middle": vars(GROUP)},
     }  # fmt: skip

@@ -54,6 +54,17 @@ class World:
         """The origin of the predictions, for labels."""
         return "none stated or recorded" if self._predictor is None else self._predictor.source
 
+    @property
+    def predicts(self) -> bool:
+        """Tell whether predictions were stated, or recorded with the routing."""
+        return self._predictor is not None
+
+    def num_shared(self, request_ids: np.ndarray, others: np.ndarray) -> int:
+        """Return how many requests have the routing of one of the others, since a trace has no more."""
+        from harness.routing.kinds.trace import TraceRouting
+
+        return self._routing.num_shared(request_ids, others) if isinstance(self._routing, TraceRouting) else 0
+
     def sampled(self, batch: MicroBatch) -> np.ndarray:
         """Return token 0 for each sequence, int64 [sequences]: the simulated machine only times a run."""
         return np.zeros(batch.num_sequences, dtype=np.int64)

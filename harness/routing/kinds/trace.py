@@ -48,15 +48,23 @@ class Recorded:
         within its request. Each further block has the next request and, once all have had their turn, positions as far
         apart as can be. So a token has another row in each block.
         """
-        request_ids, positions = np.asarray(request_ids), np.asarray(positions)
-        count = len(self.request_ids)
-        near = np.minimum(np.searchsorted(self.request_ids, request_ids), count - 1)
-        known = self.request_ids[near] == request_ids
-        which = (np.where(known, near, request_ids % count) + block) % count
+        positions, count = np.asarray(positions), len(self.request_ids)
+        places, known = self.places(np.asarray(request_ids))
+        which = (places + block) % count
         lengths = self.starts[which + 1] - self.starts[which]
         offsets = positions - self.first_positions[which] + block // count * (lengths // self._num_turns(num_blocks))
         repeats = ~known | (offsets < 0) | (offsets >= lengths)
         return self.starts[which] + offsets % lengths, repeats
+
+    def places(self, request_ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the place of the recorded request that each request repeats, and whether it was itself recorded.
+
+        Negative numbers, which prompts of a profile run have, repeat the last ones first.
+        """
+        count = len(self.request_ids)
+        near = np.minimum(np.searchsorted(self.request_ids, request_ids), count - 1)
+        known = self.request_ids[near] == request_ids
+        return np.where(known, near, request_ids % count), known
 
     def holds(self, num_blocks: int) -> bool:
         """Tell whether a token can have another row in each of so many blocks."""
@@ -131,6 +139,11 @@ class TraceRouting:
         block, place = self._places.blocks[layer]
         rows, _ = self._recorded.find(request_ids, positions, block, self._places.num_blocks)
         return self._recorded.experts[rows, place].astype(np.int64)
+
+    def num_shared(self, request_ids: NDArray[np.int64], others: NDArray[np.int64]) -> int:
+        """Return how many of the requests have the routing of one of the others."""
+        places = self._recorded.places
+        return int(np.isin(places(request_ids)[0], places(others)[0]).sum())
 
     def tokens(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the requests and positions of all recorded tokens, each [tokens]."""

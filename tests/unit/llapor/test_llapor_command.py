@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
+from harness.config import ConfigError
 from harness.llapor import network
 from harness.llapor.__main__ import main
 from harness.llapor.examples import read_examples
@@ -17,6 +20,7 @@ from harness.llapor.judging import batch_hits_by_rank
 from harness.llapor.learning import LayerData, LayerTraining
 from harness.llapor.settings import LlaporSettings
 from harness.routing.predictors import StatedRates
+from tests.tiny_families import tiny_family
 from tests.unit.llapor.recordings import EXPERTS, FIRST, HIDDEN, LAYERS, LENGTH, K, write_run
 from tests.unit.routing.models import Model
 
@@ -34,6 +38,7 @@ def runs(tmp_path_factory):
         write_run(folder / name, seed, requests=16 if seed < 2 else 8)
     write_run(folder / "copy", 0, requests=2)
     write_run(folder / "weightless", 7, weights=False)
+    shutil.copytree(tiny_family("mixtral").folder, folder / "model")
     return folder
 
 
@@ -145,6 +150,8 @@ def test_a_folder_of_another_model_is_refused(learned):
         (["data=[one:{}/one]", "epochs=0"], "epochs: must be at least 1, got 0"),
         (["data=[one:{}/one]", "middle.width=0"], "middle.width: must be at least 1, got 0"),
         (["data=[one:{}/one]", "epoch=3"], "epoch: "),
+        (["data=[one:{}/one]", "checkpoint={}/none"], "checkpoint: .*none: no such folder"),
+        (["data=[one:{}/one]", "checkpoint={}/model"], "checkpoint: .*is a model with .*'experts': .*recording is of"),
     ],
 )
 def test_mistakes_are_one_line(words, told, runs, tmp_path, capsys):
@@ -153,8 +160,62 @@ def test_mistakes_are_one_line(words, told, runs, tmp_path, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert re.match(f"error: {told}", line), line
+    assert not (tmp_path / "out" / "metrics.jsonl").exists(), "it had begun to learn"
 
 
 def test_what_was_learned_is_not_overwritten(learned, runs, capsys):
     assert main([f"data=[one:{runs}/one]", f"out={learned}"]) == 2
     assert "holds other predictors" in capsys.readouterr().err
+
+
+DAMAGES = {
+    "a list for the model": lambda it: it | {"model": ["mixtral"]},
+    "no source": lambda it: {key: each for key, each in it.items() if key != "source"},
+    "texts that are a list": lambda it: it | {"texts": []},
+    "predictors of one layer": lambda it: it | {"predictors": it["predictors"][:1]},
+    "a predictor that is a number": lambda it: it | {"predictors": [1, *it["predictors"][1:]]},
+    "another width": lambda it: it | {"predictors": [with_shape(row, width=31) for row in it["predictors"]]},
+    "no width": lambda it: it | {"predictors": [with_shape(row, width=None) for row in it["predictors"]]},
+    "more experts": lambda it: it | {"predictors": [with_shape(row, num_experts=9) for row in it["predictors"]]},
+    "rates of another number of experts": lambda it: (
+        it | {"predictors": [with_hits(r, [0.5]) for r in it["predictors"]]}
+    ),
+    "rates above one": lambda it: it | {"predictors": [with_hits(row, [1.5] * EXPERTS) for row in it["predictors"]]},
+    "no settings": lambda it: it | {"settings": {}},
+    "settings of another kind": lambda it: it | {"settings": {"ends": {"width": "wide"}, "middle": {}}},
+}
+
+
+def with_shape(row, **changes):
+    return row | {"shape": row["shape"] | changes}
+
+
+def with_hits(row, rates):
+    return row | {"batch_hits_by_rank": {"4": rates}}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_description_is_refused_in_one_line(damage, learned, tmp_path):
+    folder = shutil.copytree(learned, tmp_path / "damaged")
+    (folder / "predictors.json").write_text(json.dumps(DAMAGES[damage](description(learned))))
+    with pytest.raises(ConfigError, match=r"^predictor_path: ") as told:
+        found = PredictorFolder.read(folder, MODEL, HIDDEN)
+        found.tensors(2), found.trained_with(2)
+    assert "\n" not in str(told.value)
+
+
+def test_tensors_of_another_form_are_refused(learned, tmp_path):
+    folder = shutil.copytree(learned, tmp_path / "damaged")
+    tables = load_file(folder / "tables.safetensors")
+    for name, change in (("rates", lambda it: it[:, :2]), ("popularity", lambda it: it * np.nan)):
+        save_file(tables | {name: np.ascontiguousarray(change(tables[name]))}, folder / "tables.safetensors")
+        with pytest.raises(ConfigError, match=f"^predictor_path: .*tables.safetensors: {name} must be finite"):
+            PredictorFolder.read(folder, MODEL, HIDDEN).table()
+
+
+def test_a_text_to_test_on_is_not_needed(runs, tmp_path):
+    out = tmp_path / "out"
+    assert main([f"data=[one:{runs}/one]", f"out={out}", *QUICK]) == 0
+    found = description(out)
+    assert found["texts"]["tests"] == [] and list(found["judgements"]) == [found["texts"]["held_out"]["name"]]
+    assert "LLaPor on one, learned from one" in json.loads((out / "hit_rates.json").read_text())["source"]

@@ -63,7 +63,7 @@ def recorded(request):
 def test_routers_choose_and_predict_as_in_transformers(recorded):
     checkpoint, routers, inputs = recorded
     k = checkpoint.spec.experts_per_token
-    found = judge(checkpoint.folder, np.arange(100, 140), inputs.numpy())
+    found = judge(checkpoint, np.arange(100, 140), inputs.numpy())
     for place, router in enumerate(routers):
         assert np.array_equal(np.sort(found.own[:, place, :k], axis=1), chosen(router, inputs[:, place]))
         if place:
@@ -85,7 +85,7 @@ def test_routers_choose_and_predict_as_in_transformers(recorded):
 
 def test_tokens_are_found_again(recorded):
     checkpoint, _, inputs = recorded
-    found = judge(checkpoint.folder, np.arange(100, 140), inputs.numpy())
+    found = judge(checkpoint, np.arange(100, 140), inputs.numpy())
     part, places = found.of(np.array([139, 7, 100, 120]))
     assert part.at.tolist() == [100, 120, 139] and places.tolist() == [2, 3, 0]
     assert np.array_equal(part.own, found.own[[0, 20, 39]])
