@@ -33,15 +33,17 @@ class Sizes:
     expert_tokens: tuple[int, ...]
     prompts: tuple[int, int]  # how many, and their length
     contexts: tuple[int, int]
+    few_contexts: tuple[int, int]  # that leave a GPU idle unless several programs share each
 
 
 MIXTRAL_8X7B = Sizes(
     hidden=4096, expert_dim=14336, num_experts=8, top_k=2, num_heads=32, num_kv_heads=8, head_dim=128,
     expert_tokens=(16, 64, 512, 4096, 16384), prompts=(64, 256), contexts=(512, 512),
+    few_contexts=(4, 8192),
 )  # fmt: skip
 TINY = Sizes(
     hidden=32, expert_dim=48, num_experts=4, top_k=2, num_heads=4, num_kv_heads=2, head_dim=16, expert_tokens=(5,),
-    prompts=(2, 19), contexts=(3, 20),
+    prompts=(2, 19), contexts=(3, 20), few_contexts=(1, 30),
 )  # fmt: skip
 
 
@@ -73,8 +75,9 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = torch.bfloat1
     for num_tokens in sizes.expert_tokens:
         yield _experts(sizes, device, dtype, num_tokens)
     yield _prefill(sizes, device, dtype)
-    for staged in (False, True):
-        yield _decode(sizes, device, dtype, staged=staged)
+    for contexts in (sizes.contexts, sizes.few_contexts):
+        for staged in (False, True):
+            yield _decode(sizes, device, dtype, contexts, staged=staged)
 
 
 def _drawn(device: torch.device, dtype: torch.dtype, *shape: int, scale: float = 1.0) -> Tensor:
@@ -181,8 +184,8 @@ def _prefill(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Case:
     )  # fmt: skip
 
 
-def _decode(sizes: Sizes, device: torch.device, dtype: torch.dtype, *, staged: bool) -> Case:
-    count, length = sizes.contexts
+def _decode(sizes: Sizes, device: torch.device, dtype: torch.dtype, contexts: tuple[int, int], *, staged: bool) -> Case:
+    count, length = contexts
     heads, dim, scale = sizes.num_kv_heads, sizes.head_dim, sizes.head_dim**-0.5
     q = _drawn(device, dtype, count, sizes.num_heads, dim)
     k, v = (_drawn(device, dtype, count, heads, length, dim, scale=s) for s in (1.0, 0.5))
@@ -220,7 +223,7 @@ def _paged(rows: Tensor, blocks: Tensor) -> Tensor:
     room = -(-length // _BLOCK_SIZE) * _BLOCK_SIZE
     padded = torch.full((count, heads, room, width), float("nan"), dtype=rows.dtype, device=rows.device)
     padded[:, :, :length] = rows
-    cut = padded.view(count, heads, -1, _BLOCK_SIZE, width).transpose(1, 2).reshape(-1, heads, _BLOCK_SIZE, width)
-    cache = torch.empty_like(cut)
+    cut = padded.view(count, heads, -1, _BLOCK_SIZE, width).transpose(1, 2).flatten(0, 1)
+    cache = torch.empty(cut.shape, dtype=rows.dtype, device=rows.device)
     cache[blocks] = cut
     return cache

@@ -26,6 +26,7 @@ _HOMES = {
     "choose_experts": "routing",
     "expert_scratch_bytes": "experts",
     "grouped_experts": "experts",
+    "grouped_experts_bytes": "sizes",
     "causal_attention": "prefill",
     "paged_decode_attention": "decode",
     "staged_decode_attention": "decode",
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from kernels.triton.matrices import address_table as address_table
     from kernels.triton.prefill import causal_attention as causal_attention
     from kernels.triton.routing import choose_experts as choose_experts
+    from kernels.triton.sizes import grouped_experts_bytes as grouped_experts_bytes
     from kernels.triton.warming import Latent as Latent
     from kernels.triton.warming import Shapes as Shapes
     from kernels.triton.warming import warm_up as warm_up

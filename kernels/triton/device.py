@@ -41,7 +41,11 @@ def chip(device: torch.device) -> Chip:
     if device.type != "cuda":
         return Chip()
     properties: Any = torch.cuda.get_device_properties(device)
-    return Chip(major=int(properties.major), shared_bytes=int(properties.shared_memory_per_block_optin))
+    return Chip(
+        major=int(properties.major),
+        shared_bytes=int(properties.shared_memory_per_block_optin),
+        processors=int(properties.multi_processor_count),
+    )
 
 
 def power_of_two(least: int) -> int:

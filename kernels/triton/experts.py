@@ -11,7 +11,8 @@ from kernels.triton import grouping
 from kernels.triton.device import cdiv, chip, power_of_two, product, widens
 from kernels.triton.matrices import ACTIVATIONS, ADDRESSES, ExpertShape
 from kernels.triton.scratch import Scratch
-from kernels.triton.tiling import Tiles, expert_tiles
+from kernels.triton.sizes import grouped_experts_bytes
+from kernels.triton.tiling import Tiles, columns_together, expert_tiles
 
 _COLUMNS = 1024  # of a row that one program of `_combine` sums
 
@@ -28,6 +29,17 @@ def _tile(tile, starts, tile_ends, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.conste
     first_tile = tl.where(safe > 0, first_tile, 0)
     row = tl.load(starts + safe) + (tile - first_tile) * ROWS + tl.arange(0, ROWS)
     return found, row, tl.load(starts + safe + 1)
+
+
+@triton.jit
+def _place(num_tiles, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr):
+    """Return this program's row tile and column tile. TOGETHER column tiles run side by side over one row tile, then
+    over the next: rows are read once for all of them, and their weights once for all row tiles of an expert."""
+    all_columns: tl.constexpr = (OUTPUTS + COLUMNS - 1) // COLUMNS
+    first = tl.program_id(0) // (num_tiles * TOGETHER) * TOGETHER
+    count = tl.minimum(all_columns - first, TOGETHER)
+    inside = tl.program_id(0) - num_tiles * first
+    return inside // count, first + inside % count
 
 
 @triton.jit
@@ -56,15 +68,15 @@ def _gate_up(
     x, table, order, starts, tile_ends, h, gate_stride, num_tiles, alpha, limit,
     HIDDEN: tl.constexpr, EXPERT_DIM: tl.constexpr, TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     EXPERTS: tl.constexpr, ADDRESSES: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIASES: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WIDEN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, TOGETHER: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Compute h [pairs, EXPERT_DIM], sorted by expert. Tiles that share weights run side by side and share them in
-    L2."""
+    """Compute h [pairs, EXPERT_DIM], sorted by expert."""
     kind: tl.constexpr = x.dtype.element_ty
-    expert, row, stop = _tile(tl.program_id(0) % num_tiles, starts, tile_ends, NUM_EXPERTS, EXPERTS, ROWS)
+    tile, column_tile = _place(num_tiles, EXPERT_DIM, COLUMNS, TOGETHER)
+    expert, row, stop = _tile(tile, starts, tile_ends, NUM_EXPERTS, EXPERTS, ROWS)
     if expert >= NUM_EXPERTS:
         return
-    column = (tl.program_id(0) // num_tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     token = tl.load(order + row, mask=row < stop, other=0) // TOP_K
     weight_row = tl.minimum(column, EXPERT_DIM - 1).to(tl.int64) * gate_stride
     depth = tl.arange(0, DEPTH)
@@ -96,14 +108,15 @@ def _down(
     h, table, starts, tile_ends, y, down_stride, num_tiles,
     HIDDEN: tl.constexpr, EXPERT_DIM: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr,
     ADDRESSES: tl.constexpr, HAS_BIASES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, WIDEN: tl.constexpr,
+    DEPTH: tl.constexpr, TOGETHER: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Compute y [pairs, HIDDEN], sorted by expert, not yet weighted, rounded as the model rounds an expert's output."""
     kind: tl.constexpr = h.dtype.element_ty
-    expert, row, stop = _tile(tl.program_id(0) % num_tiles, starts, tile_ends, NUM_EXPERTS, EXPERTS, ROWS)
+    tile, column_tile = _place(num_tiles, HIDDEN, COLUMNS, TOGETHER)
+    expert, row, stop = _tile(tile, starts, tile_ends, NUM_EXPERTS, EXPERTS, ROWS)
     if expert >= NUM_EXPERTS:
         return
-    column = (tl.program_id(0) // num_tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
     h_at = h + tl.minimum(row, stop - 1).to(tl.int64)[:, None] * EXPERT_DIM + depth[None, :]
     weight_row = tl.minimum(column, HIDDEN - 1).to(tl.int64) * down_stride
@@ -145,9 +158,10 @@ def _combine(
 
 def expert_scratch_bytes(num_tokens: int, top_k: int, num_experts: int, num_present: int, shape: ExpertShape) -> int:
     """Return the bytes of scratch memory that `grouped_experts` uses for so many tokens at once."""
-    pairs = num_tokens * min(top_k, num_present)
-    products = Scratch.nbytes(shape.dtype, pairs * shape.expert_dim, pairs * shape.hidden)
-    return Scratch.slack_bytes() + products + grouping.scratch_bytes(num_tokens, top_k, num_experts, num_present)
+    return grouped_experts_bytes(
+        num_tokens, top_k=top_k, num_experts=num_experts, num_present=num_present, hidden_dim=shape.hidden,
+        expert_dim=shape.expert_dim, number_bytes=shape.dtype.itemsize,
+    )  # fmt: skip
 
 
 def grouped_experts(
@@ -238,11 +252,13 @@ def launch(
     _gate_up[(groups.num_tiles * cdiv(shape.expert_dim, wide.columns),)](
         x, table, groups.order, groups.starts, groups.tile_ends, h, shape.gate_stride, groups.num_tiles,
         float(shape.activation.alpha), float(shape.activation.limit), TOP_K=top_k,
-        ACTIVATION=ACTIVATIONS[shape.activation.name], **sizes, **_options(wide),
+        ACTIVATION=ACTIVATIONS[shape.activation.name],
+        TOGETHER=columns_together(wide, 2, shape.hidden, x.element_size()), **sizes, **_options(wide),
     )  # fmt: skip
     _down[(groups.num_tiles * cdiv(shape.hidden, narrow.columns),)](
-        h, table, groups.starts, groups.tile_ends, y, shape.down_stride, groups.num_tiles, **sizes, **_options(narrow)
-    )
+        h, table, groups.starts, groups.tile_ends, y, shape.down_stride, groups.num_tiles,
+        TOGETHER=columns_together(narrow, 1, shape.expert_dim, x.element_size()), **sizes, **_options(narrow),
+    )  # fmt: skip
     _combine[(num_tokens, cdiv(shape.hidden, _COLUMNS))](
         y, groups.places, weights, out, HIDDEN=shape.hidden, TOP_K=top_k, COLUMNS=_COLUMNS
     )

@@ -15,8 +15,8 @@ import triton.language as tl
 from kernels.triton.device import cdiv, power_of_two
 from kernels.triton.matrices import ADDRESSES
 from kernels.triton.scratch import Scratch
+from kernels.triton.sizes import PAIRS_OF_A_CHUNK, chunks_of
 
-_CHUNK = 64  # pairs a program counts or places
 _BLOCK = 32  # chunks that the offsets' only program handles at once
 
 
@@ -98,12 +98,6 @@ def _place(
     tl.store(places + pair, tl.where(placed, place, -1), mask=pair < num_pairs)
 
 
-def scratch_bytes(num_tokens: int, top_k: int, num_experts: int, num_present: int) -> int:
-    num_pairs = num_tokens * top_k
-    sizes = (num_tokens * min(top_k, num_present), num_pairs, num_experts + 1, num_experts)
-    return Scratch.nbytes(torch.int32, cdiv(num_pairs, _CHUNK) * num_experts, *sizes)
-
-
 def group(ids: torch.Tensor, table: torch.Tensor, num_present: int, tile_rows: int, scratch: Scratch) -> Groups:
     """Group the pairs of token and expert by expert; all results lie in `scratch`.
 
@@ -112,12 +106,12 @@ def group(ids: torch.Tensor, table: torch.Tensor, num_present: int, tile_rows: i
     """
     num_tokens, top_k = ids.shape
     num_experts, num_pairs = table.shape[0], ids.numel()
-    most_pairs, num_chunks = num_tokens * min(top_k, num_present), cdiv(num_pairs, _CHUNK)
+    most_pairs, num_chunks = num_tokens * min(top_k, num_present), chunks_of(num_pairs)
     counts = scratch.take((num_chunks, num_experts), torch.int32)
     order, places = scratch.take((most_pairs,), torch.int32), scratch.take((num_pairs,), torch.int32)
     starts, tile_ends = scratch.take((num_experts + 1,), torch.int32), scratch.take((num_experts,), torch.int32)
     sizes = {"NUM_EXPERTS": num_experts, "EXPERTS": power_of_two(num_experts)}
-    by_pair = {**sizes, "ADDRESSES": ADDRESSES, "CHUNK": _CHUNK}
+    by_pair = {**sizes, "ADDRESSES": ADDRESSES, "CHUNK": PAIRS_OF_A_CHUNK}
     _count[(num_chunks,)](ids, table, counts, num_pairs, **by_pair)
     _offsets[(1,)](counts, starts, tile_ends, num_chunks, **sizes, ROWS=tile_rows, BLOCK=_BLOCK)
     _place[(num_chunks,)](ids, table, counts, order, places, num_pairs, **by_pair)

@@ -6,11 +6,7 @@ from math import prod
 
 import torch
 
-_ALIGNMENT_BYTES = 128
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+from kernels.triton.sizes import ALIGNMENT_BYTES, aligned
 
 
 class Scratch:
@@ -18,22 +14,12 @@ class Scratch:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
-        self._at = -memory.data_ptr() % _ALIGNMENT_BYTES
+        self._at = -memory.data_ptr() % ALIGNMENT_BYTES
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         nbytes = prod(shape) * dtype.itemsize
         end = self._at + nbytes
         assert end <= self._memory.numel(), f"{shape} {dtype} does not fit {self._memory.numel()} bytes of scratch"
         taken = self._memory[self._at : end].view(dtype).view(shape)
-        self._at += _aligned(nbytes)
+        self._at += aligned(nbytes)
         return taken
-
-    @staticmethod
-    def nbytes(dtype: torch.dtype, *counts: int) -> int:
-        """Return the bytes of tensors with so many elements, taken one after another."""
-        return sum(_aligned(count * dtype.itemsize) for count in counts)
-
-    @staticmethod
-    def slack_bytes() -> int:
-        """Return the bytes to add once for a memory that starts anywhere."""
-        return _ALIGNMENT_BYTES

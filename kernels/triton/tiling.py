@@ -19,10 +19,12 @@ class Tiles:
 @dataclass(frozen=True, slots=True)
 class Chip:
     """Holds what tiles depend on. major: of the compute capability.
-    shared_bytes: what one block may take: 227 KiB on 9.0, 163 on 8.0, 99 on 8.6 and 8.9, 64 on 7.5."""
+    shared_bytes: what one block may take: 227 KiB on 9.0, 163 on 8.0, 99 on 8.6 and 8.9, 64 on 7.5.
+    processors: streaming multiprocessors, 132 of an H100 or H200; 0 where nobody knows them."""
 
     major: int = 8
     shared_bytes: int = 99 << 10
+    processors: int = 0
 
     @property
     def has_warp_groups(self) -> bool:
@@ -34,6 +36,10 @@ class Chip:
 _LEAST_ROWS = 16  # of a tensor core's product
 _GROUP_ROWS = 64  # of a product of a whole warp group
 _MOST_STAGES = 4
+_MOST_TOGETHER = 8  # column tiles
+_TOGETHER_BYTES = 20 << 20  # of their weights, beside what else is in the 40 to 50 MB of a large GPU's second cache
+_MOST_SPLITS = 32  # of a context
+_PROGRAMS_OF_A_PROCESSOR = 2  # that keep its memory busy: not tuned, no GPU has been seen
 # 16-bit: rows of a tile -> (columns of all weights, depth, warps). Few rows: the weights' bandwidth counts, so long
 # rows of weights; many rows: operands are reused, as far as the float32 sums fit the registers.
 _HALF = {16: (128, 128, 4), 32: (128, 128, 4), 64: (256, 64, 8), 128: (256, 64, 8)}
@@ -54,6 +60,14 @@ def expert_tiles(element_bytes: int, rows_per_expert: float, num_weights: int, c
     stage_bytes = (rows + num_weights * columns) * depth * element_bytes
     num_stages = max(1, min(_MOST_STAGES, chip.shared_bytes // stage_bytes))
     return Tiles(rows, columns, depth, num_warps, num_stages)
+
+
+def columns_together(tiles: Tiles, num_weights: int, inputs: int, element_bytes: int) -> int:
+    """Choose how many column tiles of a product run side by side over one row tile, which they then share in the cache.
+
+    Their weights are shared by the row tiles that come next, so that they have to stay there as well.
+    """
+    return max(1, min(_MOST_TOGETHER, _TOGETHER_BYTES // (num_weights * tiles.columns * inputs * element_bytes)))
 
 
 def row_choices(element_bytes: int) -> tuple[int, ...]:
@@ -78,7 +92,13 @@ def decode_tiles(element_bytes: int, head_dim: int, group_size: int, chip: Chip)
     while rows < group_size:
         rows *= 2
     columns = 64 if element_bytes == 2 and head_dim <= 256 else 32
-    return Tiles(rows, columns, head_dim, 4, _attention_stages(element_bytes, rows, columns, head_dim, chip))
+    num_warps = 4 if element_bytes == 2 else 8  # of which fewer lack registers: no tensor core multiplies float32
+    return Tiles(rows, columns, head_dim, num_warps, _attention_stages(element_bytes, rows, columns, head_dim, chip))
+
+
+def decode_splits(programs: int, chip: Chip) -> int:
+    """Choose how many programs share a context where there are `programs` of sequence and KV head."""
+    return max(1, min(_MOST_SPLITS, _PROGRAMS_OF_A_PROCESSOR * chip.processors // programs))
 
 
 def latent_tiles(element_bytes: int, width: int, num_heads: int, chip: Chip) -> Tiles:

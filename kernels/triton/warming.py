@@ -104,10 +104,13 @@ def _attend_once(
     if "decode" not in attends:
         return
     staging = zeros(2 * kv_heads * head_dim)
-    staged_decode_attention(q, staging, positions, torch.empty_like(q), num_kv_heads=kv_heads, **options)
-    if shapes.kv_block_size is not None:
-        cache = zeros(1, kv_heads, shapes.kv_block_size, head_dim)
-        paged_decode_attention(q, cache, cache, zeros(1, of=torch.int32), positions, torch.empty_like(q), **options)
+    for splits in (1, 2):  # whole contexts, and shared ones
+        options["splits"] = splits
+        staged_decode_attention(q, staging, positions, torch.empty_like(q), num_kv_heads=kv_heads, **options)
+        if shapes.kv_block_size is not None:
+            cache = zeros(1, kv_heads, shapes.kv_block_size, head_dim)
+            blocks = zeros(1, of=torch.int32)
+            paged_decode_attention(q, cache, cache, blocks, positions, torch.empty_like(q), **options)
 
 
 def _attend_latents_once(

@@ -15,7 +15,7 @@ from tests.composing import composed
 from tests.conftest import ROOT
 from tests.contract.gpu_ops import DEVICE, MetaContext, submitted, weight_views
 
-KERNELS = {"_choose", "_count", "_offsets", "_place", "_gate_up", "_down", "_combine", "_attend"}
+KERNELS = {"_choose", "_count", "_offsets", "_place", "_gate_up", "_down", "_combine", "_attend", "_join"}
 
 
 def asked(*arguments: str) -> dict[str, list[str]]:
@@ -60,7 +60,8 @@ def main(names: list[str]) -> None:
     import kernels.triton as gpu
     from harness.engine.ops import views
     from harness.model.gpu_kernels import warm_up
-    from kernels.triton import warming
+    from kernels.triton import decode, warming
+    from kernels.triton.tiling import Chip
 
     patch, wanted, block_size = pytest.MonkeyPatch(), set(), composed()["kv_block_tokens"]
     driver.set_active(AnyGpu())
@@ -69,6 +70,7 @@ def main(names: list[str]) -> None:
     patch.setattr(JITFunction, "_do_compile", lambda self, key, *_: wanted.add(f"{self.fn.__name__} {key}"))
     patch.setattr(gpu, "serves", lambda tensor, kernel: True)
     patch.setattr(views, "_weight_views", weight_views)
+    patch.setattr(decode, "chip", lambda device: Chip(processors=132))  # where few sequences share their contexts
     ops = [op for name in names for count in (3, 80) for op in submitted(patch, name, count)]
 
     def specialised(compute) -> set[str]:

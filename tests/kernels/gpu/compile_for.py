@@ -63,7 +63,7 @@ def compiled_for(number: int, capability: int, shared_kib: int, dtype: str) -> l
     compiled = Compiled()
     JITFunction.run = lambda self, *arguments, **options: compiled.run(self, *arguments, **options)
     for module in (decode, experts, latent, prefill):
-        module.chip = lambda device: Chip(capability // 10, shared_kib << 10)
+        module.chip = lambda device: Chip(capability // 10, shared_kib << 10, 132)
     shape = ExpertShape(
         hidden=4096, expert_dim=14336, gate_stride=4096, down_stride=14336, has_biases=False,
         dtype=getattr(torch, dtype),

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 from caches import TOLERANCE, Draw, close, flat, make_cache
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kernels import reference
 from kernels import triton as gpu
+from kernels.triton.tiling import Chip, decode_splits
 
 quick = settings(max_examples=5)
 
@@ -95,6 +96,47 @@ def test_decode(device, context_lens, block_size, dtype, num_kv_heads, group, he
     staging = stage(k_cache, v_cache, tables, context_lens)
     gpu.staged_decode_attention(q, staging, positions, staged, num_kv_heads=num_kv_heads, **options)
     close(staged, expected)
+
+
+@quick
+@example(
+    context_lens=[5, 140, 70], splits=3, block_size=16, dtype=torch.float32, num_kv_heads=2, group=2, head_dim=16,
+    window=None, has_sinks=True, seed=0,
+)  # fmt: skip
+@given(
+    context_lens=st.lists(st.integers(1, 30) | st.just(140) | st.just(300), min_size=1, max_size=3),
+    splits=st.integers(2, 6),
+    block_size=st.sampled_from((4, 16)),
+    **shapes,
+)
+def test_decode_with_shared_contexts(
+    device, context_lens, splits, block_size, dtype, num_kv_heads, group, head_dim, window, has_sinks, seed
+):
+    """As many programs as there are steps, more, or fewer: some have no key, and sinks count once."""
+    draw, num_heads = Draw(device, dtype, seed), num_kv_heads * group
+    q = draw(len(context_lens), num_heads, head_dim)
+    k_cache, v_cache, tables = make_cache(draw, context_lens, num_kv_heads, head_dim, block_size)
+    sinks = draw(num_heads) if has_sinks else None
+    positions = torch.tensor(context_lens, device=device) - 1
+    scale = head_dim**-0.5
+    on_host = (x.cpu() for x in (q, k_cache, v_cache, tables, torch.tensor(context_lens, dtype=torch.int32)))
+    host_sinks = None if sinks is None else sinks.float().cpu()
+    expected = reference.decode_attention(*on_host, scale=scale, sliding_window=window or 0, sinks=host_sinks)
+    found, options = torch.full_like(q, float("nan")), {"scale": scale, "window": window, "sinks": sinks}
+    staging = stage(k_cache, v_cache, tables, context_lens)
+    gpu.staged_decode_attention(q, staging, positions, found, num_kv_heads=num_kv_heads, splits=splits, **options)
+    close(found, expected)
+    blocks = flat(tables, context_lens, block_size)
+    again = torch.full_like(q, float("nan"))
+    gpu.paged_decode_attention(q, k_cache, v_cache, blocks, positions, again, splits=splits, **options)
+    close(again, expected)
+
+
+def test_contexts_are_shared_where_sequences_are_few():
+    """By sequences times KV heads; an H100 has 132 processors."""
+    chip = Chip(processors=132)
+    assert [decode_splits(programs, chip) for programs in (8, 32, 128, 256, 264, 265, 9000)] == [32, 8, 2, 1, 1, 1, 1]
+    assert decode_splits(1, Chip()) == 1, "nobody knows the GPU"
 
 
 def test_more_sequences_than_one_step_adds_up(device, monkeypatch):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kernels import reference
 from kernels import triton as gpu
+from kernels.triton.tiling import Chip, columns_together, expert_tiles
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # of the largest sum
 quick = settings(max_examples=12)
@@ -149,6 +150,18 @@ def test_many_tokens(device, monkeypatch):
     monkeypatch.setattr("kernels.triton.grouping._BLOCK", 4)  # 32 of them would take tokens by the hundred
     layer = make_layer(device, torch.float32, hidden=16, expert_dim=16, num_experts=6, present=range(6))
     check(device, layer, torch.float32, 130, 4)  # 520 pairs: 9 chunks of 64, 3 tiles or more for each expert
+
+
+@pytest.mark.parametrize("together_bytes", [0, 16_000, 1 << 20])
+def test_column_tiles_in_any_groups(device, monkeypatch, together_bytes):
+    """One by one, in groups of which the last is smaller, and all at once; each expert has several row tiles."""
+    monkeypatch.setattr("kernels.triton.tiling._TOGETHER_BYTES", together_bytes)
+    layer = make_layer(device, torch.float32, hidden=20, expert_dim=340, num_experts=2, present=range(2))
+    monkeypatch.setattr("kernels.triton.tiling._FLOAT", {16: (64, 32, 4)})
+    tiles = expert_tiles(4, 16.0, 2, Chip())
+    groups = columns_together(tiles, 2, 20, 4)
+    assert (tiles.columns, groups) == (32, {0: 1, 16_000: 3, 1 << 20: 8}[together_bytes])  # of 11 column tiles
+    check(device, layer, torch.float32, 37, 2)
 
 
 def test_little_scratch_takes_several_runs(device):
