@@ -76,10 +76,13 @@ class Sequence:
     prompt_len: int = field(init=False)
     # The most tokens of its own that ever lie in the KV cache: the last generated one is never fed back.
     max_tokens: int = field(init=False)
+    ends_at: int = field(init=False)  # tokens in the KV cache behind which it ends, which nobody knows before
 
     def __post_init__(self) -> None:
-        self.prompt_len = len(self.request.prompt_ids)
-        self.max_tokens = self.prompt_len + self.request.max_new_tokens - 1
+        request = self.request
+        self.prompt_len = len(request.prompt_ids)
+        self.max_tokens = self.prompt_len + request.max_new_tokens - 1
+        self.ends_at = self.prompt_len + min(request.ends_after or request.max_new_tokens, request.max_new_tokens) - 1
 
     @property
     def num_tokens(self) -> int:
@@ -110,7 +113,7 @@ def accept(sequences: Seq[Sequence], tokens: list[int], eos_token_id: int | None
     fields.assign(sequences, "num_cached", cached.tolist())
     fields.append(sequences, "generated", tokens)
     fields.assign(sequences, "state", [State.DECODING] * len(sequences))
-    ended = cached >= fields.values(sequences, "max_tokens")
+    ended = cached >= fields.values(sequences, "ends_at")
     if eos_token_id is not None:
         ended |= np.asarray(tokens) == eos_token_id
     return [sequences[at] for at in np.flatnonzero(ended).tolist()]

@@ -30,8 +30,7 @@ from harness.study.prediction import Learned
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """The texts of a learning: to fit, to validate, and to test on; and the model that they were recorded of, where
-    its folder is named."""
+    """Texts are to fit, to validate, and to test on; they were recorded of `checkpoint`, where its folder is named."""
 
     fit: Examples
     held_out: Examples

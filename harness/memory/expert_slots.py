@@ -61,6 +61,7 @@ class ExpertSlots:
         self._places.reserve(name, dict.fromkeys(range(num_slots), slot_bytes))
         self.num_slots = num_slots
         self.hits = self.misses = self.evictions = self.withdrawals = 0
+        self.spared: Collection[Key] = ()  # experts that lose their slot to none that is prefetched, and to others last
 
     def __contains__(self, key: Key) -> bool:
         """Tell whether the expert is in a slot or on its way there."""
@@ -104,7 +105,7 @@ class ExpertSlots:
         on the link."""
         key = (layer, expert)
         if key not in self._places:
-            if not self._places.num_free and not (evict and any(True for _ in self._places.idle())):
+            if not self._places.num_free and not (evict and any(key not in self.spared for key in self._places.idle())):
                 return False
             self._fetch(key, urgent=urgent)
         self._replacement.used(key)
@@ -144,9 +145,10 @@ class ExpertSlots:
         """Bring an expert into a free slot, or into that of a victim."""
         layer, expert = key
         if not self._places.num_free:
-            candidates = list(self._places.idle())
-            assert candidates, f"all {self.num_slots} expert slots are held"
-            self.evict(*self._replacement.victim(candidates, key))
+            idle = list(self._places.idle())
+            assert idle, f"all {self.num_slots} expert slots are held"
+            candidates = [other for other in idle if other not in self.spared] if self.spared else idle
+            self.evict(*self._replacement.victim(candidates or idle, key))
         self._bring(key, self._store.experts(layer)[expert], self._places.take(key), urgent=urgent)
 
     def _bring(self, key: Key, source: PlacedPart, target: Buffer, *, urgent: bool) -> None:

@@ -316,7 +316,8 @@ def _paths(run_folder: Path, summary: Mapping[str, Any]) -> Text:
     lines = [f"run    {run_folder}"]
     trace = next((run_folder / name for name in ("trace.json", "trace.json.gz") if (run_folder / name).exists()), None)
     if trace is not None:
-        lines.append(f"trace  {trace}  (drag it into https://ui.perfetto.dev)")
+        told = summary.get("trace_excerpt")
+        lines.append(f"trace  {trace}  ({f'{told}; ' if told else ''}drag it into https://ui.perfetto.dev)")
     if str(summary.get("wandb", "")).startswith(("online", "offline")):
         lines.append(f"wandb  {summary['wandb']}")
     return Text("\n".join(lines))

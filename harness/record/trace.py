@@ -1,7 +1,8 @@
 """Spans and passes as a Chrome trace that opens in Perfetto (ui.perfetto.dev), and back.
 
 Times are kept to the nanosecond. A rank is a process and a lane a thread; passes and their counters have a process of
-their own. Format: the Trace Event Format, JSON object form.
+their own. Format: the Trace Event Format, JSON object form. A run with more slices than a browser draws keeps those of
+some passes in its middle (`Excerpt`).
 """
 
 from __future__ import annotations
@@ -9,22 +10,68 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+import numpy as np
 
 from harness.machine.base import Lane, LaneKind, Span, Work
 from harness.record.files import atomic_file, plain
 from harness.record.passes import PassRecord
-from harness.record.spans import lane_order
+from harness.record.spans import SpanTable, Window, lane_order
 
 _PASSES_PID = 1
 _FIRST_RANK_PID = 10  # rank r is process 10 + r
 _KINDS = tuple(LaneKind)
+_EXCERPT = "excerpt"  # what the trace says of itself where it has not all slices
 _WORK = ("flops", "device_bytes", "host_bytes", "link_bytes")
 
 
 class TraceError(ValueError):
-    """A file is not a trace that this module wrote."""
+    """A file is not a trace that this module wrote, or not of the whole run where that is needed."""
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """An excerpt of a run's slices has those that begin in the window, of passes `first` to `last`."""
+
+    window: Window
+    first: int
+    last: int
+    num_slices: int
+    num_all: int
+
+    @property
+    def told(self) -> str:
+        """Say what the trace shows, for labels."""
+        passes = f"pass {self.first}" if self.first == self.last else f"passes {self.first} to {self.last}"
+        return f"{self.num_slices:,} of {self.num_all:,} slices: {passes}"
+
+
+def excerpt(spans: Sequence[Span], passes: Sequence[PassRecord], most: int | None) -> Excerpt | None:
+    """Choose neighbouring passes in the middle of a run, as many as have `most` slices together; of a single pass with
+    more, its beginning. None where all slices are few enough, or there is no pass."""
+    if most is None or len(spans) <= most or not passes:
+        return None
+    table, ordered = SpanTable.of(spans), sorted(passes, key=lambda p: (p.start_s, p.index))
+    starts_s = np.sort(np.concatenate([table.lane(lane).rows["start_s"] for lane in table.all_lanes()]))
+
+    def num_slices(first: int, last: int) -> int:
+        window = ordered[first].start_s, ordered[last].end_s
+        return int(np.diff(np.searchsorted(starts_s, window))[0])
+
+    first = last = middle = len(ordered) // 2
+    while wider := [
+        (start, end)
+        for start, end in ((first, last + 1), (first - 1, last))
+        if start >= 0 and end < len(ordered) and num_slices(start, end) <= most
+    ]:
+        first, last = wider[-1 if last - middle > middle - first else 0]
+    start_s, end_s = ordered[first].start_s, ordered[last].end_s
+    if (number := num_slices(first, last)) > most:
+        end_s, number = float(starts_s[np.searchsorted(starts_s, start_s) + most]), most
+    return Excerpt((start_s, end_s), ordered[first].index, ordered[last].index, number, len(spans))
 
 
 def write_trace(
@@ -34,9 +81,16 @@ def write_trace(
     *,
     label: str,
     meta: Mapping[str, Any] | None = None,
+    only: Excerpt | None = None,
 ) -> None:
-    """Write the trace whole or not at all; a path that ends in `.gz` is compressed (Perfetto reads both)."""
-    header = {"displayTimeUnit": "ms", "otherData": {"label": label, **plain(meta or {})}}
+    """Write the trace, or an excerpt of it, whole or not at all. A path that ends in `.gz` is compressed (Perfetto
+    reads both)."""
+    other = {"label": label, **plain(meta or {})}
+    if only is not None:
+        other[_EXCERPT], label = only.told, f"{label}; {only.told}"
+        start_s, end_s = only.window
+        spans = [span for span in spans if start_s <= span.start_s < end_s]
+    header = {"displayTimeUnit": "ms", "otherData": other}
     with atomic_file(path) as raw:
         if path.suffix == ".gz":
             with gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=5, mtime=0) as packed:
@@ -45,12 +99,18 @@ def write_trace(
             _write(raw, header, _events(spans, passes, label))
 
 
-def read_trace(path: Path) -> list[Span]:
-    """Read the spans of a trace, in the order in which they were recorded. Raises TraceError naming the file."""
+def read_trace(path: Path, *, whole: bool = True) -> list[Span]:
+    """Read the spans of a trace, in the order in which they were recorded. Raises TraceError naming the file, also for
+    an excerpt where the `whole` run is asked for."""
     try:
-        events = _load(path)["traceEvents"]
+        loaded = _load(path)
+        if whole and (told := loaded.get("otherData", {}).get(_EXCERPT)):
+            raise TraceError(f"{path}: has {told}; run again with trace_slices=null for all")
+        events = loaded["traceEvents"]
         return [_span(event) for event in events if event["ph"] == "X" and event["pid"] >= _FIRST_RANK_PID]
-    except (ValueError, KeyError, TypeError, EOFError, IndexError, gzip.BadGzipFile) as error:
+    except TraceError:
+        raise
+    except (AttributeError, ValueError, KeyError, TypeError, EOFError, IndexError, gzip.BadGzipFile) as error:
         raise TraceError(f"{path}: not a readable trace ({type(error).__name__}: {error})") from error
 
 

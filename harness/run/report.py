@@ -20,7 +20,7 @@ from harness.record.files import RecordError
 from harness.record.passes import PassRecord
 from harness.record.store import RunFolder
 from harness.record.summary import RunFacts, build_summary
-from harness.record.trace import write_trace
+from harness.record.trace import excerpt, write_trace
 from harness.record.wandb_sink import WandbSink
 from harness.run.session import Session
 from harness.verify.records import VerifyReport
@@ -157,7 +157,9 @@ def report_run(state: RunState, folder: RunFolder, sink: WandbSink, status: str,
     folder.write_summary(summary)
     trace_path = folder.path / "trace.json"
     try:
-        write_trace(trace_path, spans, state.passes, label=label, meta={"run_id": folder.run_id})
+        only = excerpt(spans, state.passes, session.settings.trace_slices)
+        write_trace(trace_path, spans, state.passes, label=label, meta={"run_id": folder.run_id}, only=only)
+        summary["trace_excerpt"] = only and only.told
     except RecordError as failure:
         if status == "ok":
             folder.write_summary(summary | {"status": "failed", "error": f"RecordError: {failure}"})

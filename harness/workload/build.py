@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from itertools import repeat
+from pathlib import Path
 
 from harness.config import ConfigError, require
 from harness.workload.config import DatasetConfig
 from harness.workload.fit import LengthLimits, Prompt
+from harness.workload.lengths import drawn_lengths
 from harness.workload.real import real_candidates
 from harness.workload.request import Request, Workload
+from harness.workload.streams import Stream, generator
 from harness.workload.synthetic import synthetic_candidates
 from harness.workload.tokens import Candidate, Tokenizer
 
@@ -39,14 +44,15 @@ def build_workload(
         else:
             candidates, source = real_candidates(config, tokenizer, limits)
         prompts = _fitting(candidates, config, limits, source)
+        ends, told = _ends(config, seed)
     except ConfigError as error:
         raise error.below(field) from error.__cause__
     largest = max(max(prompt.ids) for prompt in prompts)
     require(largest < vocab_size, "model", f"its tokenizer gives id {largest}, its vocabulary has {vocab_size} entries")
     return Workload(
         name=config.name,
-        requests=_requests(prompts, config, tokenizer),
-        source=f"{'synthetic' if is_synthetic else 'real'}: {source}{limits.notes()}",
+        requests=_requests(prompts, config, tokenizer, ends),
+        source=f"{'synthetic' if is_synthetic else 'real'}: {source}{limits.notes()}{told}",
         is_synthetic=is_synthetic,
     )
 
@@ -69,7 +75,28 @@ def _fitting(candidates: Iterator[Candidate], config: DatasetConfig, limits: Len
     return prompts
 
 
-def _requests(prompts: list[Prompt], config: DatasetConfig, tokenizer: Tokenizer | None) -> tuple[Request, ...]:
+def _ends(config: DatasetConfig, seed: int) -> tuple[Iterator[int | None], str]:
+    """Return after how many tokens each request ends, and where that is from, for labels. Raises ConfigError."""
+    if config.output_lengths is not None:
+        statistics = config.output_lengths
+        told = f"; ends drawn from mean {statistics.mean:g}, max {statistics.max} ({statistics.source})"
+        return drawn_lengths(statistics, seed, Stream.OUTPUTS), told
+    if config.output_lengths_path is None:
+        return repeat(None), ""
+    path = Path(config.output_lengths_path).expanduser()
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError("output_lengths_path", f"{path}: cannot be read: {error}") from None
+    valid = isinstance(found, list) and found and all(type(each) is int and each >= 1 for each in found)
+    require(bool(valid), "output_lengths_path", f"{path}: must be a list of whole numbers, each 1 or more")
+    drawn = generator(seed, Stream.OUTPUTS).choice(found, size=config.num_requests)
+    return iter(drawn.tolist()), f"; ends by lot from the {len(found)} of {path.name}"
+
+
+def _requests(
+    prompts: list[Prompt], config: DatasetConfig, tokenizer: Tokenizer | None, ends: Iterator[int | None]
+) -> tuple[Request, ...]:
     def text_of(prompt: Prompt) -> str | None:
         if prompt.text is not None or tokenizer is None:
             return prompt.text
@@ -83,6 +110,7 @@ def _requests(prompts: list[Prompt], config: DatasetConfig, tokenizer: Tokenizer
             prompt_ids=prompts[number % len(prompts)].ids,
             max_new_tokens=config.max_new_tokens,
             text=texts[number % len(prompts)],
+            ends_after=ends_after,
         )
-        for number in range(config.num_requests)
+        for number, ends_after in zip(range(config.num_requests), ends, strict=False)
     )

@@ -60,7 +60,8 @@ class DatasetConfig:
     each in `shot_template`, are put in front of every other row's prompt. `on_empty` says what becomes of rows without
     a prompt. A prompt longer than `max_prompt_tokens`, or than the model's positions leave beside `max_new_tokens`,
     is an error or loses its end (`on_too_long`); one shorter than `min_prompt_tokens` is left out, repeated up to the
-    length, or an error (`on_too_short`).
+    length, or an error (`on_too_short`). A request ends where its answer does, after so many tokens: drawn from
+    `output_lengths`, or from the list of numbers in the JSON file `output_lengths_path`; null: after `max_new_tokens`.
     """
 
     name: str
@@ -86,6 +87,8 @@ class DatasetConfig:
     max_prompt_tokens: int | None = None
     on_too_short: Literal["skip", "repeat", "error"] = "skip"
     on_too_long: Literal["error", "truncate"] = "error"
+    output_lengths: LengthStatistics | None = None
+    output_lengths_path: str | None = None
 
     def __post_init__(self) -> None:
         require_name(self.name)
@@ -94,6 +97,8 @@ class DatasetConfig:
             asked = f"must be 1 or more, and at most {MAX_REQUESTS}, got {value}"
             require(value is None or 1 <= value <= MAX_REQUESTS, field, asked)
         require(self.max_new_tokens >= 1, "max_new_tokens", f"must be 1 or more, got {self.max_new_tokens}")
+        told = "must be null where output_lengths_path is set: name one of the two"
+        require(self.output_lengths is None or self.output_lengths_path is None, "output_lengths", told)
         self._check_source()
         self._check_recipe()
         shortest, longest = self.min_prompt_tokens, self.max_prompt_tokens

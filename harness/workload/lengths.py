@@ -55,14 +55,14 @@ def _probabilities(statistics: LengthStatistics, lengths: Integers, parameter: f
     return probabilities
 
 
-def drawn_lengths(statistics: LengthStatistics, seed: int) -> Iterator[int]:
+def drawn_lengths(statistics: LengthStatistics, seed: int, stream: Stream = Stream.LENGTHS) -> Iterator[int]:
     """Draw lengths without end, and the same sequence for the same seed."""
     lengths, probabilities = fitted(statistics)
     cumulative = np.cumsum(probabilities)
     size = statistics.num_prompts or BLOCK
     size = size if size <= LARGEST_BLOCK else BLOCK
     for block in count():
-        rng = generator(seed, Stream.LENGTHS, block)
+        rng = generator(seed, stream, block)
         quantiles = (rng.permutation(size) + rng.random(size)) / size
         drawn = np.searchsorted(cumulative, quantiles, side="right")
         yield from lengths[np.minimum(drawn, len(lengths) - 1)].tolist()  # cumulative[-1] may be a hair below 1

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 class Request:
     """One prompt and how much to generate for it.
 
+    `ends_after` generated tokens the request ends, as if its end of sequence came there: only then does a scheduler or
+    planner learn of it. Until then it counts with `max_new_tokens`. None: it has no end of its own.
+
     `text` is what `prompt_ids` say, for people: decoded again where the ids were cut or repeated to fit a length, None
     where the ids never were text.
     """
@@ -17,6 +20,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
     text: str | None
+    ends_after: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ class Stream(IntEnum):
     TOKENS = 2
     REASONING = 3
     SHOTS = 4
+    OUTPUTS = 5
 
 
 def generator(seed: int, stream: Stream, index: int = 0) -> np.random.Generator:

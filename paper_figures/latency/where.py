@@ -1,6 +1,6 @@
 """Ask when a cache is enough, when prefetching pays, and when the CPU is the better place for experts.
 
-One model runs over link rate, batch and memory for experts. `expert_cache` keeps experts alone, with LRU or ARC; `fate`
+One model runs over link rate, batch and memory for experts. `expert_cache` keeps experts alone, with LRU, LFU or ARC; `fate`
 and `hybrimoe` are there with and without their prefetches, so that each pair differs in these alone; `fiddler`,
 `hybrimoe` and `prescope` compute on the CPU as well.
 """
@@ -26,6 +26,7 @@ NO_PREFETCH = ("strategy.predictor=none",)
 ONE_AHEAD = "routing.hit_rates=[[0.85]]"  # the gate's, as recorded; all systems see one layer ahead here
 WAYS: Mapping[tuple[str, str], tuple[str, ...]] = {  # (system, what is changed in it) -> overrides
     ("expert_cache", ""): (),
+    ("expert_cache", "LFU"): ("strategy.policy=lfu",),
     ("expert_cache", "ARC"): ("strategy.policy=arc",),
     ("fate", "no prefetch"): NO_PREFETCH,
     ("fate", ""): (),

@@ -95,6 +95,14 @@ def _model(found: Row) -> str:
     return str(found["model"] if found["model"] != "checkpoint" else found["weights"].split(",")[0].split()[-1])
 
 
+def _system(found: Row) -> str:
+    """Name the strategy, and what predicts for PreScope where it is not the gate."""
+    name, predictions = str(found["strategy"]), found["predictions"]
+    if name == "prescope" and predictions == "none":
+        return f"{name}, no predictions"
+    return f"{name}, LLaPor" if predictions.startswith("learned") else name
+
+
 def tables(data: Mapping[str, Any]) -> str:
     """Write medians over repeats; a range is from the least to the most. What rows of earlier code lack is a dash."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
@@ -120,7 +128,7 @@ def tables(data: Mapping[str, Any]) -> str:
     columns: dict[str, Any] = {
         "model": lambda g: _model(g[0]),
         "link GB/s": lambda g: f"{g[0]['link_gb_s']:g}",
-        "strategy": lambda g: g[0]["strategy"],
+        "strategy": lambda g: _system(g[0]),
         "runs": lambda g: str(len(g)),
         "tok/s": rate,
         "ms a token": lambda g: middle(g, lambda r: r["tpot_s"]["p50"], 1e3),

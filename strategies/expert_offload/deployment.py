@@ -144,11 +144,13 @@ class Deployment:
         free_bytes = self.engine.machine.tiers[DEVICE].free_bytes + slots.num_slots * expert_slot_bytes(store)
         return num_slots_that_fit(store, free_bytes)
 
-    def fill_cache(self, num_slots: int, replacement: Replacement, warm: Seq[Key]) -> None:
+    def fill_cache(
+        self, num_slots: int, replacement: Replacement, warm: Seq[Key], *, spares_prefetches: bool = False
+    ) -> None:
         """Let a cache of so many slots take the place of those for experts on demand, where prefetches have none of
         their own. It begins with the experts of `warm`, as if they had been used, the first one last."""
         assert len(warm) <= num_slots, f"{len(warm)} experts for {num_slots} slots"
-        self.pipeline.residency.make_cache(num_slots, replacement, warm)
+        self.pipeline.residency.make_cache(num_slots, replacement, warm, spares_prefetches=spares_prefetches)
 
     def ranked(self) -> list[Key]:
         """Return experts in the order in which they are worth device memory, as the settings say: the hottest first, or
@@ -225,8 +227,10 @@ class _Room:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """The sequences that run together, the blocks of their KV cache, and the tokens of each of the micro-batches; there
-    is room for `num_served` of the requests."""
+    """Sizes have the number of sequences that run together, of their KV blocks, and of the tokens of a micro-batch.
+
+    There is room for `num_served` of the requests.
+    """
 
     num_served: int
     batch_size: int

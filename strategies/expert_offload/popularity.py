@@ -45,8 +45,9 @@ def read_popularity(path: str, spec: ModelSpec) -> Popularity:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ProfileRun:
-    """A run over other prompts than the workload's has `views`, layer by layer and pass by pass; `num_shared` of its
-    requests had the routing of a request of the workload."""
+    """A profile run, of other prompts than the workload's, has `views`, layer by layer and pass by pass.
+
+    `num_shared` of its requests had the routing of a request of the workload."""
 
     views: list[LayerView]
     num_requests: int
@@ -55,7 +56,7 @@ class ProfileRun:
 
     @property
     def source(self) -> str:
-        """What was run, for labels."""
+        """Say what was run, for labels."""
         told = f"profile run of {self.num_tokens} tokens of random prompts"
         if not self.num_shared:
             return told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -96,12 +97,16 @@ class ExpertResidency:
         ahead = slots("prefetched experts", prefetched, OldestFirst()) if prefetched else None
         return cls(engine, slots(_ON_DEMAND, on_demand, replacement or OldestFirst()), slots, ahead)
 
-    def make_cache(self, num_slots: int, replacement: Replacement, warm: Sequence[Key]) -> None:
+    def make_cache(
+        self, num_slots: int, replacement: Replacement, warm: Sequence[Key], *, spares_prefetches: bool = False
+    ) -> None:
         """Put a cache into the place of the slots for experts on demand, which nobody holds, and bring `warm` to it,
-        the first one last."""
+        the first one last. What was prefetched is spared, if asked for, until its layer is over."""
         assert self.prefetched is None, "prefetches share the cache"
         self.on_demand.close()
         self.on_demand = self.make_slots(_ON_DEMAND, num_slots, replacement)
+        if spares_prefetches:
+            self.on_demand.spared = ChainMap(self._guesses, self._right)
         for key in reversed(warm):
             self.on_demand.prefetch(*key, evict=False)
 

@@ -38,6 +38,7 @@ _DECIDED_HERE = (
     "an expert counts as active in a later layer where its probability is 0.5 or more",
     "of a later layer the four heaviest experts may be prefetched",
     "scores: weights of a token's chosen experts alone, the others' stay on the device",
+    "what was prefetched is evicted last until its layer is over, and not for another prefetch",
     "one cache for all layers, as in the paper's text: the public code gives each layer as many places",
 )
 
@@ -105,5 +106,5 @@ def build(config: Config, engine: Engine) -> Strategy:
     deployment = Deployment.of(config, engine, predictor=build_predictor(config, engine))
     costs, scores = deployment.measured(), LowestRecentScore(config.score_weight)
     num_slots = deployment.most_cached()
-    deployment.fill_cache(num_slots, scores, deployment.ranked()[:num_slots])
+    deployment.fill_cache(num_slots, scores, deployment.ranked()[:num_slots], spares_prefetches=True)
     return deployment.strategy(HybriMoE(costs, scores, looks_ahead=config.prefetch_layers), decided_here=_DECIDED_HERE)

@@ -30,7 +30,6 @@ class Config:
         require_packet_mb(self.packet_mb)
 
     def least_weight_bytes(self, model: ModelParts) -> dict[str, int]:
-        """Return the device memory that weights take at the least, by name: S_Dense and S_Expert."""
-        dense, slots = self.policy.dense_slots or 1, self.policy.expert_slots or 1
-        dense = min(dense, model.spec.num_layers)
-        return layer_slots(model, dense, experts=False) | expert_slots(model, slots)
+        """Return the device memory that weights take at the least, by name: one slot of S_Dense and one of S_Expert.
+        Slots that are given and do not fit are refused by the planner, which names them."""
+        return layer_slots(model, 1, experts=False) | expert_slots(model, 1)

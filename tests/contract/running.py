@@ -104,7 +104,8 @@ def check_tokens(checkpoint: Checkpoint, sequences: list[Sequence]) -> VerifyRep
     """Return the oracle's verdict on every finished sequence."""
     finished = [s for s in sequences if s.state is State.FINISHED]
     for sequence in finished:
-        assert len(sequence.generated) == sequence.request.max_new_tokens
+        request = sequence.request
+        assert len(sequence.generated) == min(request.ends_after or request.max_new_tokens, request.max_new_tokens)
         for segment in generated_sequence(sequence).segments:  # float32 verification reads it only after a divergence
             possible = (segment.routing >= 0) & (segment.routing < checkpoint.spec.num_experts)
             assert possible.all(), f"request {sequence.request.request_id}: impossible routing was recorded"

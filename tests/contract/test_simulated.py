@@ -69,6 +69,28 @@ def test_every_strategy_runs_every_model(strategy, model, hardware, kv_cache_gb)
         tier.check_integrity()
 
 
+@pytest.mark.parametrize("strategy", ["moelens", "moelightning", "vllm_offload", "fiddler"])
+def test_answers_end_where_the_workload_says(strategy):
+    """Of 24 requests for 12 tokens; without ends the same requests take longer."""
+    shared = (
+        f"strategy={strategy}",
+        "model=mixtral-8x7b",
+        "model.spec.num_layers=12",
+        "hardware=a40",
+        "kv_cache_gb=20",
+    )
+    shared = (*shared, "dataset.max_new_tokens=12")
+    ending = planned(*shared, "dataset.output_lengths={mean: 4, max: 30, source: a test}")
+    ends = [min(s.request.ends_after, 12) for s in ending.engine.sequences]
+    assert len(set(ends)) > 3 and min(ends) < 4 < max(ends)
+    assert ending.summary["generated_tokens"] == sum(ends)
+    assert "; ends drawn from mean 4, max 30 (a test)" in ending.data_source
+    whole = planned(*shared)
+    assert whole.summary["generated_tokens"] == 24 * 12
+    ending_s, whole_s = (p.summary["generated_tokens"] / p.summary["throughput_tok_s"] for p in (ending, whole))
+    assert ending_s < whole_s, "the longest answer ends a batch, at the latest"
+
+
 def test_the_same_twice_bit_for_bit():
     def spans():
         plan = planned("model=mixtral-8x7b", "hardware=a40", "kv_cache_gb=2", "hardware.device_memory_gb=16")

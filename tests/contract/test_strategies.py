@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import yaml
 
@@ -97,6 +100,19 @@ def test_emulated_machine(tiny, name):
     work = requests(8, vocab_size=tiny.spec.vocab_size, longest=40, max_new_tokens=4)
     engine = engine_on(emulated(), tiny, work, kv_blocks=40, values=YAMLS[name])
     run_to_end(engine, lambda e: strategy_of(e, YAMLS[name]))
+    report = check_tokens(tiny, engine.sequences)
+    assert report.checked == len(work)
+    assert report.ok, report.first_mismatch
+
+
+@pytest.mark.parametrize("name", YAMLS)
+def test_requests_that_end_before_all_foresaw(tiny, name):
+    """Each ends after one to nine of seven tokens at most; nothing that is planned may count on it."""
+    work = requests(8, vocab_size=tiny.spec.vocab_size, longest=40, max_new_tokens=7, seed=3)
+    ends = np.random.default_rng(0).integers(1, 10, size=len(work)).tolist()
+    work = [replace(request, max_new_tokens=7, ends_after=end) for request, end in zip(work, ends, strict=True)]
+    engine = engine_on(shuffled(4), tiny, work, kv_blocks=60, values=PLANNED[name])
+    run_to_end(engine, lambda e: strategy_of(e, PLANNED[name]))
     report = check_tokens(tiny, engine.sequences)
     assert report.checked == len(work)
     assert report.ok, report.first_mismatch

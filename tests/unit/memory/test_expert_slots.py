@@ -138,6 +138,24 @@ def test_an_urgent_expert_is_not_fetched_twice():
         assert (slots.hits, slots.misses, slots.withdrawals) == expected
 
 
+def test_what_is_spared_goes_last_and_for_no_prefetch():
+    device = machine(0)
+    slots = slots_on(device, 3)
+    first, second, third, *others = KEYS
+    for key in (first, second, third):
+        slots.prefetch(*key)
+    slots.spared = {first, second}
+    assert slots.prefetch(*others[0]) and third not in slots, "the oldest that is not spared"
+    slots.spared = {first, second, others[0]}
+    assert not slots.prefetch(*others[1]), "not for another prefetch"
+    slots.acquire(*others[1])
+    assert first not in slots and second in slots, "for what a reader wants, the oldest of all"
+    slots.release(*others[1])
+    device.drain()
+    slots.close()
+    device.close()
+
+
 def test_misuse_is_an_error_at_once():
     device = machine()
     slots = slots_on(device, 1)

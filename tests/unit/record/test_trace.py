@@ -11,7 +11,7 @@ from recorded import link_bound_run, span
 from harness.machine.base import GPU, H2D, Lane, LaneKind, Work
 from harness.record import metrics
 from harness.record.passes import PassRecord
-from harness.record.trace import TraceError, read_trace, trace_label, write_trace
+from harness.record.trace import TraceError, excerpt, read_trace, trace_label, write_trace
 
 
 def events_of(path):
@@ -129,3 +129,41 @@ def test_a_cut_off_compressed_trace_is_named(tmp_path):
     path.write_bytes(gzip.compress(b'{"traceEvents": []}')[:-9])
     with pytest.raises(TraceError, match=r"trace\.json\.gz"):
         read_trace(path)
+
+
+@given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=9), most=st.integers(1, 40))
+def test_an_excerpt_is_of_as_many_passes_in_the_middle_as_fit(counts, most):
+    """Pass p lasts from second p to p + 1; its slices begin evenly in it, on two lanes."""
+    spans = [
+        span(GPU if n % 2 else H2D, p + n / (count + 1), p + 1.5)
+        for p, count in enumerate(counts)
+        for n in range(count)
+    ]
+    passes = [PassRecord(index=p, start_s=float(p), end_s=p + 1.0) for p in range(len(counts))]
+    found, middle = excerpt(spans, passes, most), len(counts) // 2
+    if sum(counts) <= most:
+        assert found is None
+        return
+    assert found is not None and found.first <= middle <= found.last and found.num_all == len(spans)
+    inside = [s for s in spans if found.window[0] <= s.start_s < found.window[1]]
+    assert len(inside) == found.num_slices <= most
+    if counts[middle] > most:
+        assert (found.first, found.last, found.num_slices) == (middle, middle, most)
+        return
+    assert found.num_slices == sum(counts[found.first : found.last + 1])
+    for more in ([found.first - 1] if found.first else []) + [found.last + 1]:
+        assert found.num_slices + sum(counts[more : more + 1]) > most or more == len(counts), "a pass more would fit"
+
+
+def test_an_excerpt_says_so_and_passes_for_no_whole_run(tmp_path):
+    spans, passes = link_bound_run()
+    path, only = tmp_path / "trace.json", excerpt(spans, passes, len(spans) // 2)
+    assert only is not None
+    write_trace(path, spans, passes, label="emulated", only=only)
+    inside = [s for s in spans if only.window[0] <= s.start_s < only.window[1]]
+    told = [(s.ticket, s.packet) for s in read_trace(path, whole=False)]
+    assert told == [(s.ticket, s.packet) for s in inside] and 0 < len(inside) <= len(spans) // 2
+    with pytest.raises(TraceError, match=r"trace.json: has .* slices: pass.* trace_slices=null"):
+        read_trace(path)
+    assert trace_label(path) == "emulated"
+    assert only.told in str(events_of(path)[0]), "the name of the passes' row"

@@ -16,6 +16,7 @@ from harness.engine.strategy import Strategy
 from harness.machine.base import Op
 from harness.machine.virtual.world import World
 from harness.memory.tiers import DEVICE, PINNED, Tier
+from harness.plan.planning import draft_plan
 from harness.run.session import Session
 from paper_figures.moegen.regret import enumerated
 from paper_figures.support import model_spec
@@ -372,3 +373,10 @@ def test_a_run_holds_no_more_than_was_predicted_and_takes_as_long():
 def matching(name: str, taken: dict[str, int]) -> str:
     """The holder of that name, or of the name's first words."""
     return next((other for other in taken if other.startswith(name) or name.startswith(other)), name)
+
+
+def test_slots_larger_than_the_device_are_named():
+    """Not called a device that is too small: one slot would fit."""
+    slots = ("strategy=moegen_h", "model=mixtral-8x7b", "hardware=a40", "strategy.policy.expert_slots=200")
+    with pytest.raises(ConfigError, match=r"strategy.policy.expert_slots: must be small enough .* got 200"):
+        draft_plan(composed(*slots, "machine=simulated", "kv_cache_gb=20", "dataset.num_requests=24"))

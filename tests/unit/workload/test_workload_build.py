@@ -208,3 +208,25 @@ print([name for name in ("torch", "transformers", "datasets", "pyarrow", "pandas
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_ends_are_drawn_and_change_nothing_else(tmp_path: Path) -> None:
+    plain = build(BASE, None)
+    statistics = LengthStatistics(mean=30, max=200, source="a paper")
+    drawn = build(replace(BASE, num_requests=256, output_lengths=statistics), None)
+    ends = [request.ends_after for request in drawn.requests]
+    assert sum(ends) / len(ends) == pytest.approx(30, rel=0.05) and min(ends) >= 1 and max(ends) <= 200
+    assert [r.prompt_ids for r in drawn.requests[: len(plain.requests)]] == [r.prompt_ids for r in plain.requests]
+    assert {request.max_new_tokens for request in drawn.requests} == {4} and plain.requests[0].ends_after is None
+    assert drawn.source.endswith("; ends drawn from mean 30, max 200 (a paper)")
+
+    path = tmp_path / "answers.json"
+    path.write_text("[3, 70, 700]")
+    listed = build(replace(BASE, num_requests=300, output_lengths_path=str(path)), None)
+    ends = [request.ends_after for request in listed.requests]
+    assert set(ends) == {3, 70, 700} and all(60 < ends.count(end) < 140 for end in set(ends))
+    assert listed.source.endswith("; ends by lot from the 3 of answers.json")
+    for text in ("[]", "[0]", "[1.5]", "{}", "[true]", "nothing"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"^dataset.output_lengths_path: .*answers.json"):
+            build(replace(BASE, output_lengths_path=str(path)), None)

@@ -30,6 +30,8 @@ Make = Callable[..., DatasetConfig]
         ({"num_shots": 1}, "shot_template", "must contain {prompt}"),
         ({"min_prompt_tokens": 0}, "min_prompt_tokens", "must be 1 or more"),
         ({"min_prompt_tokens": 9, "max_prompt_tokens": 8}, "max_prompt_tokens", "min_prompt_tokens = 9, got 8"),
+        ({"output_lengths_path": "a.json", "output_lengths": {"mean": 2, "max": 3, "source": "t"}}, "output_lengths",
+         "must be null where output_lengths_path is set"),
         ({"on_too_long": "cut"}, "on_too_long", "must be 'error' or 'truncate', got 'cut'"),
         ({"on_too_short": "pad"}, "on_too_short", "must be 'skip', 'repeat' or 'error'"),
         ({"synthetic": "noise"}, "synthetic", "must be 'lengths' or 'reasoning'"),
