@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from harness.cli.arguments import CommandParser
+from harness.cli.overrides import made_folder
+from harness.config import ConfigError
 from harness.interrupts import exit_code
 from harness.record.provenance import shown_command
 from paper_figures import reports
 from paper_figures.latency import systems, where
 from paper_figures.latency.__main__ import FOLDER, REPORTS
-from paper_figures.latency.grid import BATCHES, GPUS, MODELS, SYSTEMS, Row, computed
+from paper_figures.latency.grid import BATCHES, GPUS, MODELS, SYSTEMS, Case, Row, computed
 from paper_figures.support import read_json, write_json
 
 CASES = {"systems": systems.cases, "where": where.cases}
@@ -33,14 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--system", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
     parser.add_argument("--model", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--gpu", nargs="+", choices=list(GPUS), default=list(GPUS))
-    parser.add_argument("--batch", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--batch", nargs="+", type=int, choices=BATCHES, default=list(BATCHES))
     parser.add_argument("--missing", action="store_true", help="only rows that are not there yet")
     parser.add_argument("--out", type=Path, default=FOLDER, metavar="FOLDER")
     return parser.run(_compute, arguments)
 
 
 def _compute(given: Namespace) -> int:
-    path = given.out / f"{given.name}.json"
+    path = made_folder("--out", str(given.out)) / f"{given.name}.json"
     kept: list[Row] = list(read_json(path)["rows"]) if path.exists() else []
     by_key = {tuple(r[name] for name in _FIELDS): r for r in kept}
     every = CASES[given.name]()
@@ -49,11 +51,16 @@ def _compute(given: Namespace) -> int:
     def rows() -> list[Row]:
         return [by_key[case.key] for case in every if case.key in by_key]
 
-    for case in every:
-        asked = case.system in given.system and case.model in given.model and case.gpu in given.gpu
-        if asked and case.batch in given.batch and not (given.missing and case.key in by_key):
-            [by_key[case.key]] = computed([case])
-            write_json(path, {**reports.made_by(command), "label": "simulated", "rows": rows()})
+    def is_asked(case: Case) -> bool:
+        named = case.system in given.system and case.model in given.model and case.gpu in given.gpu
+        return named and case.batch in given.batch and not (given.missing and case.key in by_key)
+
+    asked = [case for case in every if is_asked(case)]
+    if not (asked or by_key):
+        raise ConfigError("--batch", f"{given.name} has no row with these systems, models, GPUs and batches")
+    for case in asked:
+        [by_key[case.key]] = computed([case])
+        write_json(path, {**reports.made_by(command), "label": "simulated", "rows": rows()})
 
     def compute() -> dict[str, Any]:
         return {"label": "simulated", "rows": rows()}

@@ -21,7 +21,7 @@ from paper_figures.latency.grid import (
     computed,
     find,
 )
-from paper_figures.latency.published import A100_BATCH_64_TOK_S, MOST_GAINED, V100_TOKEN_S
+from paper_figures.latency.published import A100_BATCH_64_TOK_S, GAINS, MOST_GAINED, V100_TOKEN_S, Gain
 from paper_figures.support import markdown_table, new_figure, plain_logarithms, with_one_legend
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def tables(data: dict[str, Any]) -> str:
         text += _by_batch(mine, "gap_p99_s", "99th percentile of the seconds between tokens") + "\n"
         text += _busy(mine) + "\n"
     text += "\nWhere experts were is of decode alone, each simulated step as often as it stands for.\n"
+    text += "\n## PreScope's gains that are published for one place, in percent\n\n" + gains_by_place(rows)
     return text + "\n## PreScope's largest gains, in percent\n\n" + gains(rows)
 
 
@@ -122,6 +123,25 @@ def _busy(rows: Sequence[Row]) -> str:
         columns[f"{lane} busy"] = lambda one, lane=lane: f"{one['decode']['busy'][lane]:.0%}"
     columns["weights, GB a step"] = lambda one: f"{one['decode']['link_gb']['weights']:.3g}"
     return markdown_table(columns, chosen)
+
+
+def gains_by_place(rows: Sequence[Row]) -> str:
+    """Write each published gain beside that of the same place here, PreScope predicting by LLaPor or by the gate."""
+
+    def here(ours: str, published: Gain) -> str:
+        place = {"gpu": published.gpu, "model": published.model, "batch": published.batch, "variant": ""}
+        mine, other = (find(rows, system=system, **place) for system in (ours, published.over))
+        return "" if mine is None or other is None else f"{100 * _GAINS[published.fact](mine, other):.0f}"
+
+    columns: dict[str, Any] = {
+        name: lambda gain, name=name: str(getattr(gain, name)) for name in ("fact", "gpu", "model", "batch", "over")
+    }
+    columns["published"] = lambda gain: f"{gain.percent:g}"
+    columns |= {
+        f"here, {how}": lambda gain, ours=ours: here(ours, gain)
+        for ours, how in ((LLAPOR, "by LLaPor"), ("prescope", "by the gate"))
+    }
+    return markdown_table(columns, GAINS)
 
 
 def gains(rows: Sequence[Row]) -> str:

@@ -1,7 +1,7 @@
 """Ask when a cache is enough, when prefetching pays, and when the CPU is the better place for experts.
 
-One model runs over link rate, batch and memory for experts. `expert_cache` keeps experts alone, with LRU, LFU or ARC; `fate`
-and `hybrimoe` are there with and without their prefetches, so that each pair differs in these alone; `fiddler`,
+One model runs over link rate, batch and memory for experts. `expert_cache` keeps experts alone, with LRU, LFU or ARC;
+`fate` and `hybrimoe` are there with and without their prefetches, so that each pair differs in these alone; `fiddler`,
 `hybrimoe` and `prescope` compute on the CPU as well.
 """
 
@@ -36,6 +36,7 @@ WAYS: Mapping[tuple[str, str], tuple[str, ...]] = {  # (system, what is changed 
     ("prescope", ""): (),
 }
 SYSTEMS = tuple(dict.fromkeys(system for system, _ in WAYS))  # by their colour
+_DASHES = {"": "-", "ARC": ":"}  # others are dashed
 NAMES = {way: ", ".join(filter(None, way)) for way in WAYS}
 
 
@@ -97,7 +98,7 @@ def draw(data: dict[str, Any]) -> Figure:
             points = [(link, s) for link in LINKS_GB_S if (s := _token_s(data, way, batch, link, memory)) is not None]
             if points:
                 drawn = axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=NAMES[way])
-                drawn[0].set(linestyle="--" if way[1] else "-", color=f"C{SYSTEMS.index(way[0])}")
+                drawn[0].set(linestyle=_DASHES.get(way[1], "--"), color=f"C{SYSTEMS.index(way[0])}")
         axes.set(
             title=f"batch {batch}, {memory} GB", xlabel="link GB/s", ylabel="s a token", xscale="log", yscale="log"
         )

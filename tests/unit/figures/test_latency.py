@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from harness.settings import load_strategy, parse_settings
-from paper_figures.latency import caches, systems, where
+from paper_figures.latency import caches, part, systems, where
 from paper_figures.latency.grid import LLAPOR, RECORDED, SMALL_MODELS, Case, G
 from paper_figures.latency.grid import row as computed_row
 from paper_figures.moegen.measuring import batch_passes, counts
@@ -38,6 +38,25 @@ def test_gains_are_the_largest_over_rows_that_both_have():
     assert lines["fiddler"] == "| fiddler | 129 |  |  | 72.3 |  |  |"
 
 
+def test_each_published_gain_stands_beside_that_of_its_place():
+    rows = [row(LLAPOR, 30, 0.1, batch=64), row("prescope", 25, 0.2, batch=64), row("fate", 20, 0.4, batch=64)]
+    rows = [{**each, "model": "qwen3-30b-a3b", "gpu": "V100"} for each in rows]
+    lines = systems.gains_by_place(rows).splitlines()
+    assert "| throughput | V100 | qwen3-30b-a3b | 64 | fate | 108 | 50 | 25 |" in lines
+    assert "| time per token | V100 | qwen3-30b-a3b | 64 | fate | 46.7 | 75 | 50 |" in lines
+    assert "| throughput | V100 | mixtral-8x7b | 8 | fate | 213 |  |  |" in lines, "not simulated"
+
+
+def test_a_part_without_rows_is_refused_before_anything_is_computed(tmp_path, capsys):
+    assert part.main(["systems", "--batch", "5", "--out", str(tmp_path)]) == 2
+    assert "--batch" in capsys.readouterr().err
+    assert part.main(["where", "--system", "ondemand", "--out", str(tmp_path)]) == 2
+    assert "where has no row with these systems" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert part.main(["systems", "--out", str(tmp_path / "file" / "below")]) == 2
+    assert "--out" in capsys.readouterr().err
+
+
 def test_prescope_by_llapor_has_its_predictors_and_the_hits_that_its_paper_states():
     """The other systems, and PreScope beside them, predict by the gate, and hit as often as was recorded of it."""
     for variant in ("", RECORDED):
@@ -64,7 +83,7 @@ def test_tables_show_where_experts_were_and_the_published_value_beside_ours():
 def test_the_best_of_each_line_is_marked():
     rows = [row(system, 1, token_s, variant="6 GB/s, 10 GB") for system, token_s in (("fate", 0.2), ("fiddler", 0.1))]
     text = where.tables({"label": "simulated", "rows": rows})
-    assert "| 4 | 10 | 6 |  |  |  | 0.2 | **0.1** |  |  |  |" in text and text.count("**") == 2
+    assert "| 4 | 10 | 6 |  |  |  |  | 0.2 | **0.1** |  |  |  |" in text and text.count("**") == 2
 
 
 def test_a_system_stands_beside_itself_without_prefetches():
