@@ -35,6 +35,7 @@ from strategies.expert_offload.placement import Placer
 from strategies.expert_offload.popularity import Popularity, ProfileRun, profile, read_popularity
 from strategies.expert_offload.residency import ExpertResidency
 
+_MOST_PROFILED = 1 << 16  # tokens: all of them are remembered
 _DENSE = "all layers without experts"
 
 
@@ -54,6 +55,8 @@ class PlacementConfig:
         for name in ("batch_size", "max_pass_tokens", "profile_tokens"):
             value = getattr(self, name)
             require(value >= 1, name, f"must be >= 1, got {value}")
+        told = f"must be at most {_MOST_PROFILED}, got {self.profile_tokens}"
+        require(self.profile_tokens <= _MOST_PROFILED, "profile_tokens", told)
         told = f"must be null with table={self.table}, which asks for no popularity"
         require(self.table == "hot" or self.popularity is None, "popularity", told)
 

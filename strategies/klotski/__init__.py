@@ -48,19 +48,23 @@ _DECIDED_HERE = (
 )
 
 
+_MOST = 4  # batches that are planned
+
+
 @config
 class Config(PlacementConfig):
-    """`batch_size` is that of one batch. Where `num_batches` is not set, the planner chooses, at most `max_batches` and
-    at most what memory holds of them; where it ends, or the requests do, batches are smaller."""
+    """`batch_size` is that of one batch. Where `num_batches` is not set, the planner chooses, at most `max_batches` (4
+    where that is not set either) and at most what memory holds; where it ends, or requests do, batches are smaller."""
 
     num_batches: int | None = 2
-    max_batches: int = 4
+    max_batches: int | None = None
     prefetch_slots: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.max_batches >= 1, "max_batches", f"must be >= 1, got {self.max_batches}")
-        for name in ("num_batches", "prefetch_slots"):
+        told = "must be null where num_batches is set: only the planner has a most"
+        require(self.num_batches is None or self.max_batches is None, "max_batches", told)
+        for name in ("num_batches", "max_batches", "prefetch_slots"):
             value = getattr(self, name)
             require(value is None or value >= 1, name, f"must be >= 1 or null, got {value}")
 
@@ -84,7 +88,7 @@ class Klotski:
 
 
 def build(config: Config, engine: Engine) -> Strategy:
-    numbers = [config.num_batches] if config.num_batches else range(config.max_batches, 0, -1)
+    numbers = [config.num_batches] if config.num_batches else range(config.max_batches or _MOST, 0, -1)
     deployment = Deployment.of(config, engine, num_micro_batches=numbers, host_experts=False)
     held = -(-deployment.batch_size // config.batch_size)  # batches of the sequences that memory holds together
     costs, spec = deployment.measured(), engine.spec

@@ -47,6 +47,8 @@ def test_room_is_made_for_as_many_requests_as_can_be(needs, nbytes, token_bytes,
         ("prescope", {"table": "random", "popularity": "shares.json"}, "popularity: must be null with table=random"),
         ("prescope", {"predictor": "gate", "predictor_path": "folder"}, "predictor_path: must be null with predictor"),
         ("fate", {"predictor": "none", "predictor_path": "folder"}, "predictor_path: must be null with predictor=none"),
+        ("klotski", {"num_batches": 2, "max_batches": 3}, "max_batches: must be null where num_batches is set"),
+        ("fiddler", {"profile_tokens": 10**9}, "profile_tokens: must be at most 65536"),
         ("hybrimoe", {"predictor": "stated"}, r"predictor: stated needs .* routing.hit_rates or a trace that has"),
     ],
 )  # fmt: skip

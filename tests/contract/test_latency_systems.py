@@ -318,7 +318,7 @@ def test_no_prefetch_of_hybrimoe_is_evicted_before_its_layer(monkeypatch):
 @pytest.mark.parametrize("num_batches", [None, 4])
 def test_klotski_plans_no_more_batches_than_memory_holds(num_batches):
     """The planner would have four batches of two, since the link decides; memory holds three sequences."""
-    values = YAMLS["klotski"] | {"batch_size": 2, "num_batches": num_batches, "max_batches": 4, "table": "none"}
+    values = YAMLS["klotski"] | {"batch_size": 2, "num_batches": num_batches, "table": "none"}
     values |= {"max_pass_tokens": 1, "profile_tokens": 8}
 
     def planned_in(device_bytes: int | None):
