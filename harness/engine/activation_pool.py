@@ -16,7 +16,7 @@ from harness.engine.activations import (
     host_expert_bytes,
     state_bytes,
 )
-from harness.machine.base import Machine
+from harness.machine.base import GpuKernels, Machine
 from harness.memory.tiers import PINNED, Buffer, device_tier
 from harness.model.spec import ModelSpec
 
@@ -35,11 +35,12 @@ class PoolSizes:
     kept: int
     host_experts: int = 0
     passes: int = 1
+    padded: bool = False  # prompts
 
-    def device_bytes(self, spec: ModelSpec) -> int:
+    def device_bytes(self, spec: ModelSpec, kernels: GpuKernels) -> int:
         state = dict(state_bytes(spec))
         state_of_pass_bytes = self.hidden * state.pop("hidden") + self.in_pass * _sum(state)
-        attention, expert = _sum(attention_bytes(spec)), _sum(expert_bytes(spec))
+        attention, expert = _sum(attention_bytes(spec)), _sum(expert_bytes(spec, kernels, padded=self.padded))
         return self.passes * state_of_pass_bytes + self.in_attention * attention + self.largest * expert
 
     def pinned_bytes(self, spec: ModelSpec) -> int:
@@ -103,10 +104,11 @@ class ActivationPool:
         in_passes = sizes.passes * sizes.in_pass
         counts = {"tokens": in_passes, "sampled": in_passes, "hidden": sizes.passes * sizes.hidden}
         kept = {"kept_hidden": state_bytes(spec)["hidden"]} if keeps else {}
+        behind = expert_bytes(spec, machine.gpu_kernels, padded=sizes.padded)
         groups = (
             (device, state_bytes(spec), counts),
             (device, attention_bytes(spec), dict.fromkeys(attention_bytes(spec), sizes.in_attention)),
-            (device, expert_bytes(spec), dict.fromkeys(expert_bytes(spec), sizes.largest)),
+            (device, behind, dict.fromkeys(behind, sizes.largest)),
             (pinned, host_attention_bytes(spec), dict.fromkeys(host_attention_bytes(spec), sizes.in_attention)),
             (pinned, kept, {"kept_hidden": sizes.passes * sizes.kept}),
             (device, {"block_tables": TABLE_ENTRY_BYTES}, {"block_tables": sizes.passes * device_blocks}),
@@ -122,7 +124,7 @@ class ActivationPool:
                 self._roots[name] = tier.reserve(label, tokens[name] * nbytes, backed=name not in UNBACKED)
                 self._bytes[name] = nbytes
         self._turn_names = (*attention_bytes(spec), *host_attention_bytes(spec))
-        self._shared_names = tuple(expert_bytes(spec))
+        self._shared_names = tuple(behind)
         self._host_expert_names = tuple(host_expert_bytes(spec))
 
     def layout(self, sizes: Seq[int], number: int = 0, *, blocks: Seq[int] | None = None) -> list[PooledActivations]:

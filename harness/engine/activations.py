@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from harness.engine.batch import NUM_ROW_FIELDS
-from harness.machine.base import Machine
+from harness.engine.temporaries import workspace_bytes_per_token
+from harness.machine.base import GpuKernels, Machine
 from harness.memory.tiers import PINNED, Buffer, device_tier
 from harness.model.spec import ModelSpec
 
@@ -65,7 +66,8 @@ class Activations:
     ) -> None:
         self._machine = machine
         self.max_tokens, self.num_predicted = max_tokens, num_predicted
-        device = {**state_bytes(spec), **attention_bytes(spec), **expert_bytes(spec), **prediction_bytes(num_predicted)}
+        behind = expert_bytes(spec, machine.gpu_kernels)
+        device = {**state_bytes(spec), **attention_bytes(spec), **behind, **prediction_bytes(num_predicted)}
         pinned = {what: host * nbytes for what, nbytes in host_attention_bytes(spec).items()}
         pinned |= host_expert_bytes(spec) if host_experts else {}
         for tier, sizes in ((device_tier(rank), device), (PINNED, pinned)):
@@ -134,15 +136,21 @@ def host_attention_bytes(spec: ModelSpec) -> Mapping[str, int]:
     }
 
 
-def expert_bytes(spec: ModelSpec) -> Mapping[str, int]:
-    """Return the bytes per token that ops behind attention use, by buffer; they live within one op's reach."""
+def expert_row_bytes(spec: ModelSpec) -> Mapping[str, int]:
+    """Return the bytes per token of rows that ops behind attention read and write, by buffer; they live within one op's
+    reach."""
     return {
         "normed": spec.hidden_dim * spec.dtype_bytes,
         "expert_ids": spec.experts_per_token * 8,
         "expert_weights": spec.experts_per_token * 4,
         "moe_out": spec.hidden_dim * 4,
-        "workspace": workspace_bytes_per_token(spec),
     }
+
+
+def expert_bytes(spec: ModelSpec, kernels: GpuKernels, *, padded: bool = False) -> Mapping[str, int]:
+    """Return the bytes per token of `expert_row_bytes` and of all ops' workspace, by buffer. `kernels` are the
+    machine's (`Machine.gpu_kernels`); `padded`: prompts are."""
+    return {**expert_row_bytes(spec), "workspace": workspace_bytes_per_token(spec, kernels, padded=padded)}
 
 
 def prediction_bytes(num_predicted: int) -> Mapping[str, int]:
@@ -160,56 +168,10 @@ def host_expert_bytes(spec: ModelSpec) -> Mapping[str, int]:
     }
 
 
-def workspace_bytes_per_token(spec: ModelSpec) -> int:
-    """Return the bytes per token of the widest op's temporaries. `tests/contract/test_gpu_lane.py` checks that no op
-    takes more.
-    """
-    return max(expert_workspace_bytes(spec), dense_workspace_bytes(spec))
-
-
-def expert_workspace_bytes(spec: ModelSpec) -> int:
-    """Return the bytes of a routed expert's temporaries for each of its tokens: gate and up projections with its input
-    and output, in float32."""
-    return 4 * (3 * spec.expert_dim + 2 * spec.hidden_dim)
-
-
-def dense_workspace_bytes(spec: ModelSpec) -> int:
-    """Return the bytes per token of the temporaries of the widest op but the experts.
-
-    A norm takes two rows in float32 and four in the model's dtype. An MLP that all tokens pass takes its gate and up
-    projections twice, and four rows.
-    """
-    number_bytes, hidden = spec.dtype_bytes, spec.hidden_dim
-    norm = (2 * 4 + 4 * number_bytes) * hidden
-    mlp = (4 * max(spec.shared_expert_dim, spec.dense_dim) + 4 * hidden) * number_bytes
-    return max(norm, mlp, _projected_numbers(spec) * number_bytes)
-
-
-def _projected_numbers(spec: ModelSpec) -> int:
-    """Return the numbers per token that the ops around attention hold at the same time.
-
-    Rotary embedding takes the projections, its results, and the queries' halves on the way. With latents, queries and
-    keys are joined from two parts each, or queries are absorbed; values come out of latents behind attention. Attention
-    over the cache takes queries and results twice where prompts are padded (`attend_each`).
-    """
-    if (latent := spec.latent) is None:
-        return 2 * (spec.q_dim + spec.kv_dim + spec.v_dim) + 3 * spec.q_dim
-    both = spec.hidden_dim + spec.q_dim + spec.num_heads * latent.rope_dim + 4 * spec.kv_pieces[0].dim
-    expanded = 2 * spec.q_dim + spec.num_heads * (latent.nope_dim + latent.value_dim)
-    absorbed = spec.cached_o_dim + spec.cached_q_dim
-    return max(both + expanded, both + absorbed, 2 * absorbed, 3 * spec.o_dim + spec.hidden_dim)
-
-
-def head_workspace_bytes(spec: ModelSpec) -> int:
-    """Return the bytes of the head's temporaries for one sequence. They are its logits in the model's dtype and in
-    float32, or the temporaries of its norm, and also the rows that go in and out of that."""
-    widest = max((spec.dtype_bytes + 4) * spec.vocab_size, 2 * 4 * spec.hidden_dim)
-    return widest + 4 * spec.dtype_bytes * spec.hidden_dim
-
-
-def device_bytes_per_token(spec: ModelSpec) -> int:
+def device_bytes_per_token(spec: ModelSpec, kernels: GpuKernels) -> int:
     """Return the device memory of `Activations` in bytes per token of capacity."""
-    return sum(sum(group(spec).values()) for group in (state_bytes, attention_bytes, expert_bytes))
+    groups = (state_bytes(spec), attention_bytes(spec), expert_bytes(spec, kernels))
+    return sum(sum(group.values()) for group in groups)
 
 
 def host_bytes_per_token(spec: ModelSpec) -> int:

@@ -6,10 +6,10 @@ from __future__ import annotations
 from harness.config import require
 from harness.engine.engine import Engine
 from harness.engine.kv_placement import make_kv
-from harness.engine.ops.warm_up import WarmUp
+from harness.engine.ops.warm_up import StartThreads, WarmUp
 from harness.engine.sequences import Sequence
 from harness.engine.strategy import Parallelism
-from harness.machine.base import GPU, Machine
+from harness.machine.base import CPU, GPU, Lane, LaneKind, Machine
 from harness.memory.placed import PartSource, ShardedSource
 from harness.memory.tiers import PINNED
 from harness.memory.weights import Resident, WeightStore, stored_bytes
@@ -85,5 +85,8 @@ def assemble_engine(
         )
 
     if machine.warms_up:
+        for lane in (CPU, Lane(LaneKind.PIN)):
+            machine.submit(lane, StartThreads())
         machine.wait(machine.submit(GPU, WarmUp(source.family, sources[0].spec, residents[0], block_size)))
+        machine.drain()
     return engine_of(0, tuple(engine_of(rank) for rank in range(1, num_gpus)))

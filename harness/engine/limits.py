@@ -16,6 +16,7 @@ from harness.engine.activations import (
 from harness.engine.engine import Engine
 from harness.engine.sequences import Sequence
 from harness.engine.strategy import least_weight_bytes, weights_tier
+from harness.machine.base import GpuKernels
 from harness.memory.placed import ModelParts
 from harness.memory.tiers import PINNED, RAM, Tier, enough, told_bytes
 from harness.memory.weights import attention_parts, stored_bytes
@@ -44,16 +45,24 @@ def least_device_bytes(config: Any, model: ModelParts) -> dict[str, int]:
 
 
 def least_bytes(
-    config: Any, model: ModelParts, *, weights_bytes: int, kv_cache_bytes: int, longest_tokens: int, num_gpus: int = 1
+    config: Any,
+    model: ModelParts,
+    *,
+    weights_bytes: int,
+    kv_cache_bytes: int,
+    longest_tokens: int,
+    num_gpus: int = 1,
+    kernels: GpuKernels = None,
 ) -> dict[str, dict[str, int]]:
     """Return the bytes, by tier and name, that the harness asks for at the least under a strategy's `config`.
 
     All weights lie in the strategy's tier of host memory, and the KV cache in pinned memory. The device holds what
     `least_device_bytes` says of the first GPU's part of the `model`, and one micro-batch that has the longest sequence.
+    `kernels` are the machine's.
     """
     tokens = f"one micro-batch of {longest_tokens} tokens"
     device = {**least_device_bytes(config, model), "alignment": SLACK_BYTES}
-    device[tokens] = longest_tokens * device_bytes_per_token(model.spec)
+    device[tokens] = longest_tokens * device_bytes_per_token(model.spec, kernels)
     pinned = {"kv cache": kv_cache_bytes, tokens: num_gpus * longest_tokens * host_bytes_per_token(model.spec)}
     needed = {"device": device, PINNED: pinned}
     tier = weights_tier(config)
@@ -86,7 +95,8 @@ def tokens_that_fit(
         "block tables": num_micro_batches * engine.kv.num_device_blocks * TABLE_ENTRY_BYTES,
         "alignment": SLACK_BYTES,
     }
-    token_bytes = device_bytes_per_token(engine.spec) + sum(prediction_bytes(num_predicted).values())
+    token_bytes = device_bytes_per_token(engine.spec, engine.machine.gpu_kernels)
+    token_bytes += sum(prediction_bytes(num_predicted).values())
     token_bytes *= num_micro_batches
     fitting = (device.free_bytes - sum(beside.values())) // token_bytes
     needed = max(at_least, longest_sequence(engine))

@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from harness.config import require
+from kernels.triton import KERNELS
 
 if TYPE_CHECKING:
     from harness.memory.tiers import Buffer, Tier
@@ -231,12 +232,21 @@ def require_watchdog_s(watchdog_s: float) -> None:
     require(watchdog_s > 0, "watchdog_s", f"must be > 0, got {watchdog_s}")
 
 
+def require_kernels(names: Iterable[str]) -> None:
+    """Refuse GPU kernels that do not exist: a machine's Config asks this of its `triton`."""
+    told = f"must be some of {', '.join(KERNELS)}, got {', '.join(names)}"
+    require(set(names) <= set(KERNELS), "triton", told)
+
+
 class MachineError(RuntimeError):
     """A run cannot go on: an op failed, or nothing can make progress any more."""
 
 
 # Of the time of an op's kind on a kind of lane, the share whose cost is an estimate; kinds without are left out.
 EstimatedShares = Mapping[tuple[LaneKind, str], float]
+
+
+GpuKernels = frozenset[str] | None  # of `kernels.triton.KERNELS`
 
 
 class Machine(ABC):
@@ -247,6 +257,7 @@ class Machine(ABC):
     clock: ClassVar[Literal["host", "virtual", "none"]] = "host"  # whose seconds `now` and spans are; none: no seconds
     warms_up: ClassVar[bool] = False  # kernels are compiled at their first use: engines see to it before the first pass
     tiers: dict[str, Tier]
+    gpu_kernels: GpuKernels = None  # those that do the gpu lane's work, torch all else; None: no GPU does it
     poisons: bool = False  # buffers are filled with NaN when acquired and when released
     spans: MutableSequence[Span]
     link_ceilings_gb_s: Mapping[str, float] | None = None  # measured by the machine; None: the profile's hold

@@ -21,7 +21,8 @@ import torch
 
 from harness.config import ConfigError, config, require
 from harness.hardware.profile import HardwareConfig
-from harness.machine.base import D2H, GPU, H2D, Lane, LaneKind, MachineError, Op, Span, Ticket, Work, require_watchdog_s
+from harness.machine import base
+from harness.machine.base import D2H, GPU, H2D, Lane, LaneKind, MachineError, Op, Span, Ticket, Work
 from harness.machine.device.clock import DeviceClock
 from harness.machine.device.context import DeviceContext
 from harness.machine.device.issuing import DEVICE_LANES, IssueBoard
@@ -59,15 +60,14 @@ class Config:
     triton: tuple[str, ...] = gpu_kernels.KERNELS
 
     def __post_init__(self) -> None:
-        require_watchdog_s(self.watchdog_s)
+        base.require_watchdog_s(self.watchdog_s)
         for name in ("copies_in_flight", "gpu_ops_in_flight", "pin_threads"):
             require(getattr(self, name) >= 1, name, f"must be at least 1, got {getattr(self, name)}")
         require(self.launch_mb >= 0, "launch_mb", f"must be >= 0, got {self.launch_mb:g}")
         require(self.staging_mb >= 1e-3, "staging_mb", f"must be at least 0.001, got {self.staging_mb:g}")
-        threads = self.cpu_threads
-        require(threads is None or threads >= 1, "cpu_threads", f"must be at least 1 or null, got {threads}")
-        told = f"must be some of {', '.join(gpu_kernels.KERNELS)}, got {', '.join(self.triton)}"
-        require(set(self.triton) <= set(gpu_kernels.KERNELS), "triton", told)
+        told = f"must be at least 1 or null, got {self.cpu_threads}"
+        require(self.cpu_threads is None or self.cpu_threads >= 1, "cpu_threads", told)
+        base.require_kernels(self.triton)
 
 
 class CudaMachine(ThreadedMachine):
@@ -100,6 +100,7 @@ class CudaMachine(ThreadedMachine):
             lock=lock,
         )  # fmt: skip
         self._issues: IssueBoard = self._board  # type: ignore[assignment]
+        self.gpu_kernels = frozenset(config.triton) if gpu_kernels.available() else frozenset()
         self._runtime, self._node = runtime, node
         cpu_threads = config.cpu_threads or max(1, len(self._cores()) - len(DEVICE_LANES))
         pin_threads = config.pin_threads + (config.pin_threads == cpu_threads)  # pools of one size are one pool
@@ -116,8 +117,8 @@ class CudaMachine(ThreadedMachine):
     @property
     def facts(self) -> dict[str, str]:
         found = self._device_facts | {"clock error": f"{self.clock_error_s * 1e6:.0f} us"}
-        ceilings = self.link_ceilings_gb_s or {}
-        return super().facts | found | {f"measured {lane} ceiling": f"{r:.2f} GB/s" for lane, r in ceilings.items()}
+        rates = (self.link_ceilings_gb_s or {}).items()
+        return super().facts | found | {f"measured {lane} ceiling": f"{rate:.2f} GB/s" for lane, rate in rates}
 
     @property
     def clock_error_s(self) -> float:
@@ -374,11 +375,8 @@ def build(config: Config, hardware: HardwareConfig, spec: ModelSpec) -> CudaMach
     if not device_found():
         raise ConfigError("machine.name", "cuda needs an NVIDIA GPU that torch can use; machine=emulated needs none")
     runtime = TorchCudaRuntime()
-    require(
-        spec.dtype != "bfloat16" or runtime.has_bfloat16,
-        "model.dtype",
-        f"must be float32 on {runtime.name}, which has no bfloat16 (GPUs before compute capability 8.0), got bfloat16",
-    )
+    told = f"must be float32 on {runtime.name}, which has no bfloat16 (GPUs before compute capability 8.0)"
+    require(spec.dtype != "bfloat16" or runtime.has_bfloat16, "model.dtype", f"{told}, got bfloat16")
     # Beside the planned bytes: what the allocator rounds up, and the workspaces of cuBLAS.
     largest_gb = (runtime.free_bytes - _ROUNDING_BYTES) / 1e9
     require(

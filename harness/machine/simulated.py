@@ -13,7 +13,17 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from harness.config import config, require
 from harness.hardware.profile import HardwareConfig
-from harness.machine.base import EstimatedShares, Lane, LaneKind, Machine, MachineError, Op, Ticket, TicketState
+from harness.machine.base import (
+    EstimatedShares,
+    Lane,
+    LaneKind,
+    Machine,
+    MachineError,
+    Op,
+    Ticket,
+    TicketState,
+    require_kernels,
+)
 from harness.machine.hazards import Hazards
 from harness.machine.queues import dump, withdraw
 from harness.machine.virtual.contention import Contention, MeasuredTogether, MemorySharing, SharedMemory
@@ -239,10 +249,12 @@ class Config:
     submit_us: float = 0.0
     wake_us: float = 0.0
     memory_sharing: MemorySharing = MemorySharing.MAX_MIN
+    triton: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("submit_us", "wake_us"):
             require(getattr(self, name) >= 0, name, f"must be >= 0, got {getattr(self, name)}")
+        require_kernels(self.triton or ())
 
 
 def build(config: Config, hardware: HardwareConfig, spec: ModelSpec) -> SimulatedMachine:
@@ -250,10 +262,12 @@ def build(config: Config, hardware: HardwareConfig, spec: ModelSpec) -> Simulate
     rates nor a memory that lanes share: `calibrate` brings both, as measured."""
     free = Roofline(lanes={kind: LaneCost() for kind in LaneKind})
     memory_bytes_s = float("inf") if hardware.calibrated else host_bytes_s(hardware)
-    return SimulatedMachine(
+    machine = SimulatedMachine(
         capacities_bytes=hardware.capacities_bytes,
         costs=free if hardware.calibrated else profile_costs(hardware, spec),
         contention=SharedMemory(memory_bytes_s, config.memory_sharing),
         submit_s=config.submit_us * 1e-6,
         wake_s=config.wake_us * 1e-6,
     )
+    machine.gpu_kernels = None if config.triton is None else frozenset(config.triton)
+    return machine

@@ -19,9 +19,13 @@ _STEEPNESS = 12.0  # fits what routers of a trained DeepSeek-V3 choose: likeliho
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Normalise over the last dimension, in float32, rounded to x's dtype before the multiplication by the weight."""
+    return weight * normalised(x, eps).to(x.dtype)
+
+
+def normalised(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """Divide x by the root of its mean square over the last dimension, in float32 and not rounded."""
     wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)  # at most two float32 copies at a time
-    return weight * wide.to(x.dtype)
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)  # at most two float32 copies at a time
 
 
 @lru_cache(maxsize=8)
@@ -57,7 +61,11 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interle
     numbers of all pairs, then the second ones, in either case: scores do not depend on the order.
     """
     first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    rotated = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, cos.dtype))
+    begin, end = rotated.chunk(2, dim=-1)  # in place: one half more than the result at a time
+    torch.mul(first, cos, out=begin).sub_(second * sin)
+    torch.mul(second, cos, out=end).add_(first * sin)
+    return rotated.to(x.dtype)
 
 
 class AttentionOptions(NamedTuple):

@@ -177,6 +177,7 @@ class Session:
             kv_cache_bytes=int(settings.kv_cache_gb * 1e9),
             longest_tokens=most_tokens(Sequence(request) for request in requests),
             num_gpus=num_gpus,
+            kernels=None if self.machine is None else self.machine.gpu_kernels,
         )
 
     def _require_device_memory(self, least: Mapping[str, int]) -> None:

@@ -34,9 +34,10 @@ def plan_batch(config: Config, engine: Engine) -> Policy:
     blocks, device = engine.kv.allocator, engine.machine.tiers["device"]
     weights_bytes = config.least_weight_bytes(engine)
     room_bytes = device.free_bytes - sum(weights_bytes.values()) - SLACK_BYTES
+    token_bytes = device_bytes_per_token(engine.spec, engine.machine.gpu_kernels)
 
     def needed_bytes(prompt_len: int, num_blocks: int) -> int:
-        return prompt_len * device_bytes_per_token(engine.spec) + num_blocks * block_bytes(engine)
+        return prompt_len * token_bytes + num_blocks * block_bytes(engine)
 
     sizes = {(s.prompt_len, blocks.blocks_for(s.max_tokens)) for s in engine.sequences} or {(1, 1)}
     prompt_len = num_blocks = 0

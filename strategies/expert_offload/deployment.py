@@ -269,7 +269,8 @@ def _sizes(
     """
     spec, blocks = engine.spec, engine.kv.allocator
     weights = expert_slots(engine, sum(config.num_slots(spec)))
-    token_bytes = device_bytes_per_token(spec) + sum(prediction_bytes(num_predicted).values())
+    token_bytes = device_bytes_per_token(spec, engine.machine.gpu_kernels)
+    token_bytes += sum(prediction_bytes(num_predicted).values())
     token_bytes += 4 * spec.hidden_dim if host_experts else 0
     room = _Room(
         nbytes=engine.machine.tiers[DEVICE].free_bytes - SLACK_BYTES - sum(weights.values()),

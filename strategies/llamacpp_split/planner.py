@@ -60,7 +60,7 @@ def plan_split(config: Config, engine: Engine) -> Policy:
     free_bytes = engine.machine.tiers["device"].free_bytes - SLACK_BYTES
     room = _Room(
         nbytes=free_bytes - _weight_bytes(config, weights, _most_cpu_layers(config, weights)),
-        token_bytes=device_bytes_per_token(engine.spec),
+        token_bytes=device_bytes_per_token(engine.spec, engine.machine.gpu_kernels),
         block_bytes=block_bytes(engine),
         block_size=blocks.block_size,
         micro_batch_tokens=config.micro_batch_tokens,

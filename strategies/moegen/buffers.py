@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 
 from harness.engine.activation_pool import PooledActivations
-from harness.engine.activations import attention_bytes, expert_bytes, host_attention_bytes, state_bytes
+from harness.engine.activations import attention_bytes, expert_row_bytes, host_attention_bytes, state_bytes
 from harness.memory.tiers import Buffer
 from harness.model.spec import ModelSpec
 from strategies.moegen.memory import NUM_STAGINGS, NUM_TURNS, PhaseSizes, aligned, moved_to_host
@@ -29,7 +29,7 @@ class PhaseBuffers:
         self._cut = dict(self._cut_up(device, sizes.device(spec))) | dict(self._cut_up(pinned, sizes.pinned(spec)))
         self._none = pinned.sub(f"{name} nothing", 0, 0)
         self._row_bytes: Mapping[str, int] = {
-            **state_bytes(spec), **attention_bytes(spec), **expert_bytes(spec), **host_attention_bytes(spec),
+            **state_bytes(spec), **attention_bytes(spec), **expert_row_bytes(spec), **host_attention_bytes(spec),
             "kept hidden": spec.hidden_dim * spec.dtype_bytes,
         }  # fmt: skip
         self.micro_batch = cache(self._micro_batch)  # equal ones have equal keys, until sequences end

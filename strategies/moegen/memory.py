@@ -12,13 +12,12 @@ from math import ceil
 
 from harness.engine.activations import (
     attention_bytes,
-    dense_workspace_bytes,
-    expert_bytes,
-    expert_workspace_bytes,
-    head_workspace_bytes,
+    expert_row_bytes,
     host_attention_bytes,
     state_bytes,
 )
+from harness.engine.temporaries import dense_workspace_bytes, expert_workspace_bytes, head_workspace_bytes
+from harness.machine.base import GpuKernels
 from harness.model.spec import ModelSpec
 from strategies.common.workload_shape import WorkloadShape
 from strategies.moegen.policy import PhasePolicy, Policy
@@ -53,8 +52,7 @@ class PhaseSizes:
 
     def device(self, spec: ModelSpec) -> dict[str, int]:
         """Return the bytes of each device buffer by name, those behind `/` for each turn: S_IS and S_KV-GPU."""
-        whole = {**state_bytes(spec), **expert_bytes(spec)}
-        del whole["workspace"]
+        whole = {**state_bytes(spec), **expert_row_bytes(spec)}
         turns = range(NUM_TURNS[self.on_device])
         sizes = {name: self.rows * nbytes for name, nbytes in whole.items()} if self.on_device else {}
         turned = dict(attention_bytes(spec)) if self.on_device else {**attention_bytes(spec), **whole}
@@ -66,10 +64,12 @@ class PhaseSizes:
                 sizes[f"expert results/{turn}"] = self.slice_rows * spec.hidden_dim * 4
         return {name: nbytes for name, nbytes in sizes.items() if nbytes}
 
-    def workspace_bytes(self, spec: ModelSpec, measured: Temporaries = NONE_MEASURED) -> int:
-        """Return the bytes of temporaries inside ops, of which one runs at a time."""
-        attention = self.micro_batch_rows * max(dense_workspace_bytes(spec), measured.of_others)
-        experts = self.slice_rows * max(expert_workspace_bytes(spec), measured.of_experts)
+    def workspace_bytes(
+        self, spec: ModelSpec, measured: Temporaries = NONE_MEASURED, kernels: GpuKernels = None
+    ) -> int:
+        """Return the bytes of temporaries inside ops, of which one runs at a time. `kernels` are the machine's."""
+        attention = self.micro_batch_rows * max(dense_workspace_bytes(spec, kernels, padded=True), measured.of_others)
+        experts = self.slice_rows * max(expert_workspace_bytes(spec, kernels), measured.of_experts)
         return max(attention, experts, head_workspace_bytes(spec))
 
     def pinned(self, spec: ModelSpec) -> dict[str, int]:
@@ -159,13 +159,18 @@ class WeightSizes:
 
 
 def held_bytes(
-    policy: Policy, spec: ModelSpec, shape: WorkloadShape, weights: WeightSizes, measured: Temporaries = NONE_MEASURED
+    policy: Policy,
+    spec: ModelSpec,
+    shape: WorkloadShape,
+    weights: WeightSizes,
+    measured: Temporaries = NONE_MEASURED,
+    kernels: GpuKernels = None,
 ) -> Mapping[str, dict[str, int]]:
     """Return what the policy adds to each tier, by name: Eq. 3 on the device, and in pinned memory what Eq. 2 leaves
     out."""
     both = phases(policy, shape)
     device = weights.device(policy)
     device["intermediate states and staged keys and values"] = max(each.device_bytes(spec) for each in both)
-    device["temporaries"] = max(each.workspace_bytes(spec, measured) for each in both)
+    device["temporaries"] = max(each.workspace_bytes(spec, measured, kernels) for each in both)
     pinned = {"rows of micro-batches and accumulated tokens": max(each.pinned_bytes(spec) for each in both)}
     return {"device": device, "pinned": pinned}

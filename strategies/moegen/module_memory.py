@@ -9,9 +9,9 @@ from __future__ import annotations
 from math import ceil
 from typing import Any
 
-from harness.engine.activations import dense_workspace_bytes, expert_workspace_bytes
 from harness.engine.ops.compute import Head
 from harness.engine.ops.experts import Expert
+from harness.engine.temporaries import dense_workspace_bytes, expert_workspace_bytes
 from harness.machine.base import GPU, Lane, Machine, Op
 from harness.memory.tiers import DEVICE, Buffer
 from harness.model.spec import ModelSpec
@@ -25,8 +25,8 @@ class ModuleMemory:
 
     def __init__(self, machine: Machine, spec: ModelSpec) -> None:
         self._machine = machine
-        self._counted = {_EXPERT: expert_workspace_bytes(spec)}
-        self._counted_of_others = dense_workspace_bytes(spec)
+        self._counted = {_EXPERT: expert_workspace_bytes(spec, machine.gpu_kernels)}
+        self._counted_of_others = dense_workspace_bytes(spec, machine.gpu_kernels)
         self._noted: dict[str, tuple[int, int, int | None]] = {}  # rows, bytes of buffers and of temporaries
         machine.peak_temporaries_bytes()  # what was before does not count
 

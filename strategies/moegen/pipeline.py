@@ -94,10 +94,11 @@ class ModuleBatching:
 
     def _reserve(self, shape: WorkloadShape, temporaries: Temporaries) -> tuple[_Phase, _Phase]:
         """Reserve what both phases need at the same place: their buffers are never in use together."""
-        tiers, spec, sizes = self._engine.machine.tiers, self._engine.spec, phases(self._policy, shape)
+        machine, spec, sizes = self._engine.machine, self._engine.spec, phases(self._policy, shape)
+        tiers, kernels = machine.tiers, machine.gpu_kernels
         device = tiers[DEVICE].reserve("intermediate states", max(each.device_bytes(spec) for each in sizes))
         pinned = tiers[PINNED].reserve("rows of micro-batches", max(each.pinned_bytes(spec) for each in sizes))
-        workspace_bytes = max(each.workspace_bytes(spec, temporaries) for each in sizes)
+        workspace_bytes = max(each.workspace_bytes(spec, temporaries, kernels) for each in sizes)
         workspace = tiers[DEVICE].reserve("temporaries", workspace_bytes, backed=False)
 
         def phase(name: str, policy: PhasePolicy) -> _Phase:

@@ -14,6 +14,7 @@ from math import ceil
 from harness.config import ConfigError
 from harness.engine.engine import Engine
 from harness.engine.limits import SLACK_BYTES
+from harness.machine.base import GpuKernels
 from harness.memory.expert_slots import expert_slot_bytes
 from harness.memory.tiers import DEVICE, PINNED, RAM, Tier, enough, told_bytes
 from harness.memory.weights import slot_sizes
@@ -48,6 +49,7 @@ class Deployment:
     limits: Mapping[str, Tier]  # by tier, what says how much that is
     kv_sequences: int  # that the host's cache holds at their ends: Eq. 2
     temporaries: Temporaries = NONE_MEASURED
+    kernels: GpuKernels = None  # of the machine
 
     @classmethod
     def of(cls, engine: Engine, *, padded: bool = False) -> Deployment:
@@ -63,6 +65,7 @@ class Deployment:
         dense = slot_sizes([part.layout for part in store.dense(layer).values()] for layer in layers)
         return cls(
             spec=engine.spec,
+            kernels=engine.machine.gpu_kernels,
             shape=shape,
             weights=WeightSizes(
                 expert_bytes=expert_slot_bytes(store) if num_experts else 0,
@@ -76,7 +79,7 @@ class Deployment:
 
     def held(self, policy: Policy) -> Mapping[str, dict[str, int]]:
         """Return what the policy holds, by tier and name."""
-        return held_bytes(policy, self.spec, self.shape, self.weights, self.temporaries)
+        return held_bytes(policy, self.spec, self.shape, self.weights, self.temporaries, self.kernels)
 
     def left_bytes(self, policy: Policy) -> dict[str, int]:
         """Return what the policy leaves of each tier; negative where it does not fit."""

@@ -32,7 +32,6 @@ from harness.memory.placed import PlacedPart
 from harness.memory.tiers import DEVICE, PINNED, Buffer
 from harness.memory.transfers import CopyWeights
 from harness.memory.weights import WeightStream, slot_sizes
-from harness.model.spec import ModelSpec
 from strategies.common.workload_shape import WorkloadShape
 from strategies.moegen.costs import ModuleCosts
 from strategies.moegen.module_memory import ModuleMemory
@@ -100,7 +99,7 @@ class ModuleProfiler:
         )
         slot_bytes = expert_slot_bytes(engine.store)
         self._slot = self._reserve(DEVICE, "profiler expert", slot_bytes)
-        left_bytes = machine.tiers[DEVICE].free_bytes - max_tokens * _device_token_bytes(spec)
+        left_bytes = machine.tiers[DEVICE].free_bytes - max_tokens * _device_token_bytes(engine)
         has_room = left_bytes > slot_bytes + SLACK_BYTES
         self._other_slot = self._reserve(DEVICE, "profiler transfers", slot_bytes) if has_room else None
         before_bytes = machine.tiers[DEVICE].used_bytes
@@ -295,9 +294,10 @@ def _seconds(ticket: Ticket) -> float:
     return (ticket.finished_s or 0.0) - (ticket.started_s or 0.0)
 
 
-def _device_token_bytes(spec: ModelSpec) -> int:
+def _device_token_bytes(engine: Engine) -> int:
+    spec = engine.spec
     rows = spec.hidden_dim * (spec.dtype_bytes + 4)
-    return device_bytes_per_token(spec) + rows + spec.kv_bytes_per_token_layer
+    return device_bytes_per_token(spec, engine.machine.gpu_kernels) + rows + spec.kv_bytes_per_token_layer
 
 
 def most_tokens(engine: Engine) -> int:
@@ -307,7 +307,7 @@ def most_tokens(engine: Engine) -> int:
     left_bytes = tiers[DEVICE].free_bytes - sum(dense.values()) - expert_slot_bytes(store) - SLACK_BYTES
     pinned_bytes = host_bytes_per_token(spec) + spec.hidden_dim * (3 * spec.dtype_bytes + 2 * 4)
     fitting = min(
-        _SHARE * left_bytes // _device_token_bytes(spec),
+        _SHARE * left_bytes // _device_token_bytes(engine),
         _SHARE * (tiers[PINNED].free_bytes - SLACK_BYTES) // pinned_bytes,
         blocks.num_free * blocks.block_size,
     )

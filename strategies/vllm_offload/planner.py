@@ -82,7 +82,7 @@ def plan_policy(config: Config, engine: Engine) -> Policy:
     device, blocks = engine.machine.tiers["device"], engine.kv.allocator
     requests = _Requests(
         lengths=sorted((s.max_tokens for s in engine.sequences), reverse=True) or [1],
-        token_bytes=device_bytes_per_token(engine.spec),
+        token_bytes=device_bytes_per_token(engine.spec, engine.machine.gpu_kernels),
         block_bytes=block_bytes(engine),
         block_size=blocks.block_size,
     )

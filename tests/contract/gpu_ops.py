@@ -16,6 +16,7 @@ from harness.machine.simulated import SimulatedMachine
 from harness.machine.threads.arenas import TORCH_DTYPES
 from harness.model import families
 from harness.plan.planning import make_plan
+from kernels.triton import KERNELS
 from tests.composing import composed
 
 DEVICE = torch.device("meta")
@@ -77,8 +78,9 @@ def weight_views(ctx, part):
         return {t.name: torch.empty(t.shape, dtype=TORCH_DTYPES[t.dtype], device=DEVICE) for t in layout.tensors}
 
 
-def submitted(monkeypatch: pytest.MonkeyPatch, name: str, num_requests: int) -> list:
-    """Return the gpu lane's ops of a whole run."""
+def submitted(monkeypatch: pytest.MonkeyPatch, name: str, num_requests: int, more=(), kernels=KERNELS) -> list:
+    """Return the gpu lane's ops of a whole run of a case, planned for a GPU with these `kernels`; `more` are further
+    settings."""
     ops, original = [], SimulatedMachine.submit
 
     def submit(self, lane, op, **options):
@@ -86,11 +88,11 @@ def submitted(monkeypatch: pytest.MonkeyPatch, name: str, num_requests: int) -> 
             ops.append(op)
         return original(self, lane, op, **options)
 
-    model = [] if any(each.startswith("model=") for each in CASES[name]) else ["model=mixtral-8x7b"]
+    model = [] if any(each.startswith("model=") for each in (*CASES[name], *more)) else ["model=mixtral-8x7b"]
     overrides = [
         *(f"strategy={name.split()[0].strip(',')}", "machine=simulated", *model, "hardware=a40"),
         *("model.spec.num_layers=2", "hardware.device_memory_gb=20", "kv_cache_gb=4", "dataset.max_new_tokens=2"),
-        *(f"dataset.num_requests={num_requests}", *CASES[name]),
+        *(f"dataset.num_requests={num_requests}", f"machine.triton=[{','.join(kernels)}]", *CASES[name], *more),
     ]
     with monkeypatch.context() as patch:
         patch.setattr(SimulatedMachine, "submit", submit)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
+
 import pytest
 import yaml
 
 from harness.engine import loop
-from harness.machine.base import GPU, MachineError
+from harness.engine.ops.warm_up import StartThreads
+from harness.machine.base import CPU, GPU, Lane, LaneKind, MachineError
 from harness.machine.device import issuing
 from tests.conftest import ROOT
 from tests.contract.running import CAPACITIES_BYTES, check_tokens, engine_on, requests, run_to_end, strategy_of
@@ -85,13 +89,26 @@ def test_nothing_blocks_or_allocates_within_a_pass(tiny, name):
         strategy = strategy_of(engine, PLANNED[name])
         machine.drain()
         assert {"allocate", "pin"} <= set(device.blocking)
-        assert next(span.kind for span in machine.spans if span.lane == GPU) == "warm up", "before any other work"
+        firsts = {GPU: "warm up", CPU: "start threads", Lane(LaneKind.PIN): "start threads"}
+        found = {lane: next(span.kind for span in machine.spans if span.lane == lane) for lane in firsts}
+        assert found == firsts, "before any other work"
         device.blocking.clear()
         loop.run(engine, strategy, lambda passed: None)
         assert not device.blocking
     finally:
         machine.close()
         device.close()
+
+
+def test_the_threads_of_a_host_lane_start_once():
+    """Others may end meanwhile."""
+    known, started = set(os.listdir("/proc/self/task")), []
+    for _ in range(2):
+        StartThreads().run(SimpleNamespace(num_threads=lambda: 23), 0)
+        there = set(os.listdir("/proc/self/task"))
+        started.append(len(there - known))
+        known |= there
+    assert started == [22, 0]
 
 
 @pytest.mark.cuda

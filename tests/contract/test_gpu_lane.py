@@ -7,55 +7,32 @@ The ops are those that strategies submit on the simulated machine; the kernels' 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from random import Random
+from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels.triton as gpu
-from harness.engine.activations import head_workspace_bytes, workspace_bytes_per_token
 from harness.engine.ops import on_gpu, views
-from harness.engine.ops.compute import AttentionOut
+from harness.engine.ops.compute import AttentionOut, DecodeAttentionDevice, PrefillAttention
+from harness.engine.ops.experts import Experts
 from harness.engine.ops.paged import DecodeAttentionPaged
 from harness.engine.ops.warm_up import WarmUp
+from harness.engine.temporaries import head_workspace_bytes, workspace_bytes_per_token
 from harness.machine.threads.arenas import TORCH_DTYPES, tensor_of
 from harness.model import families, functional
 from harness.plan.planning import make_plan
 from tests.composing import composed
-from tests.contract.gpu_ops import CASES, DEVICE, MetaContext, submitted, weight_views
+from tests.contract.counting import Watch, fits, tensors
+from tests.contract.gpu_ops import CASES, DEVICE, LATENT, MetaContext, submitted, weight_views
 from tests.contract.watching import Watched, undeclared_views
 
 KERNELS = (
     *("grouped_experts", "causal_attention", "staged_decode_attention", "paged_decode_attention"),
     *("staged_latent_attention", "paged_latent_attention"),
 )
-NO_LAUNCH = torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.empty_like
-
-
-class Watch(TorchDispatchMode):
-    """Counts what would be launched on the device, and the memory that its results hold at worst."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.launches = self.peak_bytes = 0
-        self.from_host: list[str] = []
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        given, results = tensors(args), tensors(found)
-        if results and results[0].device == DEVICE and not func.is_view:
-            self.launches += func.overloadpacket not in NO_LAUNCH
-            if any(t.device != DEVICE and t.dim() for t in given):
-                self.from_host.append(str(func))
-            known = {t.untyped_storage()._cdata for t in given}
-            for storage in (t.untyped_storage() for t in results):
-                if storage._cdata not in known:
-                    self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
-        self.peak_bytes = max(self.peak_bytes, sum(nbytes for _, nbytes in self._live.values()))
-        return found
 
 
 def numbers(values, device):
@@ -63,16 +40,15 @@ def numbers(values, device):
     return torch.empty(values.shape, dtype=torch.from_numpy(values[:0].copy()).dtype, device=device)
 
 
-def tensors(values) -> list[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        return [values]
-    return [t for value in values for t in tensors(value)] if isinstance(values, tuple | list) else []
+class Called(list):
+    """Which kernels were called, and the scratch memory that the last call for experts used."""
+
+    scratch_bytes = 0
 
 
 @pytest.fixture
 def kernels_left_out(monkeypatch):
-    """Which kernels were called."""
-    called = []
+    called = Called()
 
     def left_out(name):
         def call(*tensors_, **options):
@@ -86,52 +62,127 @@ def kernels_left_out(monkeypatch):
         shape = (len(logits), top_k)
         return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=torch.float32)
 
+    def experts(x, ids, weights, out, table, shape, *, num_present, scratch):
+        left_out("grouped_experts")(x, ids, weights, out, table, scratch)
+        called.scratch_bytes = gpu.expert_scratch_bytes(*ids.shape, len(table), num_present, shape)
+        assert called.scratch_bytes <= scratch.numel(), "it would take several runs, each of which reads the weights"
+
     for name in KERNELS:
         monkeypatch.setattr(gpu, name, left_out(name))
+    monkeypatch.setattr(gpu, "grouped_experts", experts)
     monkeypatch.setattr(gpu, "choose_experts", choose)
-    monkeypatch.setattr(gpu, "address_table", lambda *_: torch.empty(1, device=DEVICE))
+    monkeypatch.setattr(gpu, "address_table", lambda _, experts, device: torch.empty(experts, 6, device=device))
     monkeypatch.setattr(gpu, "serves", lambda tensor, kernel: True)
     monkeypatch.setattr(on_gpu, "numbers", numbers)
     monkeypatch.setattr(views, "_weight_views", weight_views)
     return called
 
 
-def launches_by_kind(ops: list, called: list[str]) -> dict[str, float]:
+def launches_by_kind(ops: list, called: Called, kernels=frozenset(gpu.KERNELS)) -> dict[str, float]:
     """The most that an op of each kind launches, the head by run. Fails on whatever must not happen within a pass."""
+    most = defaultdict(int)
+    for op, watch in watched(ops, called):
+        runs = -(-len(op.batch.sequences) // head_rows_at_once(op)) if op.kind == "head" else 1
+        most[op.kind] = max(most[op.kind], (watch.launches + len(called)) / runs)
+        assert not watch.from_host, f"{op} copies from pageable memory: {watch.from_host}"
+        require_room(op, watch, kernels)
+    return most
+
+
+def watched(ops: list, called: Called) -> Iterator[tuple[Any, Watch]]:
+    """Run ops, and yield each with what it asked for. Fails where one does not declare what it touches."""
     spec = ops[0].spec
     rotated = spec.latent.rope_dim if spec.latent else spec.head_dim
     for dtype in (TORCH_DTYPES[spec.dtype], torch.float32):  # DeepSeek-V2 rotates in the latter
         functional.rope_tables(spec.rope_theta, rotated, spec.max_positions, dtype, DEVICE, spec.yarn)
-    memory, most = MetaContext(spec), defaultdict(int)
+    memory = MetaContext(spec)
     for op in ops:
         called.clear()
+        called.scratch_bytes = 0
         context = Watched(memory)
         with Watch() as watch:
             for packet in range(op.packets):
                 op.run(context, packet)
-        runs = -(-len(op.batch.sequences) // head_rows_at_once(op)) if op.kind == "head" else 1
-        most[op.kind] = max(most[op.kind], (watch.launches + len(called)) / runs)
         assert not undeclared_views(op, context.before), f"{op} does not declare what it touches"
-        assert not watch.from_host, f"{op} copies from pageable memory: {watch.from_host}"
-        assert watch.peak_bytes <= limit_bytes(op), f"{op} of {op.batch.num_tokens} tokens takes {watch.peak_bytes} B"
-    return most
+        yield op, watch
+
+
+def require_room(op, watch: Watch, kernels) -> None:
+    limit = limit_bytes(op, kernels)
+    assert watch.peak_bytes <= limit, f"{op} of {op.batch.num_tokens} tokens takes {watch.peak_bytes} B of {limit}"
+    room = max(limit, op.acts.workspace.nbytes)
+    assert fits(watch.events, room), f"{op}: what torch's allocator has left of {room} B is in pieces"
 
 
 def head_rows_at_once(op) -> int:
     return max(1, op.acts.workspace.nbytes // head_workspace_bytes(op.spec))
 
 
-def limit_bytes(op) -> int:
+def limit_bytes(op, kernels) -> int:
     """Room for temporaries: an op keeps to its own tokens' share, but for those that make the most of what is there."""
     workspace = op.acts.workspace.nbytes
-    if op.kind == "experts":
+    if op.kind == "experts" and "experts" in kernels:
         return workspace + SMALL_BYTES
     if op.kind == "head":
         return max(workspace, head_workspace_bytes(op.spec)) + SMALL_BYTES
-    return op.batch.num_tokens * workspace_bytes_per_token(op.spec) + SMALL_BYTES
+    padded = any(at.reads.num_shadows for at in (op.batch.on_host, op.batch.on_device))
+    return op.batch.num_tokens * workspace_bytes_per_token(op.spec, kernels, padded=padded) + SMALL_BYTES
 
 
 SMALL_BYTES = 4096  # as torch's allocator takes at the least for a few numbers
+
+
+def drawn(seed: int) -> list[str]:
+    """Draw a family and the shape of its layers; queries are up to twice as wide as hidden states, as in models."""
+    random = Random(seed)
+    hidden, kv_heads = 128 * random.randint(8, 24), 2 ** random.randrange(4)
+    most_heads = max(kv_heads, 2 * hidden // 128)
+    spec = {
+        "hidden_dim": hidden, "expert_dim": 128 * random.randint(4, 24), "num_experts": 2 ** random.randint(3, 5),
+        "experts_per_token": random.randint(2, 8),
+    }  # fmt: skip
+    model = MODELS[seed % len(MODELS)]
+    if model != "deepseek-v2-lite":
+        spec |= {"num_kv_heads": kv_heads, "num_heads": random.randint(1, most_heads // kv_heads) * kv_heads}
+    if model == "qwen2-57b-a14b":
+        spec["shared_expert_dim"] = 256 * random.randint(2, 16)
+    layers = LATENT[1:] if model == "deepseek-v2-lite" else []
+    dtype = random.choice(("bfloat16", "float32"))
+    return [f"model={model}", f"model.dtype={dtype}", *layers, *(f"model.spec.{k}={v}" for k, v in spec.items())]
+
+
+MODELS = (
+    *("mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b", "qwen2-57b-a14b", "dbrx", "gpt-oss-120b", "deepseek-v2-lite"),
+)
+
+
+def rows_by_expert(op, ids):
+    """Give the first experts a row of every token, as no routing can more."""
+    experts_per_token, count = op.spec.experts_per_token, len(op.experts)
+    tokens, chosen = len(ids) // experts_per_token, min(experts_per_token, count)
+    order = ids.argsort(stable=True)
+    return order[: tokens * chosen], [tokens] * chosen + [0] * (count - chosen)
+
+
+@pytest.mark.parametrize("left_out", [(), ("experts",), gpu.KERNELS], ids=["triton", "experts in torch", "torch"])
+@pytest.mark.parametrize("seed", range(len(MODELS)))
+def test_no_less_and_hardly_more_is_reserved_than_ops_take(monkeypatch, kernels_left_out, seed, left_out):
+    """Of random shapes, with kernels and without: whatever the widest op takes is at least 0.8 of what is reserved.
+    Torch's attention is left out: what it takes depends on the lengths of contexts."""
+    kernels = frozenset(gpu.KERNELS) - set(left_out)
+    monkeypatch.setattr(gpu, "serves", lambda tensor, kernel: kernel in kernels)
+    monkeypatch.setattr(Experts, "_by_expert", rows_by_expert)
+    ops = submitted(monkeypatch, "moelens on the gpu", 20, drawn(seed), sorted(kernels))
+    shares = defaultdict(float)
+    for op, watch in watched(ops, kernels_left_out):
+        if isinstance(op, PrefillAttention | DecodeAttentionDevice) and "prefill" not in kernels:
+            continue
+        require_room(op, watch, kernels)
+        limit = op.batch.num_tokens * workspace_bytes_per_token(op.spec, kernels)
+        assert op.acts.workspace.nbytes == op.acts.max_tokens * workspace_bytes_per_token(op.spec, kernels)
+        if op.kind != "head":
+            shares[op.kind] = max(shares[op.kind], (kernels_left_out.scratch_bytes or watch.peak_bytes) / limit)
+    assert max(shares.values()) >= 0.8, dict(shares)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -161,7 +212,7 @@ def loops(op, ctx):
 
 
 def allocates(op, ctx):
-    wide = workspace_bytes_per_token(op.spec) // 4
+    wide = workspace_bytes_per_token(op.spec, frozenset(gpu.KERNELS)) // 4
     _ = [torch.empty(op.batch.num_tokens, wide, device=DEVICE), torch.empty(op.batch.num_tokens, wide, device=DEVICE)]
 
 
@@ -208,5 +259,5 @@ def test_warming_up_takes_no_more_than_a_layer(kernels_left_out, monkeypatch):
     with Watch() as watch:
         op.run(MetaContext(engine.spec), 0)
     assert warmed == [(engine.spec, DEVICE, 16)]
-    assert kernels_left_out == ["choose_experts"]
+    assert kernels_left_out == ["choose_experts"] * 3, "for few rows and many"
     assert watch.peak_bytes < engine.store.layer_bytes

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import arange
 
-from harness.engine.activations import Activations, head_workspace_bytes
+from harness.engine.activations import Activations
 from harness.engine.batch import MicroBatch
 from harness.engine.ops import on_gpu
 from harness.engine.ops.attention_rows import (
@@ -24,6 +24,7 @@ from harness.engine.ops.attention_rows import (
 from harness.engine.ops.data import MicroBatchOp, device_rows
 from harness.engine.ops.host import staged_attention
 from harness.engine.ops.views import attend_each, attention_weights, keep, rows, weights
+from harness.engine.temporaries import head_workspace_bytes
 from harness.machine.base import Context, Work
 from harness.memory.placed import PlacedPart
 from harness.memory.tiers import Buffer

@@ -16,7 +16,7 @@ from kernels import triton as gpu
 class GptOss(GptOssLayout, Decoder):
     def norm(self, spec: ModelSpec, x: Tensor, weight: Tensor) -> Tensor:
         """Normalise in float32, the multiplication by the weight included."""
-        return functional.rms_norm(x.float(), weight.float(), spec.norm_eps).to(x.dtype)
+        return (weight.float() * functional.normalised(x, spec.norm_eps)).to(x.dtype)
 
     def router_logits(self, spec: ModelSpec, w: Weights, normed: Tensor, layer: int) -> Tensor:
         return super().router_logits(spec, w, normed, layer) + w["router_bias"]

@@ -22,6 +22,7 @@ from harness.engine.activations import (
     host_expert_bytes,
     state_bytes,
 )
+from harness.machine.base import GpuKernels
 from harness.memory.tiers import PAGEABLE, PINNED, RAM
 from harness.model.spec import ModelSpec
 from strategies.common.workload_shape import WorkloadShape
@@ -129,6 +130,8 @@ class Deployment:
     storage: Storage = Storage()
     num_gpus: int = 1
     blocks_in_flight: int = 1  # 1 or num_gpus
+    kernels: GpuKernels = None  # of the machine
+    padded: bool = False  # prompts
     num_requests: int | None = None  # of all batches in flight; null: each has as many as `shape` says
 
     @property
@@ -212,12 +215,13 @@ def pool_sizes(deployment: Deployment, policy: Policy) -> PoolSizes:
     """Return the sizes of the activations to reserve for a policy."""
     tokens = pool_tokens(deployment, Switches.of(policy))
     sizes = {name: ceil(term.at(policy)) for name, term in tokens.items()}
-    return PoolSizes(**sizes, passes=deployment.blocks_in_flight)
+    return PoolSizes(**sizes, passes=deployment.blocks_in_flight, padded=deployment.padded)
 
 
 def _on_device(deployment: Deployment, switches: Switches) -> dict[str, Linear]:
     spec, sizes = deployment.spec, deployment.sizes
     tokens, state = pool_tokens(deployment, switches), dict(state_bytes(spec))
+    behind = expert_bytes(spec, deployment.kernels, padded=deployment.padded)
     resident = sizes.layers_bytes - (0 if switches.gpu_ffn else sizes.all_experts_bytes)
     held = {
         "embedding and head": Linear(sizes.device_ends_bytes),
@@ -226,7 +230,7 @@ def _on_device(deployment: Deployment, switches: Switches) -> dict[str, Linear]:
         "hidden states": deployment.blocks_in_flight * tokens["hidden"] * state.pop("hidden"),
         "token ids": deployment.blocks_in_flight * tokens["in_pass"] * sum(state.values()),
         "around attention": tokens["in_attention"] * sum(attention_bytes(spec).values()),
-        "experts' input and output": tokens["largest"] * sum(expert_bytes(spec).values()),
+        "experts' input and output": tokens["largest"] * sum(behind.values()),
         KV_CACHE: DEVICE_SEQUENCES * kv_bytes_per_sequence(deployment),
         "block tables": DEVICE_SEQUENCES * (deployment.shape.kv_tokens * TABLE_ENTRY_BYTES),  # a block has >= 1 token
         "slack": Linear(_SLACK_BYTES),

@@ -179,6 +179,8 @@ def deployment_of(engine: Engine, *, padded: bool = False, num_stages: int = 1) 
         storage=storage,
         num_gpus=len(engine.ranks),
         blocks_in_flight=num_stages,
+        kernels=engine.machine.gpu_kernels,
+        padded=padded,
         num_requests=len(fitting),
     )
 

@@ -13,7 +13,7 @@ from harness.engine.activations import attention_bytes, expert_bytes, host_atten
 from tests.unit.engine.fakes import SPEC, engine
 
 OWN = ("tokens", "sampled")
-BYTES = {**state_bytes(SPEC), **attention_bytes(SPEC), **expert_bytes(SPEC), **host_attention_bytes(SPEC)}
+BYTES = {**state_bytes(SPEC), **attention_bytes(SPEC), **expert_bytes(SPEC, None), **host_attention_bytes(SPEC)}
 
 
 def pool_of(sizes: PoolSizes):
@@ -33,7 +33,7 @@ def test_micro_batches_share_only_what_they_may(counts, turns, spills):
     hidden = 2 * largest if spills else max(in_pass, 2 * largest)
     sizes = PoolSizes(in_pass=in_pass, largest=largest, in_attention=turns * largest, hidden=hidden, kept=in_pass)
     machine, pool = pool_of(sizes)
-    assert machine.tiers["device"].used_bytes == sizes.device_bytes(SPEC)
+    assert machine.tiers["device"].used_bytes == sizes.device_bytes(SPEC, None)
     assert machine.tiers["pinned"].used_bytes == sizes.pinned_bytes(SPEC)
     acts = pool.layout(counts)
     is_kept = in_pass > hidden
@@ -51,7 +51,7 @@ def test_micro_batches_share_only_what_they_may(counts, turns, spills):
         for group, names in (
             (turns, attention_bytes(SPEC)),
             (turns, host_attention_bytes(SPEC)),
-            (1, expert_bytes(SPEC)),
+            (1, expert_bytes(SPEC, None)),
         ):
             for name in names:
                 mine, others = getattr(one, name), getattr(other, name)
@@ -83,7 +83,7 @@ def test_passes_in_flight_share_nothing_that_lives_from_layer_to_layer(counts, p
         in_pass=in_pass, largest=largest, in_attention=2 * largest, hidden=hidden, kept=in_pass, passes=passes
     )
     machine, pool = pool_of(sizes)
-    assert machine.tiers["device"].used_bytes == sizes.device_bytes(SPEC)
+    assert machine.tiers["device"].used_bytes == sizes.device_bytes(SPEC, None)
     assert machine.tiers["pinned"].used_bytes == sizes.pinned_bytes(SPEC)
     laid_out = [pool.layout(each, number) for number, each in enumerate(counts)]
     for before, after in itertools.combinations(range(len(counts)), 2):

@@ -23,7 +23,7 @@ from tests.unit.machine.ops import Quick
 def test_bytes_per_token_are_those_that_are_reserved(max_tokens):
     machine = engine([]).machine
     acts = Activations(machine, SPEC, max_tokens=max_tokens, name="alpha")
-    assert machine.tiers["device"].used_bytes == max_tokens * device_bytes_per_token(SPEC)
+    assert machine.tiers["device"].used_bytes == max_tokens * device_bytes_per_token(SPEC, None)
     assert machine.tiers["pinned"].used_bytes == max_tokens * host_bytes_per_token(SPEC)
     assert all(name.startswith("alpha ") for tier in machine.tiers.values() for name in tier.holders())
     acts.close()
@@ -53,7 +53,7 @@ def test_as_many_tokens_as_are_said_to_fit_do_fit(layers, batches, taken, reserv
     for number in range(batches):
         Activations(on.machine, SPEC, max_tokens=fitting, name=f"batch {number}", num_predicted=predicted)
     unused = on.machine.tiers["device"].free_bytes
-    token_bytes = device_bytes_per_token(SPEC) + 12 * predicted  # a number of 8 bytes, and a score of 4
+    token_bytes = device_bytes_per_token(SPEC, None) + 12 * predicted  # a number of 8 bytes, and a score of 4
     assert unused < batches * token_bytes + (1 << 16), "more would have fitted"
 
 
@@ -76,7 +76,7 @@ def test_memory_too_small_is_refused_with_every_holder_and_with_what_is_enough(t
     assert [name for name, _, _ in sizes] == (expected or ["staging buffers", "embedding"])
     held_bytes = sum(float(size) * {"B": 1, "KB": 1e3, "MB": 1e6}[unit] for _, size, unit in sizes)
     enough_bytes = float(told.split(" GB hold the longest sequence (10 tokens)")[0]) * 1e9
-    per_token = {"device": device_bytes_per_token, "pinned": host_bytes_per_token}[tier](SPEC)
+    per_token = {"device": device_bytes_per_token(SPEC, None), "pinned": host_bytes_per_token(SPEC)}[tier]
     assert enough_bytes == pytest.approx(held_bytes + 10 * 3 * per_token, rel=1e-3)
     memory.capacity_bytes = int(enough_bytes * 1.001)
     assert tokens_that_fit(on, **wanted) >= 10
@@ -100,7 +100,9 @@ def test_what_lacks_room_for_the_longest_sequence_is_named():
     assert tokens_that_fit(on, num_layers_buffered=1, num_micro_batches=1, at_least=7) == 7
     with pytest.raises(ConfigError, match=r"^hardware.pinned_memory_gb: .* room for 7 tokens .*, 8 are needed"):
         tokens_that_fit(on, num_layers_buffered=1, num_micro_batches=1, at_least=8)
-    device.reserve("others", device.free_bytes - on.store.layer_bytes - (1 << 16) - 6 * device_bytes_per_token(SPEC))
+    device.reserve(
+        "others", device.free_bytes - on.store.layer_bytes - (1 << 16) - 6 * device_bytes_per_token(SPEC, None)
+    )
     with pytest.raises(ConfigError, match=r"^hardware.device_memory_gb: "):
         tokens_that_fit(on, num_layers_buffered=1, num_micro_batches=1, at_least=7)
 

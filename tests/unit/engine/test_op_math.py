@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from harness.engine.activations import Activations, head_workspace_bytes
+from harness.engine.activations import Activations
 from harness.engine.batch import assemble
 from harness.engine.ops.compute import Head
 from harness.engine.ops.experts import Expert, Experts
 from harness.engine.ops.views import weights
+from harness.engine.temporaries import head_workspace_bytes
 from harness.machine.base import CPU, GPU
 from harness.machine.threads.arenas import tensor_of
 from harness.machine.threads.context import HostContext

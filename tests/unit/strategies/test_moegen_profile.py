@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from harness.engine.activations import dense_workspace_bytes, expert_workspace_bytes, head_workspace_bytes
 from harness.engine.engine import Engine
 from harness.engine.ops.compute import DecodeAttentionDevice, PrefillAttention
 from harness.engine.ops.host import DecodeAttention
+from harness.engine.temporaries import dense_workspace_bytes, expert_workspace_bytes, head_workspace_bytes
 from harness.machine import simulated
 from harness.machine.base import Op, Work
 from harness.machine.virtual.costs import LaneCost
@@ -123,7 +123,7 @@ def test_memory_is_constrained_by_what_the_device_tells_of_temporaries(told_byte
     monkeypatch.setattr(engine.machine, "peak_temporaries_bytes", lambda: told_bytes and told_bytes * num_rows)
     strategy = build(Config(policy=GivenPolicy(**SMALL)), engine)
     plan, spec = strategy.plan, engine.spec
-    counted = {"experts": expert_workspace_bytes(spec), "attention out": dense_workspace_bytes(spec)}
+    counted = {"experts": expert_workspace_bytes(spec, None), "attention out": dense_workspace_bytes(spec, None)}
     for kind, row_bytes in counted.items():
         found = plan["profile"]["memory"][kind]
         assert found["counted_temporaries_bytes"] == row_bytes * found["rows"] and found["buffers_bytes"] > 0

@@ -14,6 +14,7 @@ from harness.engine.engine import Engine
 from harness.engine.limits import SLACK_BYTES
 from harness.engine.strategy import least_weight_bytes
 from harness.settings import load_strategy
+from kernels import triton as gpu
 from tests.composing import composed
 from tests.unit.strategies.test_offload_planner import SPEC, engine
 
@@ -26,28 +27,37 @@ def filled(name: str, on: Engine, **changes) -> dict[str, Any]:
     return module.build(config, on).plan
 
 
+KERNELS = frozenset(gpu.KERNELS), frozenset()
+
+
+@pytest.mark.parametrize("kernels", [None, *KERNELS])
 @pytest.mark.parametrize(
     ("name", "changes", "num_batches"),
     [
         ("moelens", {"n_real": 100_000}, 2),
         ("moelens", {"n_real": 100_000, "attention": "gpu", "gpu_kv_staging_mb": 900.0}, 2),
-        ("ondemand", {"max_pass_tokens": 100_000}, 1),
-        ("ondemand", {"max_pass_tokens": 100_000, "prefetch": True}, 1),
+        ("ondemand", {"max_pass_tokens": 400_000}, 1),
+        ("ondemand", {"max_pass_tokens": 400_000, "prefetch": True}, 1),
     ],
 )
-def test_activations_take_what_layers_and_staging_leave_of_the_device(name, changes, num_batches):
-    on = engine(CROWD, tier="pinned")
+def test_activations_take_what_layers_and_staging_leave_of_the_device(name, changes, num_batches, kernels):
+    """On a GPU planners count the temporaries of the kernels in use."""
+    on = engine(CROWD * (1 if kernels is None else 4), tier="pinned")
+    on.machine.gpu_kernels = kernels
     filled(name, on, **changes)
-    token_bytes = num_batches * device_bytes_per_token(on.spec)
+    token_bytes = num_batches * device_bytes_per_token(on.spec, kernels)
     assert on.machine.tiers["device"].free_bytes < SLACK_BYTES + token_bytes
 
 
+@pytest.mark.parametrize("kernels", [None, *KERNELS])
 @pytest.mark.parametrize("prefetch", [False, True])
-def test_a_batch_of_deepspeed_takes_what_layers_leave_of_the_device(prefetch):
+def test_a_batch_of_deepspeed_takes_what_layers_leave_of_the_device(prefetch, kernels):
     """Each sequence as long as the longest: activations of its prompt and whole blocks for its context."""
-    on = engine([200, *CROWD], tier="pinned", new=33)
+    on = engine([200, *CROWD * (1 if kernels is None else 4)], tier="pinned", new=33)
+    on.machine.gpu_kernels = kernels
     filled("deepspeed_zero", on, prefetch=prefetch)
-    sequence_bytes = 400 * device_bytes_per_token(on.spec) + 27 * (16 * on.spec.kv_bytes_per_token + 4)
+    token_bytes = device_bytes_per_token(on.spec, kernels)
+    sequence_bytes = 400 * token_bytes + 27 * (16 * on.spec.kv_bytes_per_token + 4)
     assert 0 <= on.machine.tiers["device"].free_bytes - SLACK_BYTES < sequence_bytes
 
 
