@@ -60,6 +60,7 @@ NOT_RUN = {  # the command begins so -> why it is only parsed
     "python run.py model=checkpoint model.path=models/mixtral-trained": "it needs a model that was trained for minutes",
     "python -m paper_figures.moelens.simulate": "it simulates for minutes",
     "python -m paper_figures.moelens.speed_up": "it simulates for minutes",
+    "python -m paper_figures.moelens.workloads": "it simulates for an hour",
     "python -m paper_figures.moelens table1": "it simulates for minutes",
     "python -m paper_figures.moegen": "it simulates for minutes",
     "python -m paper_figures.prescope.prediction": "it writes the committed page again",
