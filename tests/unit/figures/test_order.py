@@ -10,7 +10,7 @@ from paper_figures.moelightning import systems
 from paper_figures.moelightning.batches import row
 
 ALL = ("MoE-Lightning", "MoE-Lightning(p)", "FlexGen", "FlexGen(c)", "DeepSpeed-Zero")
-# FlexGen's micro-batches of eight take a minute on S1, where DeepSpeed and FlexGen(c), 7.8 and 7.2 tok/s, change places.
+# FlexGen's micro-batches of eight take a minute on S1, where DeepSpeed and FlexGen(c), 7.8 and 7.2, change places.
 CELLS = {"S2": (ALL, 1.0), "S1": (("MoE-Lightning", "MoE-Lightning(p)", "DeepSpeed-Zero"), 1.0)}
 
 
