@@ -29,8 +29,9 @@ class PredictorConfig:
     """A strategy with these settings predicts experts, one way or another.
 
     `predictor_path` is a folder that `python -m harness.llapor` wrote. `token` needs one, and so does `learned` on
-    machines that run the model; a simulation without one has predictors of the published size. With `online_steps`,
-    `learned` goes on learning from what routers choose in the run: so many steps behind each 32 tokens of a layer.
+    machines that run the model; a simulation without one has those of the published dimensions, in float32 with their
+    PCA. With `online_steps`, `learned` goes on learning from what routers choose in the run: so many steps behind each
+    32 tokens of a layer.
     """
 
     predictor: Kind = "gate"
@@ -230,7 +231,7 @@ class LearnedPredictor:
         self._parts = place_predictors(engine, folder)
         self._updates: OnlineUpdates | None = None
         self.num_predicted = engine.spec.experts_per_token
-        told = "predictors of the published size, not learned" if folder is None else folder.source
+        told = "predictors of the published dimensions in float32, not learned" if folder is None else folder.source
         if online_steps:
             own = {layer: parts[0] for layer, parts in self._parts.items()}
             self._updates = OnlineUpdates(engine, own, paces_of(own, folder), online_steps)

@@ -24,7 +24,7 @@ Routes = Seq[np.ndarray]  # of each micro-batch: its tokens by expert
 class ExpertPipeline:
     """Takes micro-batches of at most `max_tokens` tokens through the layers, `num_micro_batches` at a time.
 
-    All but the routed experts lies on the device (`deployment.keep_dense`), and so does the KV cache. `placer` may be
+    All but the routed experts lies on the device, where `Deployment` puts it, and so does the KV cache. `placer` may be
     exchanged between passes. With `host_experts` there are buffers for experts on the CPU.
     """
 

@@ -199,7 +199,7 @@ def test_a_profile_run_is_not_learned_from(tiny, learned):
 
 
 def test_learning_takes_time_on_the_gpu_lane_and_device_memory():
-    """Where times are modelled, predictors of the published size are taught at their cost, and foresee no more."""
+    """Where times are modelled, predictors of published dimensions are taught at their cost, and foresee no more."""
     still, _ = simulated_engine("qwen3-30b-a3b", 4, hit_rate=0.5, max_new_tokens=9)
     engine, _ = simulated_engine("qwen3-30b-a3b", 4, hit_rate=0.5, max_new_tokens=9)
     noted = [Noting(), Noting()]
