@@ -18,6 +18,7 @@ from harness.cli.arguments import CommandParser, whole_number
 from harness.config import ConfigError
 from harness.interrupts import exit_code
 from harness.machine.base import Span
+from harness.model.cache import make_writable
 from harness.record.spans import lane_order
 from harness.record.trace import TraceError, read_trace
 from paper_figures.support import FIGURES, new_figure, read_json, save, write_json
@@ -147,6 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _draw(given: Namespace) -> int:
+    make_writable(given.out.parent, "--out")  # before traces are read
     windows = [window(folder, given.layers) for folder in given.runs]
     path = given.out.with_suffix(".json")
     write_json(path, {"windows": windows})

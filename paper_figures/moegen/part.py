@@ -16,6 +16,7 @@ from typing import Any
 
 from harness.cli.arguments import CommandParser
 from harness.interrupts import exit_code
+from harness.model.cache import make_writable
 from harness.record.provenance import shown_command
 from paper_figures import reports
 from paper_figures.moegen import (
@@ -63,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _compute(given: Namespace) -> int:
+    make_writable(given.out, "--out")  # before the work
     every, kept = CASES[given.name](), stored(given.name, given.out)
     there = {key_of(r) for r in kept}
     chosen = [

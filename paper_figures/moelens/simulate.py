@@ -19,6 +19,7 @@ from typing import Any
 
 from harness.cli.arguments import CommandParser
 from harness.interrupts import exit_code
+from harness.model.cache import make_writable
 from harness.record.provenance import code_version, environment
 from paper_figures.passes import columns, planned, simulated_passes
 from paper_figures.support import REFERENCE, write_json
@@ -91,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _simulate_all(args: Namespace) -> int:
+    make_writable(args.out, "--out")  # before the work
     for kv_gb in args.kv:
         for g in args.g:
             data = simulate(kv_gb, g, args.scale)

@@ -16,6 +16,7 @@ import numpy as np
 
 from harness.cli.arguments import CommandParser
 from harness.interrupts import exit_code
+from harness.model.cache import make_writable
 from harness.record.summary import accuracy
 from paper_figures.support import REFERENCE, markdown_table, new_figure, read_json, write_json
 
@@ -215,6 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _summarize(given: Namespace) -> int:
+    make_writable(given.out, "--out")  # before the work
     rows = compute()["rows"]
     command = "python -m paper_figures.moelens.simulated"
     write_json(given.out / "summary.json", {"label": "simulated", "command": command, "rows": rows})

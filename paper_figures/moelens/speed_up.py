@@ -20,6 +20,7 @@ from typing import Any
 from harness.cli.arguments import CommandParser
 from harness.engine.strategy import Planning
 from harness.interrupts import exit_code
+from harness.model.cache import make_writable
 from harness.record.provenance import code_version
 from paper_figures.moelens.simulate import GENERATION_LENGTHS, KV_CACHES_GB
 from paper_figures.moelens.simulated import FOLDER, runs, summarize
@@ -150,6 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _simulate(args: Namespace) -> int:
     """Simulate the cells that are asked for, one after another, and write after each what there is."""
+    make_writable(args.out, "--out")  # before the work
     path = args.out / "speed_up.json"
     rows: list[dict[str, Any]] = read_json(path)["rows"] if path.exists() else []
     moelens = [summarize(run) for run in runs()]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.cli.arguments import CommandParser
 from harness.interrupts import exit_code
+from harness.model.cache import make_writable
 from harness.plan.planning import Plan
 from harness.record.passes import PassRecord
 from paper_figures.moelightning.batches import LONGEST_PROMPT
@@ -265,6 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _simulate_more(args: Namespace) -> int:
     """Simulate some cells and add their rows to those in the folder."""
+    make_writable(args.out, "--out")  # before the work
     numbers = args.out / "several_gpus.json"
     kept = read_json(numbers)["rows"] if numbers.exists() else []
     rows = joined(kept, compute(args.settings, args.g, args.systems)["rows"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from paper_figures.prescope.cases import BATCHES, GPUS, MODELS, OURS, all_cases, computed, find
+from paper_figures.prescope.cases import BATCHES, GPUS, MODELS, OURS, Case, all_cases, find
 from paper_figures.prescope.published import LOST
 from paper_figures.support import markdown_table, new_figure, with_one_legend
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def compute() -> dict[str, Any]:
-    return {"label": "simulated", "rows": computed("ablation", all_cases(OURS))}
+def wanted() -> list[Case]:
+    return all_cases(OURS)
 
 
 def lost(rows: list[dict[str, Any]], gpu: str, model: str, batch: int, variant: str, way: str = "") -> float | None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from harness.plan.planning import DoesNotFit
@@ -37,6 +38,8 @@ OTHERS: Mapping[str, tuple[str, ...]] = {
     "MoE-Lens": ("strategy=moelens",),
     "MoE-Gen(H)": ("strategy=moegen_h",),
 }
+# Systems of single experts, as Fig. 17 has them; their batch is a setting of theirs.
+OF_EXPERTS: Mapping[str, tuple[str, ...]] = {"HybriMoE": ("strategy=hybrimoe",), "Fiddler": ("strategy=fiddler",)}
 _PACKET_MB = 16
 _FIELDS = ("system", "gpu", "model", "batch", "variant")
 NOTE = (
@@ -47,8 +50,8 @@ NOTE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A system with a batch of a model on a GPU. `system` is a name of `OURS` or `OTHERS`; `variant` names the
-    overrides in `more`."""
+    """A system with a batch of a model on a GPU. `system` is a name of `OURS`, `OTHERS` or `OF_EXPERTS`; `variant`
+    names the overrides in `more`."""
 
     system: str
     gpu: str
@@ -75,9 +78,15 @@ class Case:
     def overrides(self) -> list[str]:
         """The overrides as `python -m harness.plan` takes them."""
         slots = f"strategy.prefetch_slots={ACTIVE[self.model]}"
-        own = ("strategy=prescope", "strategy.predictor=learned", f"strategy.batch_size={self.batch}", slots)
+        sized = f"strategy.batch_size={self.batch}"
+        prescope = ("strategy=prescope", "strategy.predictor=learned", sized, slots)
+        chosen = {
+            **{name: (*prescope, *own) for name, own in OURS.items()},
+            **OTHERS,
+            **{name: (*own, sized) for name, own in OF_EXPERTS.items()},
+        }
         return [
-            *((*own, *OURS[self.system]) if self.system in OURS else OTHERS[self.system]),
+            *chosen[self.system],
             *(f"model={self.model}", *GPUS[self.gpu], "dataset=sharegpt", "dataset.synthetic=lengths"),
             *(f"dataset.max_prompt_tokens={PROMPT}", f"dataset.max_new_tokens={self.generated}"),
             *(f"dataset.num_requests={self.batch}", "kv_cache_gb=40", f"strategy.packet_mb={_PACKET_MB}"),
@@ -113,14 +122,15 @@ def row(case: Case) -> dict[str, Any]:
     }
 
 
-def computed(name: str, cases: Iterable[Case]) -> list[dict[str, Any]]:
-    """Simulate cases one after another, and keep what is done in the report's file.
+def computed(name: str, cases: Iterable[Case], out: Path, *, again: bool = False) -> list[dict[str, Any]]:
+    """Simulate cases one after another, and keep what is done in the report's file in `out`.
 
-    A row with the same command that stands in the file of any report is taken from there.
+    A row with the same command that stands in this file or in that of any committed report is taken from there, unless
+    all are to be computed `again`.
     """
-    path, rows = FOLDER / f"{name}.json", []
-    others = [each for each in FOLDER.glob("*.json") if each != path]
-    read = (r for each in (*others, path) if each.exists() for r in read_json(each)["rows"])
+    path, rows = out / f"{name}.json", []
+    files = [] if again else [*(each for each in FOLDER.glob("*.json") if each != path), path]
+    read = (r for each in files if each.exists() for r in read_json(each)["rows"])
     kept = {r["command"]: r for r in read if r.keys() & {"tok_s", "refused"}}
     for case in cases:
         found = kept.get(case.command)

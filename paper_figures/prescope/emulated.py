@@ -21,6 +21,7 @@ from harness.cli.arguments import CommandParser
 from harness.config import ConfigError
 from harness.interrupts import exit_code
 from harness.machine.base import H2D
+from harness.model.cache import make_writable
 from harness.record.files import RecordError
 from harness.record.metrics import moved_bytes
 from harness.record.store import Run, list_runs
@@ -44,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _report(given: Namespace) -> int:
     path = given.out / "emulated.json"
+    if not given.folders and not path.is_file():
+        raise ConfigError("FOLDER", f"{given.out}: has no emulated.json yet; name the results_dir of runs")
+    make_writable(given.out, "--out")  # before traces are read
     if given.folders:
         runs = [run for folder in given.folders for run in list_runs(folder)]
         rows = [row(run) for run in runs if run.status == "ok"]

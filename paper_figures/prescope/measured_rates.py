@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from paper_figures.prescope.cases import BATCHES, GPUS, Case, all_cases, computed, find
+from paper_figures.prescope.cases import BATCHES, GPUS, Case, all_cases, find
 from paper_figures.support import markdown_table
 
 MEASURED = "measured rates"
@@ -29,10 +29,9 @@ def measured(case: Case) -> Case:
     return replace(case, variant=MEASURED, more=more)
 
 
-def compute() -> dict[str, Any]:
+def wanted() -> list[Case]:
     stated = [case for case in all_cases(("PreScope", _ALONE)) if case.model in RATES]
-    cases = [*stated, *(measured(case) for case in stated if case.system == "PreScope")]
-    return {"label": "simulated", "rows": computed("measured-rates", cases)}
+    return [*stated, *(measured(case) for case in stated if case.system == "PreScope")]
 
 
 def tables(data: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ from harness.cli.arguments import CommandParser
 from harness.config import ConfigError
 from harness.interrupts import exit_code
 from harness.llapor.files import DESCRIPTION, RATES
+from harness.model.cache import make_writable
 from harness.study.predictability import EXTRA, GATE, HOT
 from harness.study.tables import table, write_rounded
 from paper_figures.routing.published import LLAPOR_LEAST_HIT_RATE, LLAPOR_OVER_GATE, STATEMENTS, TABLE3, TABLE3_COST
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report(given: Namespace) -> int:
-    given.out.mkdir(parents=True, exist_ok=True)
+    make_writable(given.out, "--out")
     for folder in given.folders:
         if not (folder / DESCRIPTION).is_file():
             raise ConfigError("FOLDER", f"{folder}: has no {DESCRIPTION}; python -m harness.llapor writes it")

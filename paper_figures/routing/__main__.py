@@ -13,6 +13,7 @@ from pathlib import Path
 from harness.cli.arguments import CommandParser
 from harness.config import ConfigError
 from harness.interrupts import exit_code
+from harness.model.cache import make_writable
 from paper_figures.routing import compared, drawn
 from paper_figures.routing.drawn import Column
 from paper_figures.support import FIGURES, REFERENCE, read_json, save
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _draw(given: Namespace) -> int:
     columns = columns_in(given.studies)
-    given.out.mkdir(parents=True, exist_ok=True)
+    make_writable(given.out, "--out")
     for name, draw in PICTURES.items():
         save(draw(columns), given.out / f"{name}.png", label="recorded", note=NOTE)
         print(given.out / f"{name}.png")

@@ -22,7 +22,7 @@ from paper_figures.prescope import (
     measured_rates,
     throughput,
 )
-from paper_figures.prescope.cases import GPUS, OTHERS, OURS, Case, all_cases, find
+from paper_figures.prescope.cases import GPUS, OF_EXPERTS, OTHERS, OURS, Case, all_cases, find
 from paper_figures.prescope.published import ACTIVE, CPU_EXPERT_MS, LOST, THROUGHPUT_A100_64
 from paper_figures.support import ROOT, composed, read_json
 
@@ -36,7 +36,7 @@ def made(case: Case, tok_s: float) -> dict:
     return {**named, "tok_s": tok_s, "token_s": 1 / tok_s, "decode_counts": ways, **plan}
 
 
-@pytest.mark.parametrize("system", [*OURS, *OTHERS])
+@pytest.mark.parametrize("system", [*OURS, *OTHERS, *OF_EXPERTS])
 def test_every_system_has_settings_that_are_known(system):
     case = Case(system=system, gpu="V100", model="qwen3-30b-a3b", batch=8)
     values = composed(*case.overrides)
@@ -95,7 +95,11 @@ def test_it_is_told_from_how_many_tokens_on_the_gpu_is_faster():
 def test_the_gap_of_a_layer_is_between_both_sides():
     rows = [{"system": "PreScope", "layers_s": [(0.010, 0.004, 0.009), (0.001, 0.003, 0.002)]}]
     line = next(line for line in gap.tables({"rows": rows}).splitlines() if line.startswith("| PreScope"))
-    assert [cell.strip() for cell in line.split("|")[2:-1]] == ["1.5", "4", "1.9", "5.6", "2", "6"]
+    gaps = ["1.5", "4", "1.9", "5.6", "2", "6"]
+    assert [cell.strip() for cell in line.split("|")[2:-1]] == [*gaps, "6.5", "0%", "-"]
+    late = {"system": "PreScope", "layers_s": [(0.010, 0.004, 0.013), (0.001, 0.003, 0.004), (0.010, 0.010, 0.010)]}
+    [cells_of] = cells(gap.tables({"rows": [late]}), "PreScope")
+    assert cells_of[-2:] == ["67%", "2"], "3 and 1 ms; a tie is not last"
 
 
 def test_the_cpu_rates_table_shows_what_prediction_gains():
@@ -109,23 +113,40 @@ def test_the_cpu_rates_table_shows_what_prediction_gains():
     assert "8: " not in cpu_rates.tables({"rows": rows[:2]})
 
 
-def test_the_hit_rates_table_shows_what_a_worse_prediction_costs():
+def cells(text: str, beginning: str) -> list[list[str]]:
+    """Return the cells of each row of a table that begins so."""
+    lines = [line for line in text.splitlines() if line.startswith(f"| {beginning}")]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
+def test_the_hit_rates_table_shows_what_a_worse_prediction_costs_decode_too():
     place = hit_rates.PLACES[0]
     both = [hit_rates.case(place, stated) for stated in (1.0, 0.4)]
     assert [composed(*case.overrides)["routing"]["hit_rates"] for case in both] == [[[1.0]], [[0.4]]]
-    rows = [{**made(case, tok_s), "variant": case.variant} for case, tok_s in zip(both, (8.0, 6.0), strict=True)]
+    rows = [{**made(case, tok_s), "variant": case.variant} for case, tok_s in zip(both, (8.0, 5.0), strict=True)]
     text = hit_rates.tables({"rows": rows})
-    assert "8: 10.0%, 2 GB, 90% | - | - | 6: 10.0%, 2 GB, 90%" in text
-    assert "8: " not in hit_rates.tables({"rows": []})
+    here = "V100, mixtral-8x7b, 64, 32 GB"
+    rest = ["10.0%", "0.0%", "2", "90%", "50%"]
+    assert cells(text, "V100") == [[here, "100%", "8", "2", "125", *rest], [here, "40%", "5", "2", "200", *rest]]
+    assert not cells(hit_rates.tables({"rows": []}), "V100")
+
+
+def test_a_faster_link_is_that_of_the_case_and_of_its_name():
+    place = next(each for each in hit_rates.WITH_TIME_LEFT if each[-1])
+    case, own = hit_rates.case(place, 0.6), hit_rates.case((*place[:-1], None), 0.6)
+    rates = [composed(*each.overrides)["hardware"]["h2d_gb_s"] for each in (case, own)]
+    assert rates[0] == hit_rates.PCIE5_GB_S[0] != rates[1] and case.variant != own.variant
 
 
 @pytest.mark.needs("matplotlib", extra="figures")
 def test_the_hit_rates_picture_is_relative_to_the_right_prediction():
     both = [hit_rates.case(hit_rates.PLACES[0], stated) for stated in (1.0, 0.4)]
     rows = [{**made(case, tok_s), "variant": case.variant} for case, tok_s in zip(both, (8.0, 6.0), strict=True)]
-    speed, hits = hit_rates.draw({"rows": rows}).get_axes()
-    assert [line.get_xydata().tolist() for line in speed.get_lines()] == [[[1.0, 1.0], [0.4, 0.75]]]
-    assert [line.get_xydata().tolist() for line in hits.get_lines()] == [[[1.0, 0.1], [0.4, 0.1]]]
+    rows[1]["token_s"] = rows[0]["token_s"] / 0.5
+    drawn = [axes.get_lines() for axes in hit_rates.draw({"rows": rows}).get_axes()]
+    ends = [[0.75], [0.5], [0.1]]
+    assert [[line.get_ydata()[1] for line in lines] for lines in drawn] == ends
+    assert [line.get_xydata()[0].tolist() for (line,) in drawn] == [[1.0, 1.0], [1.0, 1.0], [1.0, 0.1]]
     assert not hit_rates.draw({"rows": rows[1:]}).get_axes()[0].get_lines(), "beside nothing there is nothing to draw"
 
 
@@ -146,11 +167,8 @@ def test_measured_rates_stand_beside_the_stated_one_and_each_layer_by_itself():
     assert "8: " not in measured_rates.tables({"rows": rows[1:]})
 
 
-def test_measured_rates_add_rows_to_those_of_the_ablation(monkeypatch):
-    asked = []
-    monkeypatch.setattr(measured_rates, "computed", lambda name, cases: asked.extend(cases) or [])
-    measured_rates.compute()
-    added = [case for case in asked if case not in all_cases(OURS)]
+def test_measured_rates_add_rows_to_those_of_the_ablation():
+    added = [case for case in measured_rates.wanted() if case not in all_cases(OURS)]
     assert {case.variant for case in added} == {measured_rates.MEASURED}
     assert len(added) == len(GPUS) * len(cases.BATCHES) * len(measured_rates.RATES)
 
@@ -185,17 +203,47 @@ def test_a_layers_times_count_from_the_routers_answer_in_passes_of_decode():
     assert gap.decode_windows_s([prefill, decode]) == [(1, 2)]
 
 
-def test_a_row_is_computed_once_for_all_reports(monkeypatch, tmp_path):
+@pytest.fixture
+def simulated(monkeypatch, tmp_path) -> list[Case]:
+    """The cases that were simulated, each in no time; committed rows are those of a folder of its own."""
+    monkeypatch.setattr(cases, "FOLDER", tmp_path / "committed")
+    asked: list[Case] = []
+    monkeypatch.setattr(
+        cases, "row", lambda case: asked.append(case) or made(case, 1.0) | {"code": "c0de", "command": case.command}
+    )
+    return asked
+
+
+def test_a_row_is_computed_once_for_all_reports(simulated, tmp_path):
     """A row is known by its command: a case whose settings have changed is simulated again."""
-    monkeypatch.setattr(cases, "FOLDER", tmp_path)
-    asked = []
-    monkeypatch.setattr(cases, "row", lambda case: asked.append(case) or made(case, 1.0) | {"command": case.command})
-    case = Case(system="PreScope", gpu="A100", model="mixtral-8x7b", batch=4)
-    cases.computed("one", [case])
-    [again] = cases.computed("another", [replace(case, variant="named otherwise")])
-    assert (len(asked), again["variant"]) == (1, "named otherwise")
-    cases.computed("another", [replace(case, more=("seed=1",))])
-    assert len(asked) == 2
+    case, out = Case(system="PreScope", gpu="A100", model="mixtral-8x7b", batch=4), tmp_path / "committed"
+    cases.computed("one", [case], out)
+    [kept] = cases.computed("another", [replace(case, variant="named otherwise")], out)
+    assert (len(simulated), kept["variant"]) == (1, "named otherwise")
+    cases.computed("another", [replace(case, more=("seed=1",))], out)
+    assert len(simulated) == 2
+
+
+def test_all_rows_are_computed_again_where_that_is_asked(simulated, tmp_path):
+    case, out = Case(system="PreScope", gpu="A100", model="mixtral-8x7b", batch=4), tmp_path / "committed"
+    cases.computed("one", [case], out)
+    cases.computed("one", [case], out, again=True)
+    assert simulated == [case, case]
+
+
+def test_what_is_written_elsewhere_leaves_the_committed_rows_alone(simulated, tmp_path):
+    case, out = Case(system="PreScope", gpu="A100", model="mixtral-8x7b", batch=4), tmp_path / "committed"
+    cases.computed("one", [case], out)
+    before = (out / "one.json").read_bytes()
+    cases.computed("one", [case, replace(case, more=("seed=1",))], tmp_path / "elsewhere")
+    assert (out / "one.json").read_bytes() == before and len(simulated) == 2
+    assert len(read_json(tmp_path / "elsewhere" / "one.json")["rows"]) == 2
+
+
+def test_emulated_runs_that_are_not_there_are_told(tmp_path, capsys):
+    assert emulated.main(["--out", str(tmp_path / "empty")]) == 2
+    assert "error: FOLDER: " in (told := capsys.readouterr().err) and "has no emulated.json yet" in told
+    assert not (tmp_path / "empty").exists()
 
 
 def test_a_row_of_an_emulated_run_has_the_bytes_of_the_whole_run(tmp_path):
