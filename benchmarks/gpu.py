@@ -5,10 +5,11 @@
 
 Touches the host's memory; builds the C++ extension; runs the tests that need a GPU; checks and times each GPU kernel,
 and leaves one that is wrong to torch; measures ceilings; checks tokens on tiny checkpoints. Then, on random weights of
-Mixtral-8x7B's shape in 16 GB of device memory: a stream of weights alone, some steady decode passes of every strategy,
-whole runs, a calibration, and what simulator and papers' models would have said; accelerate's CPU offload beside it.
-What tells most comes first; a stage that was done is left out with --stages. Results: ordinary
-run folders, gpu.json and gpu.md in --out, written as they come; --pack DIR also packs them as they come.
+Mixtral-8x7B's shape in 16 GB of device memory: a stream of weights alone, a loop by hand without the harness, some
+steady decode passes of every strategy, whole runs, a calibration, and what simulator and papers' models would have
+said; beside them accelerate and DeepSpeed's ZeRO-Inference. What tells most comes first; a stage that was done is left
+out with --stages. Results: ordinary run folders, gpu.json and gpu.md in --out, written as they come; --pack DIR also
+packs them as they come.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=None, help="default: as many as the KV cache holds at once")
     parser.add_argument("--layers", type=int, default=None, help="default: all, or as many as the host's memory holds")
     parser.add_argument("--new-tokens", type=int, default=16)
-    parser.add_argument("--peer-batch", type=int, default=64, help="sequences at once of accelerate, or fewer that fit")
+    parser.add_argument("--peer-batch", type=int, default=None, help="sequences at once of outside peers; default: all")
     args = parser.parse_args(given)
     unknown = set(args.stages.split(",")) - set(STAGES)
     if unknown:
@@ -169,9 +170,10 @@ def run_stages(args: argparse.Namespace, stages: list[str], scale: Any, record: 
     """Run the stages in the order of their worth; each stage knows what the earlier ones found."""
     if "build" in stages:
         record.run("build", lambda left_s: build(left_s, dry=args.dry), needs_s=0.0)
-    from benchmarks.gpu_stages import accuracy, ceilings, kernels, peer, runs, stream, tests_on_gpu
+    from benchmarks.gpu_stages import accuracy, ceilings, kernels, loop, peer, runs, stream, tests_on_gpu
     from benchmarks.gpu_stages.processes import reserved_s
     from harness.machine.device.pinned import keeping
+    from kernels import triton as gpu_kernels
 
     def keep(name: str) -> Any:
         return lambda found: record.keep(name, found)
@@ -199,6 +201,8 @@ def run_stages(args: argparse.Namespace, stages: list[str], scale: Any, record: 
             record.run("memory", lambda left_s: runs.take_memory(scale), needs_s=30.0)
         if "stream" in stages:
             record.run("stream", lambda left_s: stream.measure(scale, [*rates, *without]), needs_s=20.0)
+        if "loop" in stages:
+            record.run("loop", lambda left_s: loop.measure(scale, [*rates, *without]), needs_s=40.0)
         for name, more in (("steady", [scale.stop]), ("strategies", [])):
             if name in stages:
                 reserve_s = 0.0 if args.dry else reserved_s(stages, record.left_s)
@@ -211,7 +215,8 @@ def run_stages(args: argparse.Namespace, stages: list[str], scale: Any, record: 
             record.run("calibrate", calibrated, needs_s=20.0)
     if "simulate" in stages:
         both = done("strategies") or {}, done("steady") or {}
-        record.run("simulate", lambda left_s: accuracy.simulate(scale, rates, *both), needs_s=5.0)
+        counted = [] if args.dry else without or [f"machine.triton=[{','.join(gpu_kernels.KERNELS)}]"]
+        record.run("simulate", lambda left_s: accuracy.simulate(scale, rates, *both, counted), needs_s=5.0)
     if "peer" in stages:
         record.run("peer", lambda left_s: peer.measure(scale, args.out, left_s, batch=args.peer_batch), needs_s=10.0)
 

@@ -30,7 +30,7 @@ SOME = ("moelens", "ondemand")
 
 def test_a_dry_run_measures_calibrates_simulates_and_packs(tmp_path, monkeypatch, capsys):
     out, packed = tmp_path / "out", tmp_path / "packed"
-    stages = "kernels,ceilings,tokens,memory,stream,steady,strategies,calibrate,simulate"
+    stages = "kernels,ceilings,tokens,memory,stream,loop,steady,strategies,calibrate,simulate"
     monkeypatch.setattr(runs, "tiny_models", lambda: ["mixtral-tiny"])  # with all families it would only take longer
     monkeypatch.setattr(undisturbed, "MAX_ATTEMPTS", 1)  # on a busy machine it would measure for minutes
     monkeypatch.setattr(together, "_STREAM_S", 0.05)
@@ -43,7 +43,10 @@ def test_a_dry_run_measures_calibrates_simulates_and_packs(tmp_path, monkeypatch
     content = json.loads((out / "gpu.json").read_text())
     ended = [(name, stage["status"]) for name, stage in content["stages"].items()]
     assert ended == [(name, "ok") for name in stages.split(",")[1:]], "there is no GPU whose kernels to check"
-    assert content["stages"]["tokens"]["exact"] == content["stages"]["tokens"]["of"] == len(SOME)
+    assert content["stages"]["tokens"]["exact"] == content["stages"]["tokens"]["of"] == 2 * len(SOME)
+    assert [name for name in content["stages"]["tokens"]["runs"] if name.endswith(" bfloat16")] == [
+        f"{name} mixtral-tiny bfloat16" for name in SOME
+    ]
     for name in SOME:
         run = content["stages"]["strategies"]["runs"][name]
         assert (run["status"], run["label"], run["generated_tokens"]) == ("ok", "emulated", 6 * 4)
@@ -58,7 +61,11 @@ def test_a_dry_run_measures_calibrates_simulates_and_packs(tmp_path, monkeypatch
     assert list(packets) == ["packets of 0.01 MB", "packets of 0.05 MB"]
     assert all(row["gb_s"] > 0 and row["of_ceiling"] == row["gb_s"] / 0.5 for row in packets.values())
     assert (out / "calibration.json").exists()
+    loop = content["stages"]["loop"]
+    assert loop["tokens"] == {"exact": 6, "of": 6}
+    assert (loop["decode"]["sequences"], loop["decode"]["passes"]) == (6, 1) and loop["decode"]["tok_s"] > 0
     page = (out / "gpu.md").read_text()
+    assert "Loop by hand (torch; 6 of 6 sequences" in page and "| moelens | " in page
     assert page.count("| emulated |") == 2 * len(SOME) and "| packets of 0.05 MB |" in page
     names = {path.name for path in packed.iterdir()}
     assert {"gpu.json", "gpu.md", "calibration.json", "runs-1.tar.gz"} <= names
@@ -165,7 +172,7 @@ def test_a_process_that_breaks_off_takes_no_other_stage_along(tmp_path):
     run_in_processes(gpu.STAGES, record, command)
     assert started == [
         ["build", "tests", "kernels", "ceilings", "tokens"], ["tokens"], ["tokens"],
-        ["memory", "stream", "steady", "strategies", "calibrate", "simulate"],
+        ["memory", "stream", "loop", "steady", "strategies", "calibrate", "simulate"],
         ["memory", "strategies", "calibrate", "simulate"],
         ["peer"],
     ]  # fmt: skip
@@ -221,9 +228,9 @@ def test_runs_that_were_done_before_are_not_done_again(tmp_path, monkeypatch):
     found = runs.measure_strategies(scale, tmp_path, [], 60.0, kept.append, done)
     assert found == kept[-1] == {"runs": {"moelens": {"status": "failed"}, "ondemand": {"status": "ok"}}}
     assert "while this was under way" in kept[0]["runs"]["ondemand"]["error"], "should the process end now"
-    done = {"moelens mixtral-tiny": {"status": "failed"}}
-    assert runs.check_tokens(scale, tmp_path, 60.0, kept.append, done)["exact"] == 1
-    assert asked == ["strategy=ondemand"] * 2
+    done = {"moelens mixtral-tiny": {"status": "failed"}, "ondemand mixtral-tiny bfloat16": {"status": "ok"}}
+    assert runs.check_tokens(scale, tmp_path, 60.0, kept.append, done)["exact"] == 3
+    assert asked == ["strategy=ondemand", "strategy=moelens", "strategy=ondemand"]
 
 
 def test_a_device_that_has_failed_ends_the_process(tmp_path, monkeypatch):

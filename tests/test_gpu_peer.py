@@ -1,4 +1,4 @@
-"""The outside peer of benchmarks/gpu.py without a GPU."""
+"""The outside peers of benchmarks/gpu.py without a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from importlib.util import find_spec
 import pytest
 
 from benchmarks.gpu_stages import peer as peer_stage
-from benchmarks.gpu_stages.plan import gpu_scale
+from benchmarks.gpu_stages.plan import dry_scale, gpu_scale
+from benchmarks.gpu_stages.table import markdown
 
 TINY_MIXTRAL = {
     "num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
@@ -24,7 +25,7 @@ def test_the_outside_peer_generates_and_stops_in_time(tmp_path):
     """transformers on this CPU in the place of a GPU: everything but the offload itself."""
     import torch
 
-    from benchmarks.gpu_stages import accelerate_peer as peer
+    from benchmarks.gpu_stages import transformers_peer as peer
 
     model = peer.random_model(TINY_MIXTRAL)
     assert all(torch.isfinite(p).all() for p in model.parameters())
@@ -45,7 +46,7 @@ def test_the_outside_peer_generates_and_stops_in_time(tmp_path):
 def test_the_outside_peer_takes_as_many_sequences_as_fit(tmp_path, capsys, holds):
     import torch
 
-    from benchmarks.gpu_stages import accelerate_peer as peer
+    from benchmarks.gpu_stages import transformers_peer as peer
 
     model, path, tried = peer.random_model(TINY_MIXTRAL), tmp_path / "answer.json", []
     original = model.generate
@@ -69,9 +70,10 @@ def test_the_outside_peer_takes_as_many_sequences_as_fit(tmp_path, capsys, holds
 def test_the_outside_peer_needs_host_memory_that_is_free(tmp_path, monkeypatch):
     monkeypatch.setattr(peer_stage, "free_host_gb", lambda: 40.0)
     found = peer_stage.measure(gpu_scale(host_gb=137.4), tmp_path, 60.0, batch=2)
-    assert found["peer"] is None
-    needs = "accelerate is not installed" if find_spec("accelerate") is None else "needs 97 GB .* of which 40 are free"
-    assert re.search(needs, found["reason"])
+    for name, row in found["peers"].items():
+        assert row["answer"] is None
+        needs = "is not installed: pip install" if find_spec(name) is None else "needs 97 GB .* of which 40 are free"
+        assert re.search(needs, row["reason"])
 
 
 @pytest.mark.needs("accelerate", extra="dev")
@@ -81,13 +83,66 @@ def test_accelerate_offloads_this_model_and_says_the_same():
     import torch
 
     from benchmarks.gpu_stages import accelerate_peer as peer
+    from benchmarks.gpu_stages.transformers_peer import left_padded
 
-    model, batch = peer.random_model(TINY_MIXTRAL), peer.left_padded(ASKED["prompts"], "cpu")
+    model, batch = peer.random_model(TINY_MIXTRAL), left_padded(ASKED["prompts"], "cpu")
     options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(**batch, **options)
     layer_bytes = sum(p.nbytes for p in model.model.layers[0].parameters())
-    devices = peer.placed(model, model.model.embed_tokens.weight.nbytes + 2.5 * layer_bytes)  # one layer is on its way
+    devices = peer.placed(model, model.model.embed_tokens.weight.nbytes + 1.5 * layer_bytes)
     assert [devices[f"model.layers.{layer}"] for layer in range(4)] == [0, "cpu", "cpu", "cpu"]
     moved = accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     assert all(parameter.is_meta for parameter in moved.parameters())
     assert torch.equal(moved.generate(**batch, **options), expected)
+
+
+def test_peers_that_are_not_installed_are_left_out_in_one_line(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(peer_stage, "find_spec", lambda name: None)
+    found = peer_stage.measure(dry_scale("moelens"), tmp_path, 600.0, batch=2)
+    assert found["peers"]["accelerate"]["answer"]["system"] == "transformers, without offload (dry)"
+    needs = "deepspeed is not installed: pip install deepspeed"
+    assert found["peers"]["deepspeed"] == {"answer": None, "reason": needs}
+    assert f"deepspeed: nothing measured {needs}\n" in capfd.readouterr().out
+    page = markdown({"title": "t", "facts": {}, "stages": {"peer": {"status": "ok", **found}}})
+    assert f"| deepspeed | - | - | - | {needs} |" in page
+
+
+def test_large_parameters_are_pinned_once_and_refusals_told(monkeypatch):
+    import torch
+
+    from benchmarks.gpu_stages import accelerate_peer as peer
+
+    monkeypatch.setattr(peer, "_LEAST_PINNED_BYTES", 1000)
+    model, asked = peer.random_model(TINY_MIXTRAL), []
+    large = [(p.data_ptr(), p.nbytes) for p in model.parameters() if p.nbytes >= 1000]
+    found = peer.pinned(model, lambda *given: asked.append(given) or 0)
+    assert asked == large and len(set(asked)) == len(asked)
+    total = sum(p.nbytes for p in model.parameters())
+    assert found == {"pinned_share": sum(n for _, n in large) / total, "pinning_refused": None}
+    found = peer.pinned(model, lambda address, nbytes: 2)
+    assert found == {"pinned_share": 0.0, "pinning_refused": "CUDA error 2"}
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_deepspeed_is_told_to_bring_the_next_layer_from_pinned_memory():
+    """Its configuration counts parameters; those of a layer are the model's."""
+    from benchmarks.gpu_stages import deepspeed_peer as peer
+    from benchmarks.gpu_stages.transformers_peer import random_model
+
+    model = random_model(TINY_MIXTRAL)
+    layer = sum(p.numel() for p in model.model.layers[0].parameters())
+    found = peer.settings(TINY_MIXTRAL, 5)
+    zero = found["zero_optimization"]
+    assert (zero["stage"], zero["offload_param"]) == (3, {"device": "cpu", "pin_memory": True})
+    assert (zero["stage3_prefetch_bucket_size"], zero["stage3_max_live_parameters"]) == (layer, 2 * layer)
+    assert zero["stage3_param_persistence_threshold"] == TINY_MIXTRAL["hidden_size"], "norms, and nothing larger, stay"
+    assert found["train_batch_size"] == found["train_micro_batch_size_per_gpu"] == 5
+
+
+@pytest.mark.parametrize(("device_gb", "batch"), [(16.0, 60), (1.0, 1), (1000.0, 200)])
+def test_the_first_batch_is_what_the_device_is_likely_to_hold(device_gb, batch):
+    from benchmarks.gpu_stages.transformers_peer import likely_batch
+
+    mixtral = {"num_hidden_layers": 32, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 4096}
+    asked = {"config": mixtral, "prompts": [[1] * 450] * 200, "max_new_tokens": 16, "device_gb": device_gb}
+    assert likely_batch(asked, weights_bytes=7e9 if device_gb > 8 else 2e9) == batch

@@ -53,9 +53,14 @@ def calibrate(scale: Scale, rates: Sequence[str], out: Path, more: Sequence[str]
 
 
 def simulate(
-    scale: Scale, rates: Sequence[str], runs: dict[str, dict[str, Any]], steady: dict[str, dict[str, Any]]
+    scale: Scale,
+    rates: Sequence[str],
+    runs: dict[str, dict[str, Any]],
+    steady: dict[str, dict[str, Any]],
+    kernels: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Simulate each measured strategy with the table; accuracy = 1 - |simulated - measured| / measured.
+    """Simulate each measured strategy with the table; accuracy = 1 - |simulated - measured| / measured. `kernels` are
+    the overrides by which the simulated plans count the temporaries that the measured ones did.
 
     Passes that only decode are compared where `steady` has some, whole runs where `runs` has one that came to its end.
     A run that was cut off had another mix of passes than the whole workload: its accuracy says nothing, and is null.
@@ -66,7 +71,7 @@ def simulate(
         raise FileNotFoundError("there is no table of this computer for these sizes: the stage calibrate makes it")
     for name, values in scale.strategies.items():
         measured = runs.get(name) or {}
-        overrides = [*strategy_overrides(name, values, scale), *scale.workload(), *rates, "machine=simulated"]
+        overrides = [*strategy_overrides(name, values, scale), *scale.workload(), *rates, "machine=simulated", *kernels]
         rows[name] = {}
         if observed := (steady.get(name, {}).get("steady_decode") or {}).get("tok_s"):
             found = _simulated([*overrides, scale.stop]).get("steady_decode") or {}

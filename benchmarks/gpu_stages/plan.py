@@ -47,6 +47,7 @@ class Scale:
     memory_bytes: int  # of the buffers whose bandwidth is measured
     decode_passes: int  # in a row, by which strategies are compared
     stream_packets_mb: tuple[float, ...]  # of weights that stream alone
+    loop_tokens: int  # of half a batch of prompts, in the loop by hand
 
     @property
     def stop(self) -> str:
@@ -78,7 +79,7 @@ def dry_scale(names: str | None = None) -> Scale:
         strategies=strategies(names),
         dry=True, machine="emulated", device_gb=0.06, pinned_gb=0.5, kv_gb=0.002, layers=2, num_requests=6,
         max_new_tokens=4, packet_mb=0.05, box_s=100.0, token_requests=3, gemm_size=256, memory_bytes=1 << 22,
-        decode_passes=1, stream_packets_mb=(0.01, 0.05),
+        decode_passes=1, stream_packets_mb=(0.01, 0.05), loop_tokens=64,
     )  # fmt: skip
 
 
@@ -113,7 +114,7 @@ def gpu_scale(
         dry=False, machine="cuda", device_gb=device_gb, pinned_gb=usable_gb, kv_gb=kv_gb, layers=layers,
         num_requests=requests or max(fitting, 8), max_new_tokens=new_tokens, packet_mb=64.0, box_s=box_s,
         token_requests=8, gemm_size=8192, memory_bytes=1 << 30,
-        decode_passes=3, stream_packets_mb=(1.0, 8.0, 64.0),
+        decode_passes=3, stream_packets_mb=(1.0, 8.0, 64.0), loop_tokens=8192,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from benchmarks.gpu_stages.record import Record
 
 GROUPS = (
     ("build", "tests", "kernels", "ceilings", "tokens"),
-    ("memory", "stream", "steady", "strategies", "calibrate", "simulate"),
+    ("memory", "stream", "loop", "steady", "strategies", "calibrate", "simulate"),
     ("peer",),
 )
 DEVICE_LOST = 3  # exit code of a process whose device has failed: what is left is for another one

@@ -92,26 +92,38 @@ def check_tokens(
     scale: Scale, results: Path, left_s: float, keep: Any, done: Rows | None = None, more: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Run every strategy on every tiny checkpoint and compare all tokens with Hugging Face, as far as the time goes.
-    Cases in `done` are not run again; `more` are further overrides."""
+
+    The first checkpoint is run in bfloat16 before: that is what all measured runs compute in, with tensor cores, and
+    a replay of Hugging Face's in float32 says whether every token is one that rounding allows. Cases in `done` are not
+    run again; `more` are further overrides.
+    """
     rows = dict(done or {})
-    cases = [(model, name) for model in tiny_models() for name in scale.strategies if f"{name} {model}" not in rows]
+    models = tiny_models()
+    kinds = [(models[0], "bfloat16"), *((model, "float32") for model in models)]
+    cases = {
+        f"{name} {model}{' bfloat16' * (dtype == 'bfloat16')}": (f"strategy={name}", f"model={model}", dtype)
+        for model, dtype in kinds
+        for name in scale.strategies
+    }
+    todo = [case for case in cases if case not in rows]
     end_s = time.monotonic() + left_s
-    for number, (model, name) in enumerate(cases):
-        box_s = max(_LEAST_BOX_S, (end_s - time.monotonic()) / (len(cases) - number))
+    for number, case in enumerate(todo):
+        strategy, model, dtype = cases[case]
+        box_s = max(_LEAST_BOX_S, (end_s - time.monotonic()) / (len(todo) - number))
         if time.monotonic() >= end_s:
-            rows[f"{name} {model}"] = _NO_TIME
+            rows[case] = _NO_TIME
             continue
-        keep({"runs": {**rows, f"{name} {model}": _BROKEN_OFF}})
+        keep({"runs": {**rows, case: _BROKEN_OFF}})
         found = run(
             [
-                f"strategy={name}", f"model={model}", f"machine={scale.machine}", "hardware=laptop", "verify=all",
+                strategy, model, f"model.dtype={dtype}", f"machine={scale.machine}", "hardware=laptop", "verify=all",
                 f"dataset.num_requests={scale.token_requests}", "dataset.max_new_tokens=8", "kv_cache_gb=0.001",
                 "wandb.mode=disabled", "progress=false", f"results_dir={results}", *more,
             ],
             box_s=box_s,
         )  # fmt: skip
-        rows[f"{name} {model}"] = {k: found.get(k) for k in ("status", "error", "verify", "folder")}
-        print(f"   {name} {model}: {found['status']} {found.get('error') or ''}", flush=True)
+        rows[case] = {k: found.get(k) for k in ("status", "error", "verify", "folder")}
+        print(f"   {case}: {found['status']} {found.get('error') or ''}", flush=True)
         keep({"runs": rows})
         _require_device()
     return {"runs": rows, "exact": sum(r["status"] == "ok" for r in rows.values()), "of": len(rows)}

@@ -16,8 +16,10 @@ def markdown(content: dict[str, Any]) -> str:
         wrong = [name for name, row in tokens["runs"].items() if row["status"] != "ok"]
         said = f"not exact: {', '.join(wrong)}" if wrong else "all exact"
         lines += ["", f"Tokens against Hugging Face: {len(tokens['runs'])} runs, {said}."]
-    lines += _ceilings(stages.get("ceilings", {})) + _kernels(stages) + _stream(stages) + _steady(stages)
-    lines += _strategies(stages) + _peer(stages)
+    lines += (
+        _ceilings(stages.get("ceilings", {})) + _kernels(stages) + _stream(stages) + _loop(stages) + _steady(stages)
+    )
+    lines += _strategies(stages) + _peers(stages)
     return "\n".join(lines) + "\n"
 
 
@@ -44,6 +46,22 @@ def _stream(stages: dict[str, Any]) -> list[str]:
     found = stages.get("stream", {}).get("packets", {})
     rows = [(name, _number(row["gb_s"]), _share(row["of_ceiling"])) for name, row in found.items()]
     return _table(("weights alone", "GB/s", "of ceiling"), rows)
+
+
+def _loop(stages: dict[str, Any]) -> list[str]:
+    """Show the loop by hand, and each strategy's steady passes as a share of its rate."""
+    found = stages.get("loop", {})
+    if not (row := found.get("decode")):
+        return []
+    told = f"{found['tokens']['exact']} of {found['tokens']['of']} sequences of a tiny model as Hugging Face's"
+    lines = ["", f"Loop by hand ({row['kernels']}; {told}): {_number(row['tok_s'])} tok/s with {row['sequences']} "
+             f"sequences, {_number(row['pass_s'])} s a pass, weights at {_number(row['h2d_gb_s'])} GB/s."]  # fmt: skip
+    rates = {
+        name: (run.get("steady_decode") or {}).get("tok_s")
+        for name, run in stages.get("steady", {}).get("runs", {}).items()
+    }
+    rows = [(name, _share(rate / row["tok_s"])) for name, rate in rates.items() if rate]
+    return lines + _table(("steady decode", "of the loop's tok/s"), rows)
 
 
 def _steady(stages: dict[str, Any]) -> list[str]:
@@ -95,15 +113,15 @@ def _strategies(stages: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _peer(stages: dict[str, Any]) -> list[str]:
-    stage = stages.get("peer")
-    if not stage:
-        return []
-    found = stage.get("peer")
-    if not found:
-        return ["", f"Outside peer: none, {stage.get('reason')}."]
-    text = f"Outside peer, {found['system']}: {_number(found['throughput_tok_s'])} tok/s"
-    return ["", f"{text} with {found['batch']} sequences at once, {found['steps']} tokens each."]
+def _peers(stages: dict[str, Any]) -> list[str]:
+    rows = []
+    for name, row in stages.get("peer", {}).get("peers", {}).items():
+        found = row["answer"] or {}
+        rows.append((
+            found.get("system", name), _number(found.get("throughput_tok_s")), str(found.get("batch", "-")),
+            str(found.get("steps", "-")), row["reason"] or found.get("cannot") or "-",
+        ))  # fmt: skip
+    return _table(("outside peer", "tok/s", "sequences at once", "tokens of each", "note"), rows)
 
 
 def _number(value: float | None) -> str:
