@@ -28,6 +28,24 @@ def blocks_before(positions, row, BLOCK_SIZE: tl.constexpr, LENGTHS: tl.constexp
     return total
 
 
+@triton.jit
+def _begin(
+    k_cache, v_cache, blocks, positions, sequence, kv_head, length,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, LENGTHS: tl.constexpr,
+):  # fmt: skip
+    """Return where the keys and values of one sequence and KV head begin, and the numbers of the sequence's blocks."""
+    if BLOCK_SIZE == 0:
+        staged = blocks_before(positions, sequence, 1, LENGTHS) * (2 * NUM_KV_HEADS * HEAD_DIM)
+        own_blocks = blocks
+        k_base = k_cache + staged + kv_head.to(tl.int64) * length * HEAD_DIM
+        v_base = v_cache + staged + (NUM_KV_HEADS + kv_head).to(tl.int64) * length * HEAD_DIM
+    else:
+        own_blocks = blocks + blocks_before(positions, sequence, BLOCK_SIZE, LENGTHS)
+        k_base = k_cache + kv_head * BLOCK_SIZE * HEAD_DIM
+        v_base = v_cache + kv_head * BLOCK_SIZE * HEAD_DIM
+    return k_base, v_base, own_blocks
+
+
 @triton.jit(do_not_specialize=["window", "splits"], do_not_specialize_on_alignment=["positions", "blocks"])
 def _attend(
     q, k_cache, v_cache, blocks, positions, sinks, out, parts, sums, window, splits, k_stride, v_stride, scale,
@@ -42,14 +60,9 @@ def _attend(
     """
     sequence, kv_head = tl.program_id(0), tl.program_id(1)
     length = tl.load(positions + sequence).to(tl.int32) + 1
-    if BLOCK_SIZE == 0:
-        staged = blocks_before(positions, sequence, 1, LENGTHS) * (2 * NUM_KV_HEADS * HEAD_DIM)
-        k_base = k_cache + staged + kv_head.to(tl.int64) * length * HEAD_DIM
-        v_base = v_cache + staged + (NUM_KV_HEADS + kv_head).to(tl.int64) * length * HEAD_DIM
-    else:
-        own_blocks = blocks + blocks_before(positions, sequence, BLOCK_SIZE, LENGTHS)
-        k_base = k_cache + kv_head * BLOCK_SIZE * HEAD_DIM
-        v_base = v_cache + kv_head * BLOCK_SIZE * HEAD_DIM
+    k_base, v_base, own_blocks = _begin(
+        k_cache, v_cache, blocks, positions, sequence, kv_head, length, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, LENGTHS
+    )
     member, dim = tl.arange(0, ROWS), tl.arange(0, DIMS)
     head = kv_head * GROUP + member
     is_head, is_dim = member < GROUP, dim < HEAD_DIM
