@@ -22,6 +22,7 @@ from paper_figures.prescope import (
     measured_rates,
     throughput,
 )
+from paper_figures.prescope.__main__ import REPORTS
 from paper_figures.prescope.cases import GPUS, OF_EXPERTS, OTHERS, OURS, Case, all_cases, find
 from paper_figures.prescope.published import ACTIVE, CPU_EXPERT_MS, LOST, THROUGHPUT_A100_64
 from paper_figures.support import ROOT, composed, read_json
@@ -52,6 +53,15 @@ def test_what_is_lost_is_told_beside_what_is_published():
     text = ablation.tables({"rows": rows})
     assert f"25% ({LOST[case.gpu, case.model, case.batch, case.system]:.0%})" in text
     assert "25%" not in ablation.tables({"rows": rows[1:]}), "without the whole nothing is lost"
+
+
+def test_what_the_table_hits_is_told_with_hot_and_with_random_experts():
+    hot, other = (
+        Case(system=name, gpu="A100", model="mixtral-8x7b", batch=4) for name in ("PreScope", "without table")
+    )
+    fewer = made(other, 6.0) | {"decode_counts": {"resident": 3, "active": 10}}
+    text = ablation.tables({"rows": [made(hot, 8.0), fewer]})
+    assert cells(text, "A100, mixtral-8x7b |") == [["A100, mixtral-8x7b", "60% → 30%", *["- → -"] * 4]]
 
 
 def test_throughput_shows_what_was_simulated_and_nothing_else():
@@ -238,6 +248,14 @@ def test_what_is_written_elsewhere_leaves_the_committed_rows_alone(simulated, tm
     cases.computed("one", [case, replace(case, more=("seed=1",))], tmp_path / "elsewhere")
     assert (out / "one.json").read_bytes() == before and len(simulated) == 2
     assert len(read_json(tmp_path / "elsewhere" / "one.json")["rows"]) == 2
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in cases.FOLDER.glob("*.json")))
+def test_committed_tables_are_those_of_the_rows_and_name_their_commits(name):
+    report, data = REPORTS[name], read_json(cases.FOLDER / f"{name}.json")
+    assert (cases.FOLDER / f"{name}.md").read_text(encoding="utf-8") == report.tables(data)
+    if report.keeps_rows:
+        assert set(data["code"].split(", ")) == {row["code"] for row in data["rows"]}
 
 
 def test_emulated_runs_that_are_not_there_are_told(tmp_path, capsys):
