@@ -99,6 +99,7 @@ def draw(data: Mapping[str, Any]) -> Figure:
     """Draw the speed of both phases and of decode alone, each over that of the right prediction, and the hits."""
     figure = new_figure(11.0, 4.2)
     speed, decode, hits = figure.subplots(1, 3)
+    decode.sharey(speed)
     for number, place in enumerate(PLACES):
         found = [(stated, each) for stated in STATED if (each := _row(data, place, stated))]
         if not found or found[0][0] != STATED[0]:
@@ -116,7 +117,6 @@ def draw(data: Mapping[str, Any]) -> Figure:
     speed.set(xlabel="stated hit rate", ylabel="tok/s / with all foreseen", title="prefill and decode")
     decode.set(xlabel="stated hit rate", ylabel="tok/s / with all foreseen", title="decode alone")
     hits.set(xlabel="stated hit rate", ylabel="active experts prefetched", ylim=(0, None), title="decode alone")
-    decode.set_ylim(speed.get_ylim())
     hits.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
     legend = "solid: the link has time left; dotted: it is busy most of the time"
     handles = speed.get_legend_handles_labels()

@@ -156,6 +156,7 @@ def test_the_hit_rates_picture_is_relative_to_the_right_prediction():
     drawn = [axes.get_lines() for axes in hit_rates.draw({"rows": rows}).get_axes()]
     ends = [[0.75], [0.5], [0.1]]
     assert [[line.get_ydata()[1] for line in lines] for lines in drawn] == ends
+    assert all(line.axes.get_ylim()[0] <= line.get_ydata().min() for (line,) in drawn), "no line leaves its panel"
     assert [line.get_xydata()[0].tolist() for (line,) in drawn] == [[1.0, 1.0], [1.0, 1.0], [1.0, 0.1]]
     assert not hit_rates.draw({"rows": rows[1:]}).get_axes()[0].get_lines(), "beside nothing there is nothing to draw"
 
