@@ -199,7 +199,7 @@ def test_it_is_valid(command, workplace, monkeypatch):
         if "strategy=layerwise" not in words:
             load_strategy(parse_settings(composed(*words[1:])).strategy)
     elif words[0] == "-m" and words[1] != "pytest":
-        monkeypatch.setattr(reports, "run", lambda *report: None)  # names of reports are checked before
+        monkeypatch.setattr(reports, "run", lambda *report, again: None)  # names of reports are checked before
         if words[1] not in ("paper_figures.moelens", "paper_figures.moelightning", "paper_figures.moegen"):
             monkeypatch.setattr(CommandParser, "run", parsed)
         assert run_module(words[1:]) == 0
