@@ -134,10 +134,11 @@ def test_the_hit_rates_table_shows_what_a_worse_prediction_costs_decode_too():
     both = [hit_rates.case(place, stated) for stated in (1.0, 0.4)]
     assert [composed(*case.overrides)["routing"]["hit_rates"] for case in both] == [[[1.0]], [[0.4]]]
     rows = [{**made(case, tok_s), "variant": case.variant} for case, tok_s in zip(both, (8.0, 5.0), strict=True)]
+    rows[1]["token_s"] = 0.25
     text = hit_rates.tables({"rows": rows})
     here = "V100, mixtral-8x7b, 64, 32 GB"
     rest = ["10.0%", "0.0%", "2", "90%", "50%"]
-    assert cells(text, "V100") == [[here, "100%", "8", "2", "125", *rest], [here, "40%", "5", "2", "200", *rest]]
+    assert cells(text, "V100") == [[here, "100%", "8", "2", "125", *rest], [here, "40%", "5", "2", "250", *rest]]
     assert not cells(hit_rates.tables({"rows": []}), "V100")
 
 
