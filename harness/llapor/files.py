@@ -108,7 +108,8 @@ class PredictorFolder:
         try:
             return parse(GroupSettings, self.description["settings"][name])
         except (ConfigError, AttributeError, KeyError, TypeError) as error:
-            raise _error(f"{self.path / DESCRIPTION}: settings.{name}: {type(error).__name__}: {error}") from None
+            told = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            raise _error(f"{self.path / DESCRIPTION}: settings.{name}: {told}") from None
 
     def tensors(self, layer: int) -> Arrays:
         """Return the tensors of the predictor for a layer, by name. Raises ConfigError."""

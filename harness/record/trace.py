@@ -69,8 +69,9 @@ def excerpt(spans: Sequence[Span], passes: Sequence[PassRecord], most: int | Non
     ]:
         first, last = wider[-1 if last - middle > middle - first else 0]
     start_s, end_s = ordered[first].start_s, ordered[last].end_s
-    if (number := num_slices(first, last)) > most:
-        end_s, number = float(starts_s[np.searchsorted(starts_s, start_s) + most]), most
+    if num_slices(first, last) > most:
+        end_s = float(starts_s[np.searchsorted(starts_s, start_s) + most])
+    number = int(np.diff(np.searchsorted(starts_s, (start_s, end_s)))[0])  # slices that begin together stay together
     return Excerpt((start_s, end_s), ordered[first].index, ordered[last].index, number, len(spans))
 
 

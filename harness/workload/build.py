@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from itertools import repeat
 from pathlib import Path
 
-from harness.config import ConfigError, require
+from harness.config import ConfigError, load_json, require
 from harness.workload.config import DatasetConfig
 from harness.workload.fit import LengthLimits, Prompt
 from harness.workload.lengths import drawn_lengths
@@ -85,7 +84,7 @@ def _ends(config: DatasetConfig, seed: int) -> tuple[Iterator[int | None], str]:
         return repeat(None), ""
     path = Path(config.output_lengths_path).expanduser()
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = load_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError("output_lengths_path", f"{path}: cannot be read: {error}") from None
     valid = isinstance(found, list) and found and all(type(each) is int and each >= 1 for each in found)

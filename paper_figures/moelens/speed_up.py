@@ -35,37 +35,42 @@ STEPS = 18  # of decode that are simulated; the others continue them
 _MOST_REQUESTS = 20_000
 
 
-def overrides(kv_gb: float, g: int, planning: Planning, host: str, more: Sequence[str]) -> list[str]:
-    """Return the overrides as `python -m harness.plan` takes them."""
+def overrides(kv_gb: float, g: int, planning: Planning) -> list[str]:
+    """Return the overrides as `python -m harness.plan` takes them, but the host and the requests."""
     return [
         *("strategy=moelightning", f"strategy.planning={planning}", "strategy.packet_mb=100", "model=mixtral-8x7b"),
-        *("hardware=a40", "hardware.device_memory_gb=16", HOSTS[host], f"kv_cache_gb={kv_gb:g}"),
-        *("dataset=mtbench", "dataset.synthetic=lengths", f"dataset.max_new_tokens={g}", *more),
+        *("hardware=a40", "hardware.device_memory_gb=16", f"kv_cache_gb={kv_gb:g}"),
+        *("dataset=mtbench", "dataset.synthetic=lengths", f"dataset.max_new_tokens={g}"),
     ]
 
 
-def moelightning(kv_gb: float, g: int, planning: Planning) -> list[dict[str, Any]]:
+def full_batches(given: Sequence[str]) -> list[dict[str, Any]]:
     """Simulate a full batch of each policy that MoE-Lightning gets for thousands of requests; hosts on which it gets
     the same one share a row."""
     hosts: dict[tuple[int, int], list[str]] = {}
-    for host in HOSTS:
-        policy = planned(overrides(kv_gb, g, planning, host, [f"dataset.num_requests={_MOST_REQUESTS}"])).strategy.plan
+    for host, memory in HOSTS.items():
+        policy = planned([*given, memory, f"dataset.num_requests={_MOST_REQUESTS}"]).strategy.plan
         hosts.setdefault((policy["batch_size"], policy["micro_batch_size"]), []).append(host)
-    return [_row(kv_gb, g, planning, names, *sizes) for sizes, names in hosts.items()]
+    return [_full_batch(given, names, *sizes) for sizes, names in hosts.items()]
 
 
-def _row(kv_gb: float, g: int, planning: Planning, hosts: list[str], batch_size: int, size: int) -> dict[str, Any]:
+def _full_batch(given: Sequence[str], hosts: list[str], batch_size: int, size: int) -> dict[str, Any]:
     sizes = [f"strategy.policy.batch_size={batch_size}", f"strategy.policy.micro_batch_size={size}"]
-    arguments = overrides(kv_gb, g, planning, hosts[0], [*sizes, f"dataset.num_requests={batch_size}"])
+    arguments = [*given, HOSTS[hosts[0]], *sizes, f"dataset.num_requests={batch_size}"]
     plan = planned(arguments)
     batch = first_batch(plan, max_steps=STEPS)
     return {
-        "kv_cache_gb": kv_gb, "g": g, "planning": plan.strategy.plan["planning"], "host": " and ".join(hosts),
+        "planning": plan.strategy.plan["planning"], "host": " and ".join(hosts),
         "N": batch_size, "mu": size, "tok_s": batch.throughput_tok_s,
         "prefill_s": batch.prefill_s, "step_s": batch.all_decode_s / batch.num_steps,
         "decode_busy": dict(batch.decode_busy), "code": code_version(),
         "command": f"python -m harness.plan {' '.join(arguments)}",
     }  # fmt: skip
+
+
+def moelightning(kv_gb: float, g: int, planning: Planning) -> list[dict[str, Any]]:
+    """Simulate its full batches on Mixtral-8x7B and MT-Bench."""
+    return [{"kv_cache_gb": kv_gb, "g": g, **found} for found in full_batches(overrides(kv_gb, g, planning))]
 
 
 def ratios(rows: Sequence[dict[str, Any]], moelens: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ published, so their lengths are those of a public collection of conversations.
 from __future__ import annotations
 
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +26,8 @@ from harness.interrupts import exit_code
 from harness.record.provenance import code_version
 from paper_figures.moelens.simulate import BLOCK_TOKENS, GENERATION_LENGTHS, KV_CACHES_GB
 from paper_figures.moelens.simulated import FOLDER
-from paper_figures.moelens.speed_up import HOSTS, STEPS
-from paper_figures.passes import first_batch, planned, simulated_passes
+from paper_figures.moelens.speed_up import full_batches
+from paper_figures.passes import planned, simulated_passes
 from paper_figures.reports import made_by
 from paper_figures.support import markdown_table, read_json, write_json
 from strategies.moelens.equations import prefills_per_pass
@@ -42,7 +41,6 @@ PUBLISHED = {  # mean and largest speed-up over MoE-Lightning, section 8.1
     ("aime2024", None): (4.7, 9.9),
 }  # fmt: skip
 _FIELDS = ("model", "dataset", "g", "kv_cache_gb", "system")
-_MOST_REQUESTS = 20_000
 Row = dict[str, Any]
 
 
@@ -83,12 +81,8 @@ def cases() -> list[Case]:
 
 def row(case: Case) -> Row:
     """Simulate a case; rates in generated tokens a second."""
-    began_s = time.monotonic()
     found = _moelightning(case) if case.system == LIGHTNING else _moelens(case)
-    return {
-        **dict(zip(_FIELDS, case.key, strict=True)), **found, "code": code_version(),
-        "host_seconds": round(time.monotonic() - began_s, 1),
-    }  # fmt: skip
+    return {**dict(zip(_FIELDS, case.key, strict=True)), **found, "code": code_version()}
 
 
 def _moelens(case: Case) -> Row:
@@ -118,24 +112,13 @@ def _moelens(case: Case) -> Row:
 
 
 def _moelightning(case: Case) -> Row:
-    """Simulate the better of the policies that both hosts get for thousands of requests."""
-    given = ["strategy=moelightning", "strategy.planning=as_built", *case.overrides]
-    found: dict[tuple[int, int], Row] = {}
-    for name, host in HOSTS.items():
-        plan = planned([*given, host, f"dataset.num_requests={_MOST_REQUESTS}"]).strategy.plan
-        size, micro = plan["batch_size"], plan["micro_batch_size"]
-        if (size, micro) in found:
-            found[size, micro]["host"] += f" and {name}"
-            continue
-        sizes = [f"strategy.policy.batch_size={size}", f"strategy.policy.micro_batch_size={micro}"]
-        arguments = [*given, host, *sizes, f"dataset.num_requests={size}"]
-        batch = first_batch(planned(arguments), max_steps=STEPS)
-        found[size, micro] = {
-            "tok_s": batch.throughput_tok_s, "requests": size, "mu": micro, "host": name,
-            "requests_s": batch.throughput_tok_s / case.g, "busy": dict(batch.decode_busy),
-            "command": f"python -m harness.plan {' '.join(arguments)}",
-        }  # fmt: skip
-    return max(found.values(), key=lambda made: float(made["tok_s"]))
+    """Simulate the better of the policies that both hosts get."""
+    found = full_batches(["strategy=moelightning", "strategy.planning=as_built", *case.overrides])
+    best = max(found, key=lambda made: float(made["tok_s"]))
+    return {
+        **{name: best[name] for name in ("tok_s", "mu", "host", "command")},
+        "requests": best["N"], "requests_s": best["tok_s"] / case.g, "busy": best["decode_busy"],
+    }  # fmt: skip
 
 
 def tables(data: Mapping[str, Any]) -> str:
@@ -207,7 +190,7 @@ def _simulate(given: Namespace) -> int:
         asked = case.model in given.model and case.dataset in given.dataset and case.kv_cache_gb in given.kv
         if asked and not (given.missing and case.key in by_key):
             by_key[case.key] = row(case)
-            print(*case.key, f"{by_key[case.key]['tok_s']:.4g} tok/s, {by_key[case.key]['host_seconds']} s", flush=True)
+            print(*case.key, f"{by_key[case.key]['tok_s']:.4g} tok/s", flush=True)
             head = made_by("python -m paper_figures.moelens.workloads --missing")
             rows = [by_key[each.key] for each in every if each.key in by_key]
             write_json(path, {**head, "label": "simulated", "rows": rows})

@@ -25,7 +25,7 @@ from tests.contract.test_strategies import YAMLS
     nbytes=st.integers(0, 1200), token_bytes=st.integers(1, 30), block_bytes=st.integers(1, 30),
 )  # fmt: skip
 def test_room_is_made_for_as_many_requests_as_can_be(needs, nbytes, token_bytes, block_bytes):
-    """Against all sets of requests: those that fit have their longest prompt and their most blocks together."""
+    """A search over all sets of requests finds no larger one with room for its longest prompt and its most blocks."""
     room = _Room(nbytes, token_bytes, block_bytes, num_micro_batches=1)
 
     def has_room(chosen):
@@ -61,7 +61,7 @@ def test_settings_that_would_do_nothing_are_refused(name, values, told):
 
 @pytest.mark.parametrize(("num_recorded", "shared"), [(12, 0), (3, 2)])
 def test_a_profile_run_says_where_a_trace_has_no_other_requests(num_recorded, shared, tmp_path):
-    """Five requests run. Prompts of a profile run have the routing of the last ones that were recorded."""
+    """Prompts of a profile run have the routing of the last requests that were recorded; five requests run."""
     engine, _ = simulated_engine("qwen3-30b-a3b", 5)
     spec, path = engine.spec, tmp_path / "trace.jsonl"
     header = TraceHeader(

@@ -293,7 +293,7 @@ def test_fiddler_brings_an_expert_from_as_many_tokens_as_the_line_says():
 
 
 def test_no_prefetch_of_hybrimoe_is_evicted_before_its_layer(monkeypatch):
-    """Where the gate is right in half of the cases and the cache has an eighth of the experts."""
+    """HybriMoE keeps what it has prefetched where the gate is right in half of the cases and few experts fit."""
     lost, seen, settle = [], [], ExpertResidency.settle
 
     def judged(self, layer, active):

@@ -71,7 +71,7 @@ def test_every_strategy_runs_every_model(strategy, model, hardware, kv_cache_gb)
 
 @pytest.mark.parametrize("strategy", ["moelens", "moelightning", "vllm_offload", "fiddler"])
 def test_answers_end_where_the_workload_says(strategy):
-    """Of 24 requests for 12 tokens; without ends the same requests take longer."""
+    """Requests for 12 tokens end where the workload says; without ends the same 24 take longer."""
     shared = (
         f"strategy={strategy}",
         "model=mixtral-8x7b",

@@ -107,7 +107,7 @@ def test_emulated_machine(tiny, name):
 
 @pytest.mark.parametrize("name", YAMLS)
 def test_requests_that_end_before_all_foresaw(tiny, name):
-    """Each ends after one to nine of seven tokens at most; nothing that is planned may count on it."""
+    """Requests for seven tokens end after one to nine; nothing that is planned may count on it."""
     work = requests(8, vocab_size=tiny.spec.vocab_size, longest=40, max_new_tokens=7, seed=3)
     ends = np.random.default_rng(0).integers(1, 10, size=len(work)).tolist()
     work = [replace(request, max_new_tokens=7, ends_after=end) for request, end in zip(work, ends, strict=True)]

@@ -376,7 +376,7 @@ def matching(name: str, taken: dict[str, int]) -> str:
 
 
 def test_slots_larger_than_the_device_are_named():
-    """Not called a device that is too small: one slot would fit."""
+    """The refusal names the slots: one would fit, so that the device is not too small."""
     slots = ("strategy=moegen_h", "model=mixtral-8x7b", "hardware=a40", "strategy.policy.expert_slots=200")
     with pytest.raises(ConfigError, match=r"strategy.policy.expert_slots: must be small enough .* got 200"):
         draft_plan(composed(*slots, "machine=simulated", "kv_cache_gb=20", "dataset.num_requests=24"))
