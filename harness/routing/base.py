@@ -42,6 +42,9 @@ class Routing(Protocol):
     def predictions(self) -> Predictor | None:
         """The predictions that were recorded with the routing; None where there are none."""
 
+    def num_shared(self, request_ids: NDArray[np.int64], others: NDArray[np.int64]) -> int:
+        """Return how many of the requests have the routing of one of the others."""
+
     def experts(self, request_ids: NDArray[np.int64], positions: NDArray[np.int64], layer: int) -> NDArray[np.int64]:
         """Return the experts of each token [tokens, experts_per_token], distinct in a row, the router's favourite
         first.
@@ -65,3 +68,12 @@ class Predictor(Protocol):
         """Return experts of `layer` [tokens, predicted], distinct in a row, and the probability that the router chooses
         each, same shape. These are the predictions that are known once layer `layer - distance` has been computed;
         [tokens, 0] where there are none."""
+
+
+class Synthetic:
+    """A synthetic routing is drawn for each request by itself, and predicts nothing."""
+
+    predictions: Predictor | None = None
+
+    def num_shared(self, request_ids: NDArray[np.int64], others: NDArray[np.int64]) -> int:
+        return int(np.isin(request_ids, others).sum())

@@ -99,6 +99,10 @@ class HashedRouting:
         steps = np.arange(1, max(self._num_experts, 2))
         self._steps = steps[np.gcd(steps, self._num_experts) == 1]  # steps that reach each expert once
 
+    def num_shared(self, request_ids: np.ndarray, others: np.ndarray) -> int:
+        """Return how many requests are among the others: each has a routing of its own."""
+        return int(np.isin(request_ids, others).sum())
+
     def experts(self, request_ids: np.ndarray, positions: np.ndarray, layer: int) -> np.ndarray:
         """Return experts of each token, int64 [tokens, experts_per_token], no expert twice."""
         seeds = (request_ids.astype(np.uint64) << np.uint64(24)) + positions.astype(np.uint64) + np.uint64(layer << 50)

@@ -61,8 +61,7 @@ class World:
 
     def num_shared(self, request_ids: np.ndarray, others: np.ndarray) -> int:
         """Return how many requests have the routing of one of the others: some where a trace has no more."""
-        shared = getattr(self._routing, "num_shared", None)
-        return 0 if shared is None else int(shared(request_ids, others))
+        return self._routing.num_shared(request_ids, others)
 
     def sampled(self, batch: MicroBatch) -> np.ndarray:
         """Return token 0 for each sequence, int64 [sequences]: the simulated machine only times a run."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.config import config, require
-from harness.routing.base import RoutedModel, Routing
+from harness.routing.base import RoutedModel, Routing, Synthetic
 from harness.routing.counters import Stream, derive, fractions, stream
 from harness.routing.kinds.skewed import experts_of
 from harness.routing.popularity import Popularity, PopularityConfig, popularity
@@ -41,9 +41,8 @@ class Config(PopularityConfig):
         require(0 <= self.follow_layer <= 1, "follow_layer", f"must lie between 0 and 1, got {self.follow_layer:g}")
 
 
-class CorrelatedRouting:
+class CorrelatedRouting(Synthetic):
     is_even = False
-    predictions = None
 
     def __init__(self, settings: Config, popular: Popularity, model: RoutedModel, seed: int) -> None:
         self.source = (

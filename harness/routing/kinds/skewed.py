@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.config import config
-from harness.routing.base import RoutedModel, Routing
+from harness.routing.base import RoutedModel, Routing, Synthetic
 from harness.routing.counters import Stream, stream
 from harness.routing.popularity import Popularity, PopularityConfig, popularity
 from harness.routing.sampling import race
@@ -23,9 +23,8 @@ class Config(PopularityConfig):
     model_seed: int = 0
 
 
-class SkewedRouting:
+class SkewedRouting(Synthetic):
     is_even = False
-    predictions = None
 
     def __init__(self, popular: Popularity, model: RoutedModel, seed: int) -> None:
         self.source = f"synthetic: {popular.source}, tokens and layers independent"

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.config import config
-from harness.routing.base import RoutedModel, Routing
+from harness.routing.base import RoutedModel, Routing, Synthetic
 from harness.routing.counters import Stream, stream
 from harness.routing.predictors import RoutingConfig
 from harness.routing.sampling import race
@@ -17,9 +17,8 @@ class Config(RoutingConfig):
     """Uniform routing has no settings of its own."""
 
 
-class UniformRouting:
+class UniformRouting(Synthetic):
     is_even = True
-    predictions = None
 
     def __init__(self, num_experts: int, experts_per_token: int, seed: int) -> None:
         self.source = "synthetic: uniform routing"
