@@ -51,11 +51,12 @@ SYSTEMS = {
     "MoE-Lightning(p)": (*_CGOPIPE, *_PADDED),
     "MoE-Lightning(p), weights pinned": (*_PINNED, *_PADDED),
     "FlexGen": ("strategy=flexgen", *_PADDED),
+    "FlexGen(c)": ("strategy=flexgen_c", *_PADDED),
     "DeepSpeed-Zero": ("strategy=deepspeed_zero", *_PADDED),
     "MoE-Lightning": _CGOPIPE,
     "MoE-Lightning, weights pinned": _PINNED,
 }
-_PADDING, _NOT_PADDING = list(SYSTEMS)[:4], list(SYSTEMS)[4:]
+_PADDING, _NOT_PADDING = list(SYSTEMS)[:5], list(SYSTEMS)[5:]
 SHOWN = {"S6": _PADDING, "S7": _PADDING, "S8": _NOT_PADDING, "S9": _NOT_PADDING}  # Fig. 7, and Fig. 8 without padding
 GENERATED = (32, 64, 128, 256)  # Table 3
 STEPS = 5  # of decode that are simulated
@@ -121,7 +122,7 @@ def row(setting: str, system: str, g: int) -> dict[str, Any]:
     """Simulate a cell: the workload is cut to one batch of the size that the search finds for thousands of requests."""
     searched = planned(overrides(setting, system, g, MOST_REQUESTS))
     num_gpus = len(searched.engine.ranks)
-    together = num_gpus if system in ("FlexGen", "DeepSpeed-Zero") else 1
+    together = num_gpus if system in ("FlexGen", "FlexGen(c)", "DeepSpeed-Zero") else 1
     arguments = overrides(setting, system, g, together * searched.strategy.plan["batch_size"])
     plan = planned(arguments)
     batch = simulated(plan, new_tokens=g)
@@ -226,7 +227,7 @@ def draw(data: dict[str, Any]) -> Figure:
 
     settings = list(dict.fromkeys(r["setting"] for r in data["rows"]))
     figure = new_figure(3.0 * len(settings) + 0.6, 3.4)
-    colours = dict(zip(map(_unpadded, SYSTEMS), ("C0", "C1", "C2", "C3"), strict=False))
+    colours = dict(zip(map(_unpadded, SYSTEMS), ("C0", "C1", "C2", "C4", "C3"), strict=False))
     first_of: dict[str, Axes] = {}
     for axes, setting in zip(figure.subplots(1, len(settings), squeeze=False)[0], settings, strict=True):
         model, hardware, _ = SETTINGS[setting]
@@ -245,7 +246,7 @@ def draw(data: dict[str, Any]) -> Figure:
             axes.sharey(first_of[model])
             axes.autoscale(axis="y")
     figure.axes[0].set_ylabel("tok/s")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=5)
     return figure
 
 

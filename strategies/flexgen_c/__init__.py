@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from harness.config import config
 from harness.engine.engine import Engine
@@ -17,7 +17,8 @@ from strategies.offloading.system import build_offloading, complete_policy
 @config
 class Config(CpuAttentionConfig):
     published: ClassVar[AsBuilt | None] = AS_BUILT
-    parallelism: ClassVar[str] = "tensor"
+
+    parallelism: Literal["pipeline", "tensor"] = "pipeline"  # of several GPUs; as FlexGen, or every layer shared
 
 
 def build(config: Config, engine: Engine) -> Strategy:
@@ -26,5 +27,6 @@ def build(config: Config, engine: Engine) -> Strategy:
         engine,
         gpu_attention=False,
         overlap="nothing",
+        stages=config.parallelism == "pipeline",
     )
     return build_offloading(engine, planned, waiting_for_cpu_attention, config, paging=False)

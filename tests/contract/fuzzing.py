@@ -119,5 +119,5 @@ def settings_of(strategy: str, rng: random.Random, num_gpus: int) -> dict[str, A
             "policy.resident_kv": (0.0, 0.0, 0.5, 1.0) if num_gpus == 1 else (0.0,),
         }
         given |= {"paging": yes_no, "policy.gpu_attention": yes_no} if strategy == "moelightning" else {}
-        given |= {"parallelism": ("pipeline", "tensor")} if strategy == "flexgen" else {}
+        given |= {"parallelism": ("pipeline", "tensor")} if strategy in ("flexgen", "flexgen_c") else {}
     return {name: rng.choice(choices) for name, choices in given.items()}

@@ -19,7 +19,9 @@ SEVERAL = [
     ("moelightning", {"policy": {"gpu_attention": True, "resident_weights": 0.4}}),
     ("moelightning", {"paging": False, "staging": False}),
     ("fastdecode", {}),
-    ("flexgen_c", {"staging": True, "padding": True}),
+    ("flexgen_c", {"parallelism": "tensor", "staging": True, "padding": True}),
+    ("flexgen_c", {"staging": True, "policy": {"batch_size": 3, "micro_batch_size": 1}}),
+    ("flexgen_c", {"padding": True, "policy": {"resident_weights": 0.4}}),
     ("flexgen", {"parallelism": "tensor", "padding": True}),
     ("flexgen", {"staging": True, "policy": {"batch_size": 3, "micro_batch_size": 1}}),
     ("flexgen", {"policy": {"resident_weights": 0.4}}),
@@ -54,7 +56,10 @@ def test_shuffled_machine(tiny, name, change, num_gpus):
 
 @pytest.mark.parametrize(
     ("name", "num_gpus"),
-    [("moelightning", 2), ("moelightning", 4), ("flexgen", 2), ("deepspeed_zero", 2), ("deepspeed_zero", 4)],
+    [
+        *(("moelightning", 2), ("moelightning", 4), ("flexgen", 2), ("flexgen_c", 2)),
+        *(("deepspeed_zero", 2), ("deepspeed_zero", 4)),
+    ],
 )
 def test_emulated_machine(tiny, name, num_gpus):
     """Every GPU brings and computes a share; the host's lane is one."""
@@ -77,7 +82,9 @@ def small(seed: int, num_gpus: int, device_bytes: int) -> ShuffledMachine:
     return ShuffledMachine(capacities_bytes=capacities, seed=seed)
 
 
-@pytest.mark.parametrize(("name", "device_bytes"), [("moelightning", 1_650_000), ("flexgen", 2_500_000)])
+@pytest.mark.parametrize(
+    ("name", "device_bytes"), [("moelightning", 1_650_000), ("flexgen", 2_500_000), ("flexgen_c", 2_300_000)]
+)
 def test_hidden_states_wait_in_pinned_memory_once_for_all_gpus(tiny, name, device_bytes):
     change = {"policy": {"batch_size": 24, "micro_batch_size": 4}}
     _, strategy = run(tiny, small(0, 2, device_bytes), name, change, 2, count=48, longest=100, kv_blocks=1600)
@@ -86,13 +93,14 @@ def test_hidden_states_wait_in_pinned_memory_once_for_all_gpus(tiny, name, devic
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_fewer_requests_than_gpus(tiny, count):
-    for name in ("flexgen", "deepspeed_zero"):
+    for name in ("flexgen", "flexgen_c", "deepspeed_zero"):
         run(tiny, shuffled(1, num_gpus=4), name, {}, 4, count=count)
 
 
-def test_stages_have_the_layers_in_order_and_as_many_passes_as_stages_are_in_flight(tiny):
+@pytest.mark.parametrize("name", ["flexgen", "flexgen_c"])
+def test_stages_have_the_layers_in_order_and_as_many_passes_as_stages_are_in_flight(tiny, name):
     """On the emulated machine: each GPU has its own layers only, and GPUs work on different passes at the same time."""
-    engine, strategy = run(tiny, emulated(num_gpus=2), "flexgen", {}, 2)
+    engine, strategy = run(tiny, emulated(num_gpus=2), name, {}, 2)
     assert strategy.passes_in_flight == 2
     layers = defaultdict(set)
     for span in engine.machine.spans:
@@ -116,6 +124,7 @@ def test_each_gpu_of_a_data_parallel_system_has_its_own_sequences(tiny):
     ("name", "num_gpus", "told"),
     [
         ("flexgen", 3, "must divide the model's 4 layers, got 3"),
+        ("flexgen_c", 3, "must divide the model's 4 layers, got 3"),
         ("moelightning", 3, "must divide the model's num_kv_heads 2"),
         ("fastdecode", 8, "must divide the model's num_heads"),
     ],

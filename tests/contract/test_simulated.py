@@ -124,7 +124,13 @@ def test_gpus_share_the_weights_and_meet_in_collectives(num_gpus, prefetch):
 
 @pytest.mark.parametrize(
     ("strategy", "least"),
-    [("moelightning", 1.8), ("flexgen", 1.0), ("flexgen strategy.parallelism=tensor", 1.8)],
+    [
+        ("moelightning", 1.8),
+        ("flexgen", 1.0),
+        ("flexgen strategy.parallelism=tensor", 1.8),
+        ("flexgen_c", 1.0),
+        ("flexgen_c strategy.parallelism=tensor", 1.3),
+    ],
 )
 def test_a_second_gpu_is_worth_what_its_link_brings(strategy, least):
     """Of as many requests: half of every layer, and of what stays on the GPUs twice as much; or, where the GPUs are

@@ -71,6 +71,9 @@ class Task:
     def seconds(self, policy: Policy) -> float:
         return max(roof.at(policy) for roof in self.roofs.values())  # Eq. 14
 
+    def __truediv__(self, divisor: float) -> Task:
+        return Task(name=self.name, roofs={name: roof / divisor for name, roof in self.roofs.items()})
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTime:
@@ -100,7 +103,8 @@ class CostModel:
 
     "all": all resources work at the same time (CGOPipe). "weights apart": a layer's weights cross the link as one
     block, and what computing waits for stands behind it (MoE-Lightning Fig. 6, S2 and S4). "nothing": weights cross the
-    link in the same way, and CPU and GPU take turns (S3). Prefill waits for nothing on the link but weights.
+    link in the same way, and CPU and GPU take turns (S3): each GPU of a pipeline with the CPU's work for its own batch,
+    while the CPU works for the others. Prefill waits for nothing on the link but weights.
 
     Where several GPUs share every layer, each has its own link and does its share of the work; CPU and staging copies
     serve all of them, and the GPUs' partial sums meet twice a layer.
@@ -198,7 +202,9 @@ class CostModel:
             "offload": [*offload, *_fixed(op_s.d2h, ops["d2h"])],
         }
         if self.overlap == "nothing":
-            resources["gpu and cpu in turn"] = [*apart, *on_gpu, *on_cpu]
+            in_flight = self.deployment.blocks_in_flight
+            resources["gpu and cpu in turn"] = [*apart, *on_gpu, *(task / in_flight for task in on_cpu)]
+            resources |= {"cpu": on_cpu} if in_flight > 1 else {}
         else:
             resources |= {"gpu": [*apart, *on_gpu] if on_gpu else [], "cpu": [*apart, *on_cpu] if on_cpu else []}
         if self._is_staged and rates.pin_bytes_s is not None:

@@ -214,6 +214,14 @@ def test_gpus_that_share_a_layer_divide_the_link_and_share_the_cpu():
     assert two["gpu"] == pytest.approx(14 * (half.layer_bytes - EXPERTS / 2 * 0.75**36) / 240e9 + sums_s)
 
 
+def test_the_cpu_attends_for_one_stage_while_the_gpu_of_another_computes():
+    """A stage waits for the CPU's work on its own batch; the CPU works for the batches of all stages."""
+    four = replace(COST, overlap="nothing", deployment=replace(DEPLOYMENT, num_gpus=4, blocks_in_flight=4))
+    one, staged = decode(replace(COST, overlap="nothing")), decode(four)
+    assert staged["gpu and cpu in turn"] == pytest.approx(one["gpu and cpu in turn"])
+    assert "cpu" not in one and staged["cpu"] == pytest.approx(4 * decode()["cpu"])
+
+
 def test_stages_each_have_a_batch_in_flight():
     """Each as fast as a machine of its own with all layers and its share of the requests."""
     own = replace(DEPLOYMENT, shape=replace(SHAPE, num_requests=126))
