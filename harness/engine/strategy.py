@@ -37,6 +37,12 @@ def pin_threads(config: Any) -> int | None:
     return threads
 
 
+def pin_thread_gb_s(config: Any) -> float | None:
+    """Return what one of these threads copies: its Config's `pin_thread_gb_s`, or None where the profile says it."""
+    gb_s: float | None = getattr(config, "pin_thread_gb_s", None)
+    return gb_s
+
+
 def weights_tier(config: Any) -> str:
     """Return the tier of host memory in which a strategy wants the model: its Config's `weights_tier`, or pinned."""
     tier: str = getattr(config, "weights_tier", PINNED)

@@ -123,9 +123,14 @@ class HardwareConfig:
         ram_gb = Constant((self.ram_times or 1.0) * needed_bytes / 1e9 + (self.ram_plus_gb or 0.0))
         return replace(self, ram_gb=ram_gb, pinned_memory_gb=ram_gb, host_memory_gb=ram_gb)
 
-    def staged_by(self, threads: int | None) -> HardwareConfig:
-        """Return the profile with so many staging threads, where it leaves their number to the strategy."""
-        return self if threads is None or self.pin_threads is not None else replace(self, pin_threads=threads)
+    def staged_by(self, threads: int | None, thread_gb_s: float | None = None) -> HardwareConfig:
+        """Return the profile with so many staging threads, where it leaves their number to the strategy.
+
+        With `thread_gb_s` a thread copies as much as that on a profile that states a thread's rate."""
+        if threads is None or self.pin_threads is not None:
+            return self
+        stated = None if self.pin_thread_gb_s is None or thread_gb_s is None else Constant(thread_gb_s)
+        return replace(self, pin_threads=threads, pin_thread_gb_s=stated or self.pin_thread_gb_s)
 
     @property
     def staging_gb_s(self) -> float | None:

@@ -53,6 +53,11 @@ class OffloadingConfig:
         """The threads that stage weights in the published system; None: as many as the machine has for that."""
         return self.as_built.pin_threads if self.as_built else None
 
+    @property
+    def pin_thread_gb_s(self) -> float | None:
+        """The rate of one of these threads in the published system; None: that of the profile."""
+        return self.as_built.pin_thread_gb_s if self.as_built else None
+
     def least_weight_bytes(self, model: ModelParts) -> dict[str, int]:
         """Return the device memory that weights take, by name: two slots of pages for whole layers. Where decode has a
         stream without experts, it has two more."""

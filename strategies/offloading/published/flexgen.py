@@ -1,10 +1,10 @@
-"""FlexGen's own cost model, here again as its repository has it for OPT, read for a model with experts.
+"""FlexGen's own cost model, as the port of FlexGen to Mixtral has it: MoE-Lightning's baseline in its Fig. 7.
 
-github.com/FMInference/FlexiGen: experimental/cost_model.py, whose rates were fitted to a T4 on Google's cloud. How it
-was extended to Mixtral for MoE-Lightning's Fig. 7 is not published. Its policies for Mixtral are (benchmarks/flexgen of
-MoE-Lightning's artifact): all of them keep the cache and the hidden states on the host. So only the share w_g of the
-weights that stays on the device is left to choose, as large as there is room. A token's experts together are its FFN,
-and keys and values are as wide as they are cached. In words:
+github.com/lynnliu030/FlexGen, by one of MoE-Lightning's authors: experimental/cost_models/cost_model_moe_t4_7b.py and
+cost_model_moe_l4_7b.py, each with rates that experimental/fit_cost_model_moe.py fitted to runs of the port on that
+card. Its results (experimental/mtbench/results) are the policies in benchmarks/flexgen of MoE-Lightning's artifact. All
+of them keep the cache and the hidden states on the host. So only the share w_g of the weights that stays on the device
+is left to choose, as large as there is room. The model counts one expert as a token's FFN. In words:
 
 * device, at most 80 %: w_g of all weights, two layers of the rest, and a micro-batch's hidden states, projections,
   attention matrix and FFN, of whichever phase needs more;
@@ -13,12 +13,13 @@ and keys and values are as wide as they are cached. In words:
   part and then the GPU's, to which attention on the CPU adds up;
 * search: micro-batches of 1 to 4, 8, 16, ...; their number grows until throughput no longer does.
 
-Torch-free.
+Rates of copies from the device are the values that the fit began with: no run was bound by them. Torch-free.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from math import log2
 
@@ -29,10 +30,32 @@ from strategies.offloading.published.as_built import AsBuilt, Published, best_pl
 
 DEVICE_SHARE = HOST_SHARE = 0.8  # alpha_g, alpha_c
 _GIB = 2**30
-_TO_GPU, _CACHE_TO_HOST, _HIDDEN_TO_HOST = 12.89 * _GIB, 0.97 * _GIB, 4.82 * _GIB  # bytes a second
-_PREFILL, _DECODE, _PREFILL_ATTENTION, _CPU = 21.24e12, 4.3e12, 9.97e12, 0.0123e12  # FLOP/s
-_SMALL = (0.0168, 0.0328, 0.0621)  # c1, c2, c3: the CPU is slower on small micro-batches and narrow models
-_COST_MODEL = "FlexGen (FMInference/FlexiGen), experimental/cost_model.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fit:
+    """The rates fitted on one card: `to_gpu` and `to_host` in bytes a second, the others in FLOP/s."""
+
+    to_gpu: float  # ctog_bdw
+    to_host: float  # gtoc_bdw_cache, gtoc_bdw_hidden
+    prefill: float  # mm_flops_p
+    decode: float  # mm_flops_g
+    prefill_attention: float  # bmm_flops_p
+    cpu: float  # cpu_flops
+
+
+_T4 = _Fit(
+    to_gpu=5.4299 * _GIB, to_host=2.0151 * _GIB,
+    prefill=3.5068e12, decode=1.4755e12, prefill_attention=1.3360e12, cpu=4.4999e12,
+)  # fmt: skip
+_L4 = _Fit(
+    to_gpu=5.4443 * _GIB, to_host=2.0151 * _GIB,
+    prefill=0.6510e12, decode=0.6031e12, prefill_attention=0.6331e12, cpu=3.7917e12,
+)  # fmt: skip
+_BETWEEN_THEM = 20 * _GIB  # of device memory: T4 16, L4 24
+_SMALL = 0.0070  # c2: arithmetic is slower with small micro-batches
+_PORT = "FlexGen's port to Mixtral (lynnliu030/FlexGen)"
+_COST_MODEL = f"{_PORT}, experimental/cost_models"
 _SCRIPT = "MoE-Lightning artifact (asplos25), benchmarks/flexgen/mtbench_run_8x7b_moe.py"
 
 
@@ -73,15 +96,18 @@ def _plan(deployment: Deployment, size: int, batch: int) -> Published | None:
     )
     if resident < 0 or held > HOST_SHARE * host_bytes(deployment) or not is_in_cache(deployment, batch):
         return None
-    weights_s = layer * (1 - resident) / _TO_GPU
+    fit = _T4 if deployment.capacities_bytes["device"] < _BETWEEN_THEM else _L4
+    slower = max(0.1, 1 - _SMALL * max(0.0, log2(64 / size)))
+    flops = spec.flops_per_token_layer - 2 * (spec.experts_per_token - 1) * spec.expert_params
+    weights_s = layer * (1 - resident) / fit.to_gpu
     prefill_s = max(
-        weights_s + batch * prompt * token / _TO_GPU,
-        batch * ((prompt + 1) * kv / _CACHE_TO_HOST + prompt * token / _HIDDEN_TO_HOST),
-        batch * prompt * (spec.flops_per_token_layer / _PREFILL + 4 * prompt * spec.q_dim / _PREFILL_ATTENTION),
+        weights_s + batch * prompt * token / fit.to_gpu,
+        batch * ((prompt + 1) * kv + prompt * token) / fit.to_host,
+        batch * prompt * (flops / (fit.prefill * slower) + 4 * prompt * spec.q_dim / fit.prefill_attention),
     )
-    attention_s = 4 * batch * (prompt + new / 2) * spec.q_dim / (_CPU * _share_of_cpu(size, spec.hidden_dim))
-    computing_s = batch * spec.flops_per_token_layer / _DECODE + attention_s
-    decode_s = weights_s + batch * token / _TO_GPU + max(batch * token / _HIDDEN_TO_HOST, computing_s)
+    attention_s = 4 * batch * (prompt + new / 2) * spec.q_dim / (fit.cpu * slower)
+    computing_s = batch * flops / (fit.decode * slower) + attention_s
+    decode_s = weights_s + batch * token / fit.to_gpu + max(batch * token / fit.to_host, computing_s)
     run_s = prefill_s + (new - 1) * decode_s  # of a layer
     return Published(
         batch_size=batch, micro_batch_size=size, resident=resident, host_bytes=held, rate=batch * new / run_s
@@ -92,15 +118,8 @@ def _working_bytes(deployment: Deployment, size: int) -> float:
     """Return what a micro-batch needs on the device in prefill, which is more than in decode while the cache is not
     there."""
     spec, prompt = deployment.spec, deployment.shape.prompt_tokens
-    rows = (1 + 4 + 1 + 1 + 2 + 1) * spec.hidden_dim + spec.experts_per_token * spec.expert_dim
+    rows = (1 + 4 + 1 + 1 + 2 + 1) * spec.hidden_dim + spec.expert_dim
     return size * spec.dtype_bytes * (prompt * rows + spec.num_heads * prompt**2)
-
-
-def _share_of_cpu(size: int, hidden_dim: int) -> float:
-    """Return the share of its rate that the CPU reaches."""
-    small, narrow = max(0.0, log2(64 / size)), max(0.0, log2(4096 / hidden_dim))
-    both, first, second = _SMALL
-    return max(0.1, 1 + both * small * narrow - first * small - second * narrow)
 
 
 def complete(deployment: Deployment, given: GivenPolicy) -> GivenPolicy:
@@ -121,17 +140,16 @@ AS_BUILT = AsBuilt(
     staging=True,
     padding=True,
     pin_threads=1,
+    pin_thread_gb_s=_T4.to_gpu / 1e9,  # the L4's is 0.3 % more
     sources={
         "planner": f"{_COST_MODEL}; cache and hidden states on the host as in {_SCRIPT}'s policies",
         "memory_model": f"{DEVICE_SHARE:.0%} of device and host: {_COST_MODEL}",
         "staging_as_built": "pageable weights (pin_weight=False), which one thread relays through pinned memory: "
-        f"{_SCRIPT}; FlexGen, flexgen/pytorch_backend.py",
+        f"{_SCRIPT}; {_PORT}, flexgen/moe_pytorch_backend.py; at {_T4.to_gpu / _GIB:.2f} GiB/s: {_COST_MODEL} (ctog_bdw)",
+        "experts_as_built": f"fused, as here: {_PORT}, flexgen/fused_moe.py",
     },
     as_in_best=(
-        "how the cost model was extended to experts (our reading)",
-        "a copying thread's rate",
         "the KV cache is pinned, where FlexGen's is pageable",
-        "experts are fused, where FlexGen runs them one by one",
         "whole experts stay on the device, where FlexGen keeps single tensors",
         "kernels and their rates",
     ),

@@ -46,14 +46,18 @@ def test_moelightnings_planner_comes_near_its_published_unpadded_batches(setting
 
 
 @pytest.mark.parametrize("setting", ["S1", "S2"])
-def test_flexgens_cost_model_comes_near_its_published_policies(setting):
-    """N within 10 %; on the L4 its micro-batches and resident weights too. On the T4 it published smaller ones."""
-    plans = [flexgen.published_plan(deployment(418, g, DEVICE_GIB[setting], 200)) for g in GENERATED]
-    for plan, sizes in zip(plans, POLICIES[setting]["FlexGen"], strict=True):
-        assert plan.batch_size == pytest.approx(sizes.batch_size, rel=0.1)
-    if setting == "S2":
-        assert [plan.micro_batch_size for plan in plans[:3]] == [64, 64, 64]
-        assert all(plan.resident == pytest.approx(0.12, abs=0.005) for plan in plans)
+def test_flexgens_cost_model_gives_its_published_policies(setting):
+    """All eight policies agree to the sequence, as do the shares of weights on the device and the throughputs that the
+    port's own results give with them (experimental/mtbench/results)."""
+    device_gib, kept, tok_s = {
+        "S1": (16, (0.0701, 0.0806, 0.0859, 0.0859), (13.33, 20.61, 27.40, 30.59)),
+        "S2": (24, (0.1279, 0.1279, 0.1279, 0.1490), (3.15, 5.69, 9.42, 13.66)),
+    }[setting]
+    plans = [flexgen.published_plan(deployment(418, g, device_gib, 192)) for g in GENERATED]
+    wanted = [(sizes.micro_batch_size, sizes.batch_size) for sizes in POLICIES[setting]["FlexGen"]]
+    assert [(plan.micro_batch_size, plan.batch_size) for plan in plans] == wanted
+    assert [plan.resident for plan in plans] == pytest.approx(kept, abs=2e-4)
+    assert [plan.rate / SPEC.num_layers for plan in plans] == pytest.approx(tok_s, rel=2e-3)
 
 
 @pytest.mark.parametrize(("prompt", "generated", "share"), table1.PUBLISHED)
@@ -145,9 +149,9 @@ def test_defaults_are_those_of_the_published_system(plans):
     waits = {key: plan.strategy.plan["weights_wait_in"] for key, plan in plans.items()}
     assert waits["flexgen", "as_built"] == waits["moelightning", "as_built"] == "pageable memory"
     assert waits["flexgen", "best"] == "pinned memory"
-    for strategy in ("moelightning", "flexgen"):
+    for strategy, fitted in (("moelightning", None), ("flexgen", 5.4299 * GIB / 1e9)):
         as_built, best = plans[strategy, "as_built"], plans[strategy, "best"]
-        thread = as_built.settings.hardware.pin_thread_gb_s
+        thread = fitted or best.settings.hardware.pin_thread_gb_s
         assert as_built.strategy.plan["rates"]["pin_bytes_s"] == pytest.approx(thread * 1e9, rel=0.01)
         assert as_built.settings.hardware.staging_gb_s == thread < best.settings.hardware.staging_gb_s
     for strategy, padded in (("flexgen", True), ("moelightning", False)):
