@@ -145,7 +145,8 @@ AS_BUILT = AsBuilt(
         "planner": f"{_COST_MODEL}; cache and hidden states on the host as in {_SCRIPT}'s policies",
         "memory_model": f"{DEVICE_SHARE:.0%} of device and host: {_COST_MODEL}",
         "staging_as_built": "pageable weights (pin_weight=False), which one thread relays through pinned memory: "
-        f"{_SCRIPT}; {_PORT}, flexgen/moe_pytorch_backend.py; at {_T4.to_gpu / _GIB:.2f} GiB/s: {_COST_MODEL} (ctog_bdw)",
+        f"{_SCRIPT}; {_PORT}, flexgen/moe_pytorch_backend.py; "
+        f"at {_T4.to_gpu / _GIB:.2f} GiB/s, as fitted: {_COST_MODEL} (ctog_bdw)",
         "experts_as_built": f"fused, as here: {_PORT}, flexgen/fused_moe.py",
     },
     as_in_best=(

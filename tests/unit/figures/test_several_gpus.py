@@ -37,7 +37,9 @@ def test_steps_go_on_in_a_straight_line():
     assert whole.total_s == 4.0
 
 
-@pytest.mark.parametrize(("strategy", "together"), [("flexgen", 2), ("flexgen_c", 2), ("flexgen strategy.parallelism=tensor", 1)])
+@pytest.mark.parametrize(
+    ("strategy", "together"), [("flexgen", 2), ("flexgen_c", 2), ("flexgen strategy.parallelism=tensor", 1)]
+)
 def test_a_batch_is_continued_to_what_a_whole_run_takes(strategy, together):
     name, *more = strategy.split()
     size = (f"strategy.policy.batch_size={24 // together}", "strategy.policy.micro_batch_size=9")
