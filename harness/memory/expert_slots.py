@@ -105,7 +105,7 @@ class ExpertSlots:
         on the link."""
         key = (layer, expert)
         if key not in self._places:
-            if not self._places.num_free and not (evict and any(key not in self.spared for key in self._places.idle())):
+            if not self._places.num_free and not (evict and self._places.idle(but=self.spared)):
                 return False
             self._fetch(key, urgent=urgent)
         self._replacement.used(key)
@@ -145,10 +145,9 @@ class ExpertSlots:
         """Bring an expert into a free slot, or into that of a victim."""
         layer, expert = key
         if not self._places.num_free:
-            idle = list(self._places.idle())
-            assert idle, f"all {self.num_slots} expert slots are held"
-            candidates = [other for other in idle if other not in self.spared] if self.spared else idle
-            self.evict(*self._replacement.victim(candidates or idle, key))
+            candidates = self._places.idle(but=self.spared) or self._places.idle()
+            assert candidates, f"all {self.num_slots} expert slots are held"
+            self.evict(*self._replacement.victim(candidates, key))
         self._bring(key, self._store.experts(layer)[expert], self._places.take(key), urgent=urgent)
 
     def _bring(self, key: Key, source: PlacedPart, target: Buffer, *, urgent: bool) -> None:

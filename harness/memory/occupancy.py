@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from harness.machine.base import Lane, LaneKind, Machine, Op, Ticket
 from harness.memory.tiers import Buffer
@@ -19,6 +19,26 @@ class _Occupant:
     place: Buffer
     tickets: list[Ticket]  # of the transfers that bring it, in the order of their submission
     holds: int = 0
+
+
+class _Idle(Set[Key]):
+    """Looks at the occupants only as far as it is asked: thousands may be there, of whom one is evicted."""
+
+    def __init__(self, occupants: Mapping[Any, _Occupant], but: Container[Key]) -> None:
+        self._occupants, self._but = occupants, but
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._occupants and not self._occupants[key].holds and key not in self._but
+
+    def __iter__(self) -> Iterator[Key]:
+        idle = (key for key, occupant in self._occupants.items() if not occupant.holds)
+        return (key for key in idle if key not in self._but) if self._but else idle
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __bool__(self) -> bool:
+        return next(iter(self), None) is not None
 
 
 class Places(Generic[Key]):
@@ -54,9 +74,10 @@ class Places(Generic[Key]):
     def num_free(self) -> int:
         return len(self._free)
 
-    def idle(self) -> Iterator[Key]:
-        """Return the occupants that nobody holds, in the order in which they took their places."""
-        return (key for key, occupant in self._occupants.items() if not occupant.holds)
+    def idle(self, but: Container[Key] = ()) -> Set[Key]:
+        """Return a view of the occupants that nobody holds, without those in `but`, in the order in which they took
+        their places."""
+        return _Idle(self._occupants, but)
 
     def is_idle(self, key: Key) -> bool:
         return key in self._occupants and not self._occupants[key].holds

@@ -137,6 +137,8 @@ class AdaptiveReplacement:
     def _drop_lost(self, allowed: Set[Key]) -> None:
         """Drop what cannot be there, since there are only so many places: the oldest of what may not be evicted."""
         surplus = len(self._once) + len(self._often) - self._num_places
+        if surplus <= 0:
+            return
         for there in (self._once, self._often):
             lost = [key for key in there if key not in allowed][: max(surplus, 0)]
             for key in lost:
@@ -155,24 +157,45 @@ class LowestRecentScore:
         assert 0 < weight <= 1, weight
         self._weight = weight
         self._scores: dict[int, np.ndarray] = {}  # by layer, float64 [experts]
-        self._uses: dict[Key, int] = {}
+        self._uses: dict[Key, int] = {}  # of experts that may be there, the number of the last use among all
+        self._queue: list[tuple[float, int, Key]] = []  # a heap with the score and last use of each, and outdated ones
         self._num_uses = 0
 
     def scored(self, layer: int, scores: np.ndarray) -> None:
         """Note what the gate of a layer gave its experts in a pass [experts], 0 to those that do not count."""
         before = self._scores.get(layer, np.zeros(len(scores)))
         self._scores[layer] = self._weight * scores + (1 - self._weight) * before
+        for key in ((layer, expert) for expert in range(len(scores))):
+            if key in self._uses:
+                heappush(self._queue, self._entry(key))
 
     def used(self, key: Key) -> None:
         self._num_uses += 1
         self._uses[key] = self._num_uses
+        heappush(self._queue, self._entry(key))
+        if len(self._queue) > 4 * len(self._uses) + 64:  # most are outdated
+            self._queue = [self._entry(other) for other in self._uses]
+            heapify(self._queue)
 
     def victim(self, candidates: Collection[Key], wanted: Key) -> Key:
-        return min(candidates, key=lambda key: (self._score(key), self._uses.get(key, 0)))
+        allowed, kept = _as_set(candidates), []
+        while True:
+            entry = heappop(self._queue)
+            key = entry[-1]
+            if key not in self._uses or entry != self._entry(key):
+                continue  # evicted, used or scored since
+            if key in allowed:
+                break
+            kept.append(entry)
+        for other in kept:
+            heappush(self._queue, other)
+        del self._uses[key]
+        return key
 
-    def _score(self, key: Key) -> float:
+    def _entry(self, key: Key) -> tuple[float, int, Key]:
         layer, expert = key
-        return float(self._scores[layer][expert]) if layer in self._scores else 0.0
+        score = float(self._scores[layer][expert]) if layer in self._scores else 0.0
+        return score, self._uses[key], key
 
 
 class NextUses:

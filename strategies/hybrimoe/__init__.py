@@ -14,6 +14,7 @@ share of the tokens that chose the expert.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
@@ -28,7 +29,7 @@ from strategies.common.predictors import PredictorConfig, build_predictor
 from strategies.expert_offload.costs import ExpertCosts
 from strategies.expert_offload.deployment import Deployment, PlacementConfig
 from strategies.expert_offload.placement import Forecast, LayerView, Placement
-from strategies.hybrimoe.schedule import Schedule, Times, impact_s, schedule
+from strategies.hybrimoe.schedule import Schedule, Times, impacts_s, schedule
 
 __all__ = ["Config", "HybriMoE", "build"]
 
@@ -83,19 +84,24 @@ class HybriMoE:
         number = ceil((until_gate_s - link_end_s) / self.costs.io_s)  # that begin until then
         layers = {layer: self._expected(forecast) for layer, forecast in view.ahead.items()} if number > 0 else {}
         there = {layer: {e: True for e in tokens if view.holds((layer, e))} for layer, tokens in layers.items()}
+        gains = {layer: self._gains(layer, tokens, there[layer]) for layer, tokens in layers.items()}
         chosen: list[Key] = []
         while len(chosen) < number:
-            gains = {
-                (layer, expert): impact_s(tokens, there[layer], self.times, expert)
-                for layer, tokens in layers.items()
-                for expert in sorted(tokens.keys() - there[layer], key=lambda e: -tokens[e])[:_CANDIDATES]
-            }
-            best = max(gains, key=lambda key: (gains[key], -key[0], -key[1]), default=None)
-            if best is None or gains[best] <= 0:
+            found = {key: gain for of_layer in gains.values() for key, gain in of_layer.items()}
+            best = max(found, key=lambda key: (found[key], -key[0], -key[1]), default=None)
+            if best is None or found[best] <= 0:
                 break
+            layer, expert = best
             chosen.append(best)
-            there[best[0]][best[1]] = True
+            there[layer][expert] = True
+            gains[layer] = self._gains(layer, layers[layer], there[layer])
         return chosen
+
+    def _gains(self, layer: int, tokens: Mapping[int, float], there: Mapping[int, bool]) -> dict[Key, float]:
+        """Return how much earlier a layer would be done with each expert that may be prefetched next."""
+        heaviest = sorted(tokens.keys() - there, key=lambda e: -tokens[e])[:_CANDIDATES]
+        gains = impacts_s(tokens, there, self.times, heaviest)
+        return {(layer, expert): gain for expert, gain in gains.items()}
 
     def _expected(self, forecast: Forecast) -> dict[int, float]:
         likely = np.flatnonzero(forecast.likely >= _LIKELY)

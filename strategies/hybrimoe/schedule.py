@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -61,6 +61,9 @@ def schedule(
     )
 
 
-def impact_s(tokens: Mapping[int, float], there: Mapping[int, bool], times: Times, expert: int) -> float:
-    """Return how much earlier a layer would be done if the expert were there when it begins."""
-    return schedule(tokens, there, times).end_s - schedule(tokens, {**there, expert: True}, times).end_s
+def impacts_s(
+    tokens: Mapping[int, float], there: Mapping[int, bool], times: Times, experts: Iterable[int]
+) -> dict[int, float]:
+    """Return how much earlier a layer would be done if one of these experts were there when it begins, by expert."""
+    end_s = schedule(tokens, there, times).end_s
+    return {expert: end_s - schedule(tokens, {**there, expert: True}, times).end_s for expert in experts}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.memory.expert_slots import ExpertSlots, Key
-from harness.memory.replacement import LeastFrequentlyUsed, LeastRecentlyUsed
+from harness.memory.replacement import LeastFrequentlyUsed, LeastRecentlyUsed, LowestRecentScore
 from harness.memory.weights import WeightStore
 from tests.unit.memory.parts import NUM_LAYERS, FakeSource, machine
 
@@ -25,6 +26,30 @@ def oldest(history: list[Key], candidates: list[Key]) -> Key:
 
 def rarest(history: list[Key], candidates: list[Key]) -> Key:
     return min(candidates, key=lambda key: (history.count(key), longest_ago(history, key)))
+
+
+@settings(max_examples=200)
+@given(rng=st.randoms(use_true_random=True))
+def test_the_lowest_score_goes_whatever_was_scored_or_held_since(rng):
+    """Scores of a layer change together, also those of experts that are held, or that are not there."""
+    tested, history, there, scores = LowestRecentScore(0.5), [], set(), dict.fromkeys(KEYS, 0.0)
+    for _ in range(rng.randint(1, 60)):
+        if rng.random() < 0.4:
+            layer, given_scores = rng.randrange(3), np.array([rng.choice([0, 0, 0.25, 0.5]) for _ in range(4)])
+            tested.scored(layer, given_scores)
+            for expert in range(4):
+                scores[layer, expert] = 0.5 * given_scores[expert] + 0.5 * scores[layer, expert]
+        key = rng.choice(KEYS)
+        history.append(key)
+        there.add(key)
+        tested.used(key)
+        if rng.random() < 0.5:
+            there -= set(rng.choices(KEYS, k=rng.randint(0, 2)))
+        candidates = sorted(key for key in there if rng.random() < 0.5)
+        if candidates:
+            chosen = tested.victim(candidates, key)
+            assert chosen == min(candidates, key=lambda key: (scores[key], longest_ago(history, key)))
+            there.remove(chosen)
 
 
 POLICIES = [(LeastRecentlyUsed, oldest), (LeastFrequentlyUsed, rarest)]

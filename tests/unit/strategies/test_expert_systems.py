@@ -15,7 +15,7 @@ from strategies.expert_offload.placement import Forecast
 from strategies.fate import Fate
 from strategies.fate.sizes import cache_sizes
 from strategies.hybrimoe import HybriMoE
-from strategies.hybrimoe.schedule import Times, impact_s, schedule
+from strategies.hybrimoe.schedule import Times, impacts_s, schedule
 from strategies.klotski import Klotski
 from strategies.klotski.correlation import Correlation
 from strategies.klotski.planner import LayerTimes, num_batches
@@ -93,9 +93,9 @@ def test_prefetch_brings_what_shortens_a_later_layer_by_most():
     nothing, nor is one that the CPU does beside the GPU's work."""
     times = Times(COSTS.io_s, COSTS.cpu_s, COSTS.gpu_s)
     tokens = {0: 20.0, 1: 9.0, 2: 2.0, 3: 1.0}
-    gains = {expert: impact_s(tokens, {}, times, expert) for expert in tokens}
+    gains = impacts_s(tokens, {}, times, tokens)
     assert max(gains, key=lambda expert: gains[expert]) == 0 and gains[0] > gains[3] >= 0
-    assert impact_s(tokens, {0: True}, times, 0) == 0
+    assert impacts_s(tokens, {0: True}, times, [0]) == {0: 0}
     ids = np.repeat(list(tokens), [20, 9, 2, 1])[:, None]
     ahead = {1: Forecast(ids, np.ones(ids.shape), 8)}
     placer = HybriMoE(COSTS, LowestRecentScore(0.5))
@@ -111,8 +111,11 @@ def test_prefetch_brings_what_shortens_a_later_layer_by_most():
 
 def test_scores_of_the_gate_reach_the_cache():
     scores = LowestRecentScore(0.5)
+    for expert in (0, 1, 4):
+        scores.used((0, expert))
     HybriMoE(COSTS, scores).place(view_of({0: 3, 1: 1}, there=[0, 1]))
     assert scores.victim([(0, 0), (0, 1)], (0, 2)) == (0, 1)
+    scores.used((0, 1))
     assert scores.victim([(0, 0), (0, 1), (0, 4)], (0, 2)) == (0, 4)
 
 
