@@ -15,7 +15,7 @@ from harness.engine.gpus.fan_out import FanOut, on_each_gpu, on_one_gpu
 from harness.engine.in_flight import InFlight
 from harness.engine.ops import compute, data, expert_rows, host, paged, predictions
 from harness.engine.ops.experts import Experts
-from harness.machine.base import CPU, D2H, GPU, H2D, Lane, Op, Ticket
+from harness.machine.base import CPU, D2H, GPU, H2D, PIN, Lane, Op, Ticket
 from harness.memory.kv_cache import KVCache
 from harness.memory.placed import PlacedPart
 from harness.memory.tiers import Buffer
@@ -188,6 +188,17 @@ class Emitter(FanOut):
         buffer."""
         load = data.LoadKv(self._spec, it.batch, it.acts, layer, self._host_cache, rows, self._mine(to))
         return self._on_kv(it, H2D, load, urgent=True)
+
+    @on_each_gpu
+    def relay_kv(
+        self, it: InFlight, layer: int, rows: range, to: Buffer | list[Buffer], *, through: Buffer | list[Buffer]
+    ) -> Ticket:
+        """Load keys and values as from pageable memory: a staging copy brings them to a pinned buffer, the link to a
+        device buffer. Returns the ticket of the staging copy."""
+        given = (self._spec, it.batch, it.acts, layer, self._host_cache, rows)
+        staged = self._on_kv(it, PIN, data.StageKv(*given, self._mine(through)))
+        self.submit(H2D, data.LoadStagedKv(*given, self._mine(to), source=self._mine(through)), urgent=True)
+        return staged
 
     @on_each_gpu
     def attend_on_device(self, it: InFlight, layer: int, rows: range, staged: Buffer | list[Buffer]) -> Ticket:

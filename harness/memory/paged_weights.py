@@ -9,8 +9,9 @@ layers + layer.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
-from harness.machine.base import Lane, LaneKind, Machine
+from harness.machine.base import Lane, LaneKind, Machine, Ticket
 from harness.memory.occupancy import Places
 from harness.memory.placed import PlacedPart
 from harness.memory.tiers import PINNED, Buffer, device_tier
@@ -91,14 +92,17 @@ class PagedWeights:
     def num_pages_of(self, index: int) -> int:
         return len(self._sources[self._layer(index)])
 
-    def stage(self, index: int, page: int) -> None:
-        """Stage the pages up to this one, from pageable to pinned memory (CGOPipe's W_CtoPin)."""
-        if self._staging is None:
-            return
-        for number in self._missing(self._num_staged, index, page):
-            key = (index, number)
-            self._staging.take(key, self._staging_pages[index % _SLOTS][number])
-            self._bring(self._staging, key, self._pin, StagePage, self._pieces(key))
+    def stage(self, index: int, page: int, *, after: Iterable[Ticket] = ()) -> list[Ticket]:
+        """Stage the pages up to this one, from pageable to pinned memory (CGOPipe's W_CtoPin), behind what is named.
+
+        Returns the tickets of what is submitted for that."""
+        tickets: list[Ticket] = []
+        if self._staging is not None:
+            for number in self._missing(self._num_staged, index, page):
+                key = (index, number)
+                self._staging.take(key, self._staging_pages[index % _SLOTS][number])
+                tickets += self._bring(self._staging, key, self._pin, StagePage, self._pieces(key), after)
+        return tickets
 
     def load(self, index: int, page: int) -> None:
         """Load the pages up to this one, from pinned memory to the device (CGOPipe's W_PinToG)."""
@@ -164,14 +168,23 @@ class PagedWeights:
         index, number = key
         return self._sources[self._layer(index)][number]
 
-    def _bring(self, places: Places[_Page], key: _Page, lane: Lane, kind: type[CopyPage], pieces: list[_Piece]) -> None:
+    def _bring(
+        self,
+        places: Places[_Page],
+        key: _Page,
+        lane: Lane,
+        kind: type[CopyPage],
+        pieces: list[_Piece],
+        after: Iterable[Ticket] = (),
+    ) -> list[Ticket]:
         """Submit the transfers of a page's pieces, one after another into its place."""
-        page, at = places[key], 0
+        page, at, tickets = places[key], 0, []
         for source, nbytes in pieces:
             target = page if len(pieces) == 1 else page.sub(f"from byte {at}", at, nbytes)
             op = kind(source, target, nbytes=nbytes, layer=self._layer(key[0]), packet_bytes=self._packet_bytes)
-            places.bring(key, lane, op)
+            tickets.append(places.bring(key, lane, op, after=after))
             at += nbytes
+        return tickets
 
     def _bytes(self, layer: int) -> int:
         return sum(self._store.layers[layer][name].layout.nbytes for name in self._streamed[layer])

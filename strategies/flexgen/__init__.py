@@ -9,6 +9,7 @@ from harness.engine.engine import Engine
 from harness.engine.strategy import Strategy
 from strategies.offloading.config import OffloadingConfig
 from strategies.offloading.gpu_attention import gpu_attention
+from strategies.offloading.in_turn import gpu_attention_in_turn, zigzag_in_turn
 from strategies.offloading.published.as_built import AsBuilt
 from strategies.offloading.published.flexgen import AS_BUILT
 from strategies.offloading.system import build_offloading, complete_policy
@@ -34,4 +35,6 @@ def build(config: Config, engine: Engine) -> Strategy:
         overlap="weights apart",
         stages=config.parallelism == "pipeline",
     )
+    if config.is_in_turn:
+        return build_offloading(engine, planned, gpu_attention_in_turn, config, paging=True, prefill=zigzag_in_turn)
     return build_offloading(engine, planned, gpu_attention, config, paging=False)

@@ -9,6 +9,7 @@ from harness.engine.engine import Engine
 from harness.engine.strategy import Strategy
 from strategies.flexgen_c.schedule import waiting_for_cpu_attention
 from strategies.offloading.config import CpuAttentionConfig
+from strategies.offloading.in_turn import cpu_attention_in_turn, zigzag_in_turn
 from strategies.offloading.published.as_built import AsBuilt
 from strategies.offloading.published.flexgen import AS_BUILT
 from strategies.offloading.system import build_offloading, complete_policy
@@ -29,4 +30,6 @@ def build(config: Config, engine: Engine) -> Strategy:
         overlap="nothing",
         stages=config.parallelism == "pipeline",
     )
+    if config.is_in_turn:
+        return build_offloading(engine, planned, cpu_attention_in_turn, config, paging=True, prefill=zigzag_in_turn)
     return build_offloading(engine, planned, waiting_for_cpu_attention, config, paging=False)

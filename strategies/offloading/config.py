@@ -58,6 +58,11 @@ class OffloadingConfig:
         """The rate of one of these threads in the published system; None: that of the profile."""
         return self.as_built.pin_thread_gb_s if self.as_built else None
 
+    @property
+    def is_in_turn(self) -> bool:
+        """Tell whether staging copies and the GPU's work take turns, as where one thread does both."""
+        return self.as_built is not None and self.as_built.in_turn and self.is_staged
+
     def least_weight_bytes(self, model: ModelParts) -> dict[str, int]:
         """Return the device memory that weights take, by name: two slots of pages for whole layers. Where decode has a
         stream without experts, it has two more."""

@@ -17,7 +17,7 @@ from harness.engine.in_flight import InFlight, PassTickets
 from harness.engine.sequences import Sequence
 from harness.engine.strategy import PassResult
 from harness.memory.paged_weights import PagedWeights
-from harness.memory.tiers import Buffer, device_tier
+from harness.memory.tiers import PINNED, Buffer, device_tier
 from strategies.offloading.planning.micro_batch_memory import MicroBatchMemory
 from strategies.offloading.steps import Schedule, Steps, zigzag
 
@@ -57,7 +57,7 @@ class _UnderWay:
 
 
 class MicroBatchPipeline:
-    """Runs prefill in zigzag order and decode by `schedule`, on lanes that are plain FIFOs.
+    """Runs prefill by the schedule `prefill` and decode by `schedule`, on lanes that are plain FIFOs.
 
     The scheduler cuts its passes into micro-batches and keeps the two phases apart. Where the prompts of a micro-batch
     exceed the buffers, its prefill goes in several parts.
@@ -81,8 +81,9 @@ class MicroBatchPipeline:
         packet_bytes: int,
         gpu_ffn: bool = True,
         stages: bool = False,
+        prefill: Schedule = zigzag,
     ) -> None:
-        self._engine, self._schedule, self._memory = engine, schedule, memory
+        self._engine, self._schedule, self._prefill, self._memory = engine, schedule, prefill, memory
         engines = engine.stages if stages else [engine]
         assert gpu_ffn or len(engine.ranks) == 1, "experts on the CPU are a matter of one GPU"
         per_stage = engine.spec.num_layers // len(engines)
@@ -103,6 +104,11 @@ class MicroBatchPipeline:
                 ],
             )
 
+        pinned = engine.machine.tiers[PINNED]
+        assert not memory.kv_relay_bytes or len(engine.ranks) == 1, "turns are a matter of one GPU"
+        self._kv_relays = [
+            pinned.reserve(f"kv relay {i}", memory.kv_relay_bytes) for i in range(2 if memory.kv_relay_bytes else 0)
+        ]
         self._stages = [stage(number, on) for number, on in enumerate(engines)]
         self._under_way: deque[_UnderWay] = deque()  # passes of which a part is not submitted yet
         self._num_passes = 0
@@ -140,13 +146,14 @@ class MicroBatchPipeline:
                 kv_staging=stage.kv_staging,
                 cpu_experts=self._cpu_experts and not plan.prefill,
                 following=[it.acts for it in theirs],
+                kv_relays=self._kv_relays,
             )
             for stage, mine, theirs in zip(self._stages, in_flight, [*in_flight[1:], []], strict=True)
         ]
         for stage, mine in zip(self._stages, in_flight, strict=True):
             for it in mine:
                 stage.emit.poison(it)
-        schedule = zigzag if plan.prefill else self._schedule
+        schedule = self._prefill if plan.prefill else self._schedule
         begun = _UnderWay(deque(_through(each, schedule) for each in steps))
         self._under_way.append(begun)
         self._move_on()

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 
 from harness.engine.activations import Activations
 from harness.engine.emitter import Emitter, InFlight
+from harness.machine.base import Ticket
 from harness.memory.paged_weights import PagedWeights
 from harness.memory.placed import PlacedPart
 from harness.memory.tiers import Buffer
@@ -26,6 +27,9 @@ class Steps:
     Where the GPUs are stages of a pipeline, this is a pass through one of them: `i` counts its `layers` from 0, and
     `following` are the micro-batches' buffers in the next stage, none after the last. Hidden states that wait in pinned
     memory between layers are handed on there.
+
+    A schedule with `begin_turn` and `begin_work` lets copies into pinned memory and the GPU's work take turns
+    (`in_turn.py`; one GPU). `kv_relays` are then two pinned buffers, through which keys and values go to the device.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class Steps:
         kv_staging: Seq[list[Buffer]] = (),
         cpu_experts: bool = False,
         following: Seq[Activations] = (),
+        kv_relays: Seq[Buffer] = (),
     ) -> None:
         self._emit, self._weights = emit, weights
         self._its = [it for it, _ in micro_batches]
@@ -48,6 +53,8 @@ class Steps:
         self.num_layers, self.num_micro_batches = len(layers), len(micro_batches)
         self._cpu_experts = cpu_experts
         self._at_experts: dict[int, int] = {}  # micro-batches whose layer the CPU has not given back yet
+        self._kv_relays = kv_relays
+        self._copied: list[Ticket] = []  # this turn's copies into pinned memory
 
     def ahead(self, i: int, j: int, by: int) -> tuple[int, int] | None:
         """Return (i, j + by), running into the next layer; None past the last one.
@@ -64,6 +71,16 @@ class Steps:
         for it in self._its:
             self._emit.upload_tokens(it)
 
+    # -- turns ----------------------------------------------------------------------------------------------------
+
+    def begin_turn(self) -> None:
+        """Begin a turn: its copies into pinned memory follow the work of the turn before."""
+        self._emit.behind, self._copied = self._emit.tail, []
+
+    def begin_work(self) -> None:
+        """Go on to the turn's work, which follows its copies."""
+        self._emit.behind = tuple(self._copied)
+
     # -- weights --------------------------------------------------------------------------------------------------
 
     def w_ctopin(self, i: int, j: int) -> None:
@@ -72,7 +89,7 @@ class Steps:
         This is one page where there are as many pages as micro-batches.
         """
         for weights in self._weights:
-            weights.stage(self._first_index + i, self._last_page(j))
+            self._copied += weights.stage(self._first_index + i, self._last_page(j), after=self._emit.behind)
 
     def w_pintog(self, i: int, j: int) -> None:
         """Copy micro-batch j's share of layer i from pinned memory to the device."""
@@ -163,8 +180,14 @@ class Steps:
     def load_kv(self, i: int, j: int) -> None:
         """Bring a micro-batch's keys and values from host memory into the buffer that the one before it does not
         use."""
-        if rows := self._rows(j):
-            self._emit.load_kv(self._its[j], self._layers[i], rows, self._staging(i, j))
+        if not (rows := self._rows(j)):
+            return
+        it, layer, to = self._its[j], self._layers[i], self._staging(i, j)
+        if self._kv_relays:
+            through = self._kv_relays[self._turn(i, j) % len(self._kv_relays)]
+            self._copied.append(self._emit.relay_kv(it, layer, rows, to, through=through))
+        else:
+            self._emit.load_kv(it, layer, rows, to)
 
     def gpu_attn(self, i: int, j: int) -> None:
         """Attend over what was loaded, and over what is in device memory."""
@@ -182,7 +205,10 @@ class Steps:
         return range(self._its[j].batch.on_host.num_decode)
 
     def _staging(self, i: int, j: int) -> list[Buffer]:
-        return self._kv_staging[(i * self.num_micro_batches + j) % len(self._kv_staging)]
+        return self._kv_staging[self._turn(i, j) % len(self._kv_staging)]
+
+    def _turn(self, i: int, j: int) -> int:
+        return i * self.num_micro_batches + j
 
 
 # Yields where other GPUs, which have other passes, may go on: the host's lanes serve all in order of submission.

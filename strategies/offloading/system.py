@@ -19,7 +19,7 @@ from strategies.offloading.planning.cost import Overlap
 from strategies.offloading.planning.planner import OffloadPlan, deployment_of, plan_policy
 from strategies.offloading.planning.policy import GivenPolicy
 from strategies.offloading.request_batching import BatchScheduler
-from strategies.offloading.steps import Schedule
+from strategies.offloading.steps import Schedule, zigzag
 
 
 def complete_policy(
@@ -52,9 +52,10 @@ def complete_policy(
         packet_bytes=int(config.packet_mb * 1e6),
         padded=config.is_padded,
         min_micro_batches=min_micro_batches,
-        overlap=overlap,
+        overlap="one thread" if config.is_in_turn else overlap,
         extended=config.extended_model,
         stages=stages,
+        relays_kv=config.is_in_turn,
     )
 
 
@@ -90,8 +91,9 @@ def build_offloading(
     *,
     paging: bool,
     min_micro_batches: int = 1,
+    prefill: Schedule = zigzag,
 ) -> Strategy:
-    """Build the strategy that runs `schedule` by the plan.
+    """Build the strategy that runs the schedules `prefill` and, in decode, `schedule`, by the plan.
 
     With `paging` a layer's weights come in as many pages as there are micro-batches, otherwise as one block. Where the
     plan is for GPUs that are stages of a pipeline, each has a batch in flight.
@@ -108,6 +110,7 @@ def build_offloading(
         packet_bytes=int(config.packet_mb * 1e6),
         gpu_ffn=policy.gpu_ffn,
         stages=num_blocks > 1,
+        prefill=prefill,
     )
 
     def scheduler(sequences: list[Sequence], blocks: Blocks) -> BatchScheduler:

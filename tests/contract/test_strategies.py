@@ -53,9 +53,11 @@ VARIANTS = {
     "flexgen_c": [
         {"staging": True, "policy": {"micro_batch_size": 3}},
         {"policy": {"resident_kv": 1.0, "gpu_ffn": False}},
+        {"planning": "as_built", "policy": {"micro_batch_size": 2}},
     ],
     "flexgen": [
         {"planning": "as_built", "policy": {"micro_batch_size": 2}},
+        {"planning": "as_built", "policy": {"batch_size": 5, "micro_batch_size": 2, "resident_kv": 0.5}},
         {"staging": True, "policy": {"micro_batch_size": 1}},
         {"padding": True, "policy": {"resident_kv": 0.5}},
     ],

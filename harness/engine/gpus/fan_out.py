@@ -27,6 +27,7 @@ class FanOut:
             lane: lane if lane.kind in HOST_KINDS else Lane(lane.kind, engine.rank) for lane in LANES if engine.rank
         }
         self.tail: tuple[Ticket, ...] = ()  # what was submitted last
+        self.behind: tuple[Ticket, ...] = ()  # what every op follows that this GPU submits, until something else is set
         self._gpu = 0  # number among all GPUs of the engine
 
     @cached_property
@@ -46,7 +47,7 @@ class FanOut:
 
     @property
     def _after(self) -> tuple[Ticket, ...]:
-        return self.tail if self._serial else ()
+        return (*self.tail, *self.behind) if self._serial else self.behind
 
     def _mine(self, value: T | list[T]) -> T:
         """Return this GPU's value of an argument that is either the same for all, or a list with one for each GPU."""

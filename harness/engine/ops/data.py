@@ -169,6 +169,40 @@ class LoadKv(MicroBatchOp):
                 begin, begin_entry = end, at
 
 
+class StageKv(LoadKv):
+    """Copy what is cached of decoding sequences to pinned memory, as from a pageable cache: host memory is read and
+    written. The layout is that of `LoadKv`."""
+
+    kind: ClassVar[str] = "kv to pinned"
+
+    def work(self) -> Work:
+        nbytes = super().work().link_bytes
+        return Work(host_bytes=2 * nbytes, link_bytes=nbytes)
+
+
+class LoadStagedKv(LoadKv):
+    """Copy what `StageKv` has brought to pinned memory, pinned memory -> device staging, in one piece."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        batch: MicroBatch,
+        acts: Activations,
+        layer: int,
+        cache: KVCache,
+        rows: range,
+        to: Buffer,
+        *,
+        source: Buffer,
+    ) -> None:
+        super().__init__(spec, batch, acts, layer, cache, rows, to)
+        self.source = source
+        self.reads = (source,)
+
+    def run(self, ctx: Context, packet: int) -> None:
+        ctx.copy(self.to, self.source, 0, int(self.work().link_bytes))
+
+
 class OffloadHidden(MicroBatchOp):
     """Copy hidden states, device -> pinned memory, where they wait for the micro-batch's turn in the next layer."""
 

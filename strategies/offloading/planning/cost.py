@@ -26,7 +26,7 @@ from strategies.offloading.planning.linear_terms import BATCH, DEVICE_SEQUENCES,
 from strategies.offloading.planning.memory import Deployment, Switches, streamed_bytes
 from strategies.offloading.planning.policy import Policy
 
-Overlap = Literal["all", "weights apart", "nothing"]
+Overlap = Literal["all", "weights apart", "nothing", "one thread"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,8 @@ class CostModel:
     "all": all resources work at the same time (CGOPipe). "weights apart": a layer's weights cross the link as one
     block, and what computing waits for stands behind it (MoE-Lightning Fig. 6, S2 and S4). "nothing": weights cross the
     link in the same way, and CPU and GPU take turns (S3): each GPU of a pipeline with the CPU's work for its own batch,
-    while the CPU works for the others. Prefill waits for nothing on the link but weights.
+    while the CPU works for the others. Prefill waits for nothing on the link but weights. "one thread": staging copies,
+    those of relayed keys and values too, take turns with the GPU and the CPU, in prefill as well (FlexGen as built).
 
     Where several GPUs share every layer, each has its own link and does its share of the work; CPU and staging copies
     serve all of them, and the GPUs' partial sums meet twice a layer.
@@ -192,24 +193,29 @@ class CostModel:
         and writes. `ops` is the number of ops of each lane, without those for pages of weights.
         """
         rates, op_s = self.rates, self.rates.op_s
-        pages = MICRO_BATCHES if self.overlap == "all" else Linear(1.0)
+        pages = MICRO_BATCHES if self.overlap in ("all", "one thread") else Linear(1.0)
         link = [_task(name, link=nbytes / rates.h2d_bytes_s) for name, nbytes in to_gpu.items()]
         offload = [_task(name, link=nbytes / rates.d2h_bytes_s) for name, nbytes in to_host.items()]
-        apart = [] if self.overlap == "all" or not in_decode else [link[0]]
+        apart = [link[0]] if self.overlap in ("weights apart", "nothing") and in_decode else []
         on_gpu, on_cpu = [*on_gpu, *_fixed(op_s.gpu, ops["gpu"])], [*on_cpu, *_fixed(op_s.cpu, ops["cpu"])]
         resources = {
             "link": [*link, *_fixed(op_s.h2d, ops["h2d"] + pages)],
             "offload": [*offload, *_fixed(op_s.d2h, ops["d2h"])],
         }
-        if self.overlap == "nothing":
+        copied = ["weights"] if self._is_staged else []
+        copied += ["kv"] if self.deployment.storage.relays_kv and "kv" in to_gpu else []
+        pin = [_task(name, link=to_gpu[name] / rates.pin_bytes_s) for name in copied if rates.pin_bytes_s is not None]
+        if self.overlap == "one thread":
+            resources["copies, gpu and cpu in turn"] = [*pin, *on_gpu, *(on_cpu if in_decode else [])]
+        elif self.overlap == "nothing":
             in_flight = self.deployment.blocks_in_flight
             resources["gpu and cpu in turn"] = [*apart, *on_gpu, *(task / in_flight for task in on_cpu)]
             resources |= {"cpu": on_cpu} if in_flight > 1 else {}
         else:
             resources |= {"gpu": [*apart, *on_gpu] if on_gpu else [], "cpu": [*apart, *on_cpu] if on_cpu else []}
-        if self._is_staged and rates.pin_bytes_s is not None:
-            resources["pin"] = [_task("weights", link=to_gpu["weights"] / rates.pin_bytes_s)]
-        resources["host memory"] = self._host_memory(to_gpu, to_host, cpu_bytes)
+        if pin:
+            resources["pin"] = pin
+        resources["host memory"] = self._host_memory(to_gpu, to_host, cpu_bytes, copied)
         return LayerTime(resources={name: tasks for name, tasks in resources.items() if tasks})
 
     @property
@@ -217,9 +223,10 @@ class CostModel:
         return self.deployment.storage.weights_tier == PAGEABLE
 
     def _host_memory(
-        self, to_gpu: Mapping[str, Linear], to_host: Mapping[str, Linear], cpu_bytes: Linear
+        self, to_gpu: Mapping[str, Linear], to_host: Mapping[str, Linear], cpu_bytes: Linear, copied: Sequence[str]
     ) -> list[Task]:
-        """Return a task for each kind of data that crosses host memory, all one after the other.
+        """Return a task for each kind of data that crosses host memory, all one after the other. What is `copied` into
+        pinned memory crosses it three times.
 
         GPUs that share layers have the same hidden states, which only one of them copies to the host.
         """
@@ -228,7 +235,7 @@ class CostModel:
             return []
         times = {name: d.blocks_in_flight if name == "hidden states" else d.num_gpus for name in to_host}
         crossing = {
-            "staging": 2 * d.num_gpus * to_gpu["weights"] if self._is_staged else Linear(),
+            "staging": 2 * d.num_gpus * sum((to_gpu[name] for name in copied), Linear()),
             "to the GPU": d.num_gpus * sum(to_gpu.values(), Linear()),
             "from the GPU": sum((times[name] * nbytes for name, nbytes in to_host.items()), Linear()),
             "cpu": cpu_bytes,

@@ -96,6 +96,7 @@ class Storage:
     prefill_hidden_tier: str = "device"  # where hidden states of all micro-batches wait between two layers, or pinned
     prefill_buffers: int = 2  # micro-batches that have buffers for attention at the same time in prefill
     kv_cache_bytes: int | None = None  # size of the host cache, where it is given; null: as large as the policy needs
+    relays_kv: bool = False  # where the GPU attends, the cache goes there by staging copies, like pageable weights
     resident_step: float | None = None  # r_w comes in multiples of this share (of an expert); null: any
     prefill_limit_tokens: int | None = None  # of a micro-batch; where its prompts are more, it is prefilled in parts
 
@@ -263,6 +264,8 @@ def _in_pinned(deployment: Deployment, switches: Switches) -> dict[str, Linear]:
         "experts' rows": num_gpus * tokens["host_experts"] * sum(host_expert_bytes(spec).values()),
         "pinned slack": Linear(_SLACK_BYTES),
     }
+    if deployment.storage.relays_kv and switches.gpu_attention:
+        held["kv relay"] = Linear(num_gpus * 2 * kv_staging_bytes(deployment, switches.micro_batch_size))
     if deployment.storage.weights_tier == PAGEABLE:
         held["weight staging"] = num_gpus * buffered_bytes(deployment.sizes, gpu_ffn=switches.gpu_ffn)
     return held

@@ -18,4 +18,5 @@ class MicroBatchMemory:
     pool: PoolSizes
     prompt_tokens: int
     cached_tokens: int
+    kv_relay_bytes: int  # in pinned memory, of one of two; 0 where keys and values cross the link directly
     kv_staging_bytes: int  # of each of two buffers; 0 where the CPU attends

@@ -55,6 +55,7 @@ class OffloadPlan:
             prompt_tokens=ceil(self.deployment.shape.prompts_of(size) + self.deployment.shape.longest_prompt),
             cached_tokens=ceil(micro_batch_kv_tokens(self.deployment.shape, size)),
             kv_staging_bytes=staged,
+            kv_relay_bytes=staged if self.deployment.storage.relays_kv else 0,
         )
 
     @property
@@ -91,15 +92,16 @@ def plan_policy(
     overlap: Overlap = "all",
     extended: bool = True,
     stages: bool = False,
+    relays_kv: bool = False,
 ) -> OffloadPlan:
     """Return the best policy for the engine's model, requests, machine and KV cache.
 
     With `stages` each GPU has some of the layers, and a batch of its own in flight. Without `extended` the model is Eq.
     12-14 as printed. With `padded` prompts will be padded to the longest of their batch, so all are planned for as long
-    as the longest. Hidden states of a prefill wait on the device or in pinned memory, whichever allows the better
-    policy. Where a given micro-batch's prompts fit neither way, it is prefilled in parts; where a given batch is larger
-    than the workload and does not fit, it is as large as the workload. Raises ConfigError naming the memory that is too
-    small.
+    as the longest. With `relays_kv` the cache goes to the device by staging copies. Hidden states of a prefill wait on
+    the device or in pinned memory, whichever allows the better policy. Where a given micro-batch's prompts fit neither
+    way, it is prefilled in parts; where a given batch is larger than the workload and does not fit, it is as large as
+    the workload. Raises ConfigError naming the memory that is too small.
     """
     deployment = deployment_of(engine, padded=padded, num_stages=len(engine.ranks) if stages else 1)
     shares_layers = deployment.blocks_in_flight < deployment.num_gpus
@@ -110,7 +112,7 @@ def plan_policy(
 
     cost = CostModel(deployment=deployment, rates=rates, overlap=overlap)
     wanted = Search(cost=cost, given=given, min_micro_batches=min_micro_batches, max_micro_batches=max_micro_batches)
-    for task in _alternatives(wanted):
+    for task in _alternatives(_with_storage(wanted, relays_kv=relays_kv)):
         best: tuple[OffloadPlan, Search] | None = None
         rate = 0.0
         for tier in ("device", PINNED):  # the first where it is a tie

@@ -109,7 +109,7 @@ class RateProbe:
         last = weights[0].num_pages_of(self._layer) - 1
         machine, nbytes = self._engine.machine, weights[0].slot_bytes
 
-        def timed(run: Callable[[PagedWeights], None]) -> float:
+        def timed(run: Callable[[PagedWeights], object]) -> float:
             machine.drain()
             start_s = machine.now()
             for pages in weights:

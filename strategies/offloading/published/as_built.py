@@ -37,6 +37,7 @@ class AsBuilt:
     padding: bool
     pin_threads: int  # that copy weights from pageable to pinned memory, for each GPU
     pin_thread_gb_s: float | None = None  # what one of them copies; None: what the profile says
+    in_turn: bool = False  # what copies pageable memory, that of the cache too, launches the GPU's work as well
     sources: Mapping[str, str]  # of planner, memory model and staging
     as_in_best: tuple[str, ...]  # what is not published, or not modelled here
 

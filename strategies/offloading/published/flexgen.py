@@ -141,16 +141,17 @@ AS_BUILT = AsBuilt(
     padding=True,
     pin_threads=1,
     pin_thread_gb_s=_T4.to_gpu / 1e9,  # the L4's is 0.3 % more
+    in_turn=True,
     sources={
         "planner": f"{_COST_MODEL}; cache and hidden states on the host as in {_SCRIPT}'s policies",
         "memory_model": f"{DEVICE_SHARE:.0%} of device and host: {_COST_MODEL}",
-        "staging_as_built": "pageable weights (pin_weight=False), which one thread relays through pinned memory: "
-        f"{_SCRIPT}; {_PORT}, flexgen/moe_pytorch_backend.py; "
+        "staging_as_built": "pageable weights and cache (pin_weight=False), relayed through pinned memory by the thread"
+        f" that launches the GPU's work: {_SCRIPT}; {_PORT}, flexgen/moe_pytorch_backend.py; "
         f"at {_T4.to_gpu / _GIB:.2f} GiB/s, as fitted: {_COST_MODEL} (ctog_bdw)",
         "experts_as_built": f"fused, as here: {_PORT}, flexgen/fused_moe.py",
     },
     as_in_best=(
-        "the KV cache is pinned, where FlexGen's is pageable",
+        "new keys and values go to a pinned cache, where FlexGen's is pageable",
         "whole experts stay on the device, where FlexGen keeps single tensors",
         "kernels and their rates",
     ),

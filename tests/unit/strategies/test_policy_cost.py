@@ -214,6 +214,22 @@ def test_gpus_that_share_a_layer_divide_the_link_and_share_the_cpu():
     assert two["gpu"] == pytest.approx(14 * (half.layer_bytes - EXPERTS / 2 * 0.75**36) / 240e9 + sums_s)
 
 
+def test_one_thread_that_copies_and_launches_adds_up_both():
+    """Weights and relayed keys and values at the staging copies' rate, and then the GPU; the CPU's part in decode."""
+    storage = Storage(weights_tier="host", relays_kv=True)
+    thread = replace(COST, overlap="one thread", deployment=replace(DEPLOYMENT, storage=storage))
+    on_gpu, apart = decode(thread, gpu_attention=True), decode(gpu_attention=True)
+    copied_s = (LAYER + 504 * CONTEXT * KV) / 36e9
+    assert on_gpu["pin"] == pytest.approx(copied_s)
+    assert on_gpu["copies, gpu and cpu in turn"] == pytest.approx(copied_s + apart["gpu"])
+    on_cpu, beside = decode(thread), decode()
+    assert on_cpu["copies, gpu and cpu in turn"] == pytest.approx(LAYER / 36e9 + beside["gpu"] + beside["cpu"])
+    chosen = policy()
+    prefill = thread.prefill(Switches.of(chosen)).by_resource(chosen)
+    alone = COST.prefill(Switches.of(chosen)).by_resource(chosen)
+    assert prefill["copies, gpu and cpu in turn"] == pytest.approx(LAYER / 36e9 + alone["gpu"])
+
+
 def test_the_cpu_attends_for_one_stage_while_the_gpu_of_another_computes():
     """A stage waits for the CPU's work on its own batch; the CPU works for the batches of all stages."""
     four = replace(COST, overlap="nothing", deployment=replace(DEPLOYMENT, num_gpus=4, blocks_in_flight=4))
