@@ -14,6 +14,7 @@ from harness.engine.sequences import Sequence
 from harness.memory.placed import ModelParts
 from harness.memory.tiers import PINNED
 from harness.memory.weights import layer_slots
+from harness.model.spec import ModelSpec
 
 
 def require_packet_mb(packet_mb: float) -> None:
@@ -41,6 +42,13 @@ def pin_thread_gb_s(config: Any) -> float | None:
     """Return what one of these threads copies: its Config's `pin_thread_gb_s`, or None where the profile says it."""
     gb_s: float | None = getattr(config, "pin_thread_gb_s", None)
     return gb_s
+
+
+def cpu_attention_times(config: Any, spec: ModelSpec) -> float | None:
+    """Return how many times as long as here a published system attends on the CPU: what its Config's
+    `cpu_attention_times` says of the model, or None."""
+    stated: Callable[[ModelSpec], float | None] | None = getattr(config, "cpu_attention_times", None)
+    return None if stated is None else stated(spec)
 
 
 def weights_tier(config: Any) -> str:

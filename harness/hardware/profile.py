@@ -62,6 +62,7 @@ class HardwareConfig:
     host_gb_s: OptionalNumber = None  # host memory, all its users together
     host_peak_gb_s: OptionalNumber = None
     cpu_gb_s: OptionalNumber = None  # host memory as the attention kernel reads it
+    cpu_attention_gb_s: OptionalNumber = None  # of the cache, by another kernel (machine=simulated); null: cpu_gb_s
     cpu_gflop_s: OptionalNumber = None  # the attention kernel's
     cpu_latent_gflop_s: OptionalNumber = None  # the attention kernel's over latents
     cpu_gemm_gflop_s: OptionalNumber = None  # matrix products' (experts on the CPU)
@@ -131,6 +132,13 @@ class HardwareConfig:
             return self
         stated = None if self.pin_thread_gb_s is None or thread_gb_s is None else Constant(thread_gb_s)
         return replace(self, pin_threads=threads, pin_thread_gb_s=stated or self.pin_thread_gb_s)
+
+    def attending_by(self, times: float | None) -> HardwareConfig:
+        """Return the profile with an attention on the CPU that takes `times` as long as the kernel here, where it
+        states no such rate."""
+        if times is None or self.cpu_gb_s is None or self.cpu_attention_gb_s is not None:
+            return self
+        return replace(self, cpu_attention_gb_s=Constant(self.cpu_gb_s / times))
 
     @property
     def staging_gb_s(self) -> float | None:

@@ -16,7 +16,14 @@ from harness.engine.assembly import assemble_engine, host_weight_bytes, rank_sou
 from harness.engine.engine import Engine
 from harness.engine.limits import least_bytes, least_device_bytes, most_tokens
 from harness.engine.sequences import Sequence
-from harness.engine.strategy import Strategy, parallelism, pin_thread_gb_s, pin_threads, weights_tier
+from harness.engine.strategy import (
+    Strategy,
+    cpu_attention_times,
+    parallelism,
+    pin_thread_gb_s,
+    pin_threads,
+    weights_tier,
+)
 from harness.machine.base import Machine
 from harness.machine.build import LoadedMachine, load_machine
 from harness.machine.simulated import SimulatedMachine
@@ -90,7 +97,9 @@ class Session:
             message = f"must be off for model.path={RANDOM}: there is no checkpoint whose tokens to compare with"
             require(settings.verify == "off", "verify", message)
         self.model = load_model(settings.model, has_tensors=self.has_tensors, seed=settings.seed)
-        hardware = settings.hardware.staged_by(pin_threads(self.strategy_config), pin_thread_gb_s(self.strategy_config))
+        config = self.strategy_config
+        hardware = settings.hardware.staged_by(pin_threads(config), pin_thread_gb_s(config))
+        hardware = hardware.attending_by(cpu_attention_times(config, self.model.spec))
         needed_bytes = stored_bytes(self.model.source) + int(settings.kv_cache_gb * 1e9)
         self.settings = replace(settings, hardware=hardware.holding(needed_bytes))
         return self.model

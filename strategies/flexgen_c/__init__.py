@@ -11,13 +11,13 @@ from strategies.flexgen_c.schedule import waiting_for_cpu_attention
 from strategies.offloading.config import CpuAttentionConfig
 from strategies.offloading.in_turn import cpu_attention_in_turn, zigzag_in_turn
 from strategies.offloading.published.as_built import AsBuilt
-from strategies.offloading.published.flexgen import AS_BUILT
+from strategies.offloading.published.flexgen import AS_BUILT_ON_CPU
 from strategies.offloading.system import build_offloading, complete_policy
 
 
 @config
 class Config(CpuAttentionConfig):
-    published: ClassVar[AsBuilt | None] = AS_BUILT
+    published: ClassVar[AsBuilt | None] = AS_BUILT_ON_CPU
 
     parallelism: Literal["pipeline", "tensor"] = "pipeline"  # of several GPUs; as FlexGen, or every layer shared
 

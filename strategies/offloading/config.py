@@ -11,6 +11,7 @@ from harness.engine.strategy import Planning, require_packet_mb
 from harness.memory.placed import ModelParts
 from harness.memory.tiers import PAGEABLE, PINNED
 from harness.memory.weights import layer_slots
+from harness.model.spec import ModelSpec
 from strategies.offloading.planning.policy import GivenPolicy
 from strategies.offloading.published.as_built import AsBuilt
 
@@ -57,6 +58,10 @@ class OffloadingConfig:
     def pin_thread_gb_s(self) -> float | None:
         """The rate of one of these threads in the published system; None: that of the profile."""
         return self.as_built.pin_thread_gb_s if self.as_built else None
+
+    def cpu_attention_times(self, spec: ModelSpec) -> float | None:
+        """Return how many times as long the published system attends on the CPU; None where it has our kernel."""
+        return self.as_built.cpu_attention_times(spec) if self.as_built else None
 
     @property
     def is_in_turn(self) -> bool:

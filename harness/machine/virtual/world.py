@@ -151,6 +151,9 @@ def profile_costs(hardware: HardwareConfig, spec: ModelSpec) -> Roofline:
             LaneKind.PIN: LaneCost(link_bytes_s=rate("staging_gb_s")),
         }
     )
+    if hardware.cpu_attention_gb_s is not None:
+        attention = replace(roofline.lanes[LaneKind.CPU], host_bytes_s=rate("cpu_attention_gb_s"))
+        return replace(roofline, ops={(LaneKind.CPU, ATTENTION_ON_HOST): attention})
     if spec.latent is None:
         return roofline
     latent_flops_s = LATENT_SHARE * rate("cpu_gemm_gflop_s")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
 from harness.config import ConfigError
 from harness.memory.tiers import PAGEABLE, PINNED, RAM
+from harness.model.spec import ModelSpec
 from strategies.offloading.planning.memory import Deployment, kv_bytes_per_sequence
 from strategies.offloading.planning.policy import GivenPolicy
 
@@ -37,8 +38,9 @@ class AsBuilt:
     padding: bool
     pin_threads: int  # that copy weights from pageable to pinned memory, for each GPU
     pin_thread_gb_s: float | None = None  # what one of them copies; None: what the profile says
+    cpu_attention_times: Callable[[ModelSpec], float | None] = lambda _: None  # as long as by the kernel here
     in_turn: bool = False  # what copies pageable memory, that of the cache too, launches the GPU's work as well
-    sources: Mapping[str, str]  # of planner, memory model and staging
+    sources: dict[str, str]  # of planner, memory model and staging
     as_in_best: tuple[str, ...]  # what is not published, or not modelled here
 
     def as_record(self) -> dict[str, str]:

@@ -19,11 +19,12 @@ Rates of copies from the device are the values that the fit began with: no run w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import log2
 
 from harness.config import require
+from harness.model.spec import ModelSpec
 from strategies.offloading.planning.memory import Deployment
 from strategies.offloading.planning.policy import GivenPolicy
 from strategies.offloading.published.as_built import AsBuilt, Published, best_plan, completed, host_bytes, is_in_cache
@@ -135,6 +136,20 @@ def complete(deployment: Deployment, given: GivenPolicy) -> GivenPolicy:
     return completed(given, resident_weights=kept, gpu_ffn=True, resident_kv=0.0)
 
 
+def cpu_attention_times(spec: ModelSpec) -> float | None:
+    """Return how many bytes of host memory the port's attention on the CPU touches for one of the cache.
+
+    Of each number it reads the cache and writes it in float32 (`load_cache`, path 1); where heads share keys and
+    values, reads that and writes it for each head (`mha_gen`: expand and reshape); and reads it for the product (bmm).
+    None for a cache of latents, which the port does not have.
+    """
+    if spec.latent is not None:
+        return None
+    heads, wide = spec.num_heads // spec.num_kv_heads, 4
+    repeated = wide + heads * wide if heads > 1 else 0
+    return (spec.dtype_bytes + wide + repeated + heads * wide) / spec.dtype_bytes
+
+
 AS_BUILT = AsBuilt(
     complete=complete,
     staging=True,
@@ -155,4 +170,14 @@ AS_BUILT = AsBuilt(
         "whole experts stay on the device, where FlexGen keeps single tensors",
         "kernels and their rates",
     ),
+)
+
+AS_BUILT_ON_CPU = replace(
+    AS_BUILT,
+    cpu_attention_times=cpu_attention_times,
+    sources=AS_BUILT.sources
+    | {
+        "attention_as_built": "on a float32 copy of the cache with keys and values repeated for each head, in bytes a "
+        f"number: {_PORT}, flexgen/flex_moe.py (load_cache), flexgen/moe_pytorch_backend.py (mha_gen)",
+    },
 )

@@ -81,6 +81,7 @@ def test_a_planner_finds_all_it_needs(name):
     may_lack = {"gpu_gflop_s", "ram_times", "ram_plus_gb"}  # these state memory in place of ram_gb
     may_lack |= {"cpu_latent_gflop_s"}  # follows from cpu_gemm_gflop_s
     may_lack |= {"pin_gb_s", "pin_threads"}  # follows from pin_thread_gb_s; has a default
+    may_lack |= {"cpu_attention_gb_s"}  # of other kernels
     may_lack |= {"cpu_op_us"} if hardware.cpu_op_us is None else set()  # nothing
     may_lack |= {"p2p_gb_s", "p2p_peak_gb_s"} if hardware.num_gpus == 1 else set()
     assert {f.name for f in fields(hardware) if getattr(hardware, f.name) in (None, {})} == may_lack

@@ -85,9 +85,11 @@ def test_a_pipeline_reserves_what_the_model_says(tier, hidden, num_experts, gpu_
 
 @pytest.mark.parametrize("tier", ["host", "pinned"])
 @pytest.mark.parametrize("hidden", ["device", "pinned"])
-@pytest.mark.parametrize("parallelism", ["tensor", "pipeline"])
-@pytest.mark.parametrize("num_gpus", [2, 4])
-def test_the_pipeline_of_several_gpus_reserves_what_the_model_says(tier, hidden, parallelism, num_gpus):
+@pytest.mark.parametrize(
+    ("parallelism", "num_gpus", "relays_kv"),
+    [("tensor", 2, False), ("tensor", 4, False), ("pipeline", 2, False), ("pipeline", 4, False), ("tensor", 1, True)],
+)
+def test_the_pipeline_on_its_engine_reserves_what_the_model_says(tier, hidden, parallelism, num_gpus, relays_kv):
     """On no GPU more than the model says, on the fullest hardly less, and in host memory for all of them together."""
     room = ROOM | {device_tier(rank): 10**12 for rank in range(num_gpus)}
     free = Roofline(lanes={kind: LaneCost() for kind in LaneKind})
@@ -98,7 +100,7 @@ def test_the_pipeline_of_several_gpus_reserves_what_the_model_says(tier, hidden,
     )  # fmt: skip
     stages = num_gpus if parallelism == "pipeline" else 1
     known = deployment_of(engine, num_stages=stages)
-    storage = replace(known.storage, prefill_hidden_tier=hidden)
+    storage = replace(known.storage, prefill_hidden_tier=hidden, relays_kv=relays_kv)
     deployment = replace(known, shape=replace(SHAPE, num_requests=5000), storage=storage)
     share = 3 * known.storage.resident_step
     chosen = policy(resident_weights=share, gpu_attention=True)

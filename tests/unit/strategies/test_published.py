@@ -161,6 +161,22 @@ def test_defaults_are_those_of_the_published_system(plans):
         assert (plan.strategy.plan["prefill_micro_batch_tokens"] == tokens) is padded
 
 
+def test_flexgen_c_as_built_attends_to_a_copy_with_repeated_heads():
+    """A number of the cache is read in 2 bytes and written in 4; read, and written for the 4 heads that share it; and
+    read for them: 42 bytes where the kernel here reads 2. Without such heads the second step is left out."""
+    assert flexgen.cpu_attention_times(SPEC) == 42 / 2
+    assert flexgen.cpu_attention_times(replace(SPEC, num_kv_heads=SPEC.num_heads)) == 10 / 2
+    sizes = ("strategy.policy.batch_size=1112", "strategy.policy.micro_batch_size=8")
+
+    def attending(*more: str) -> float:
+        plan = draft_plan(composed("strategy=flexgen_c", *S1, *sizes, *more))
+        return plan.strategy.plan["rates"]["cpu_attention"]["bytes_s"] / plan.settings.hardware.cpu_gb_s / 1e9
+
+    assert attending() == pytest.approx(1.0, rel=0.01)
+    assert attending("strategy.planning=as_built") == pytest.approx(1 / 21, rel=0.01)
+    assert attending("strategy.planning=as_built", "hardware.cpu_attention_gb_s=9") == pytest.approx(9 / 45, rel=0.01)
+
+
 def test_a_setting_wins_over_what_the_published_system_has():
     plan = draft_plan(
         composed(
