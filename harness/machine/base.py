@@ -112,7 +112,8 @@ class Op(ABC):
 
     @abstractmethod
     def work(self) -> Work:
-        """Return the cost of the whole op (all packets). An op without one would be free on the simulated machine."""
+        """Return the cost of the whole op (all packets). An op without one would be free on the simulated machine. What
+        depends on values that no host has seen may be an expectation, until `run` knows better."""
 
     @property
     def cost_key(self) -> str:

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
-from torch import cat, uint8
+from torch import uint8
 
 import kernels
 from harness.engine.activations import Activations
@@ -51,7 +51,7 @@ class Experts(ComputeOp):
     ) -> None:
         super().__init__(family, spec, batch, acts, parts, layer)
         self.experts, self.on_host, self.clears = experts, on_host, clears
-        self.routed: np.ndarray | None = None  # int64 [num_experts]
+        self.counts: list[int] | None = None  # tokens of each of its experts, once that is known
         if on_host:
             self._rows = (acts.host_normed, acts.host_expert_ids, acts.host_expert_weights)
         else:
@@ -60,7 +60,9 @@ class Experts(ComputeOp):
         self.reads, self.writes = (*self._rows, *self.weight_keys), (self._sums,)
 
     def foresee(self, world: Any) -> None:
-        self.routed = world.expert_counts(self.batch, self.layer)
+        routed = world.expert_counts(self.batch, self.layer)
+        if routed is not None:
+            self.counts = routed[list(self.experts)].tolist()
 
     @property
     def _share(self) -> float:
@@ -68,14 +70,13 @@ class Experts(ComputeOp):
         return self.spec.experts_per_token / self.spec.num_experts
 
     def work(self) -> Work:
-        if self.routed is None:
+        if self.counts is None:
             tokens = self.batch.num_tokens * self._share * len(self.experts)
             # An expert's weights are read if any token reaches it.
             read_bytes = self.weight_bytes() * (1 - (1 - self._share) ** self.batch.num_tokens)
         else:
-            counts = [int(self.routed[expert]) for expert in self.experts]
-            tokens = sum(counts)
-            read_bytes = sum(part.layout.nbytes for part, n in zip(self.parts, counts, strict=True) if n)
+            tokens = sum(self.counts)
+            read_bytes = sum(part.layout.nbytes for part, n in zip(self.parts, self.counts, strict=True) if n)
         return _expert_work(self.spec, tokens, read_bytes, on_host=self.on_host)
 
     @property
@@ -86,9 +87,9 @@ class Experts(ComputeOp):
     def cost_features(self) -> tuple[float, ...]:
         """Return the tokens of a micro-batch that, under even routing, would bring these experts as many tokens as they
         get."""
-        if self.routed is None:
+        if self.counts is None:
             return (float(self.batch.num_tokens),)
-        return (float(self.routed[list(self.experts)].sum()) / (self._share * len(self.experts)),)
+        return (sum(self.counts) / (self._share * len(self.experts)),)
 
     def run(self, ctx: Context, packet: int) -> None:
         spec, n = self.spec, self.batch.num_tokens
@@ -104,28 +105,31 @@ class Experts(ComputeOp):
             }
             scratch = normed.new_empty(self.acts.workspace.nbytes, dtype=uint8)  # room that torch's allocator keeps
             return on_gpu.experts(spec, normed, ids, probs, out, placed, scratch)
-        chosen, counts = self._by_expert(ids.reshape(-1))
+        # Numpy, since each torch call gives the interpreter away, and getting it back can take longer than the math.
+        chosen, counts = self._by_expert(ids.cpu().numpy().reshape(-1))
+        self.counts = counts
         if len(chosen) == 0:
             return
-        tokens, probs = chosen // spec.experts_per_token, probs.reshape(-1)[chosen]
-        x = normed[tokens]
+        tokens = on_gpu.numbers(chosen // spec.experts_per_token, normed.device)
+        probs = on_gpu.numbers(probs.cpu().numpy().reshape(-1)[chosen], normed.device)
+        x = normed.index_select(0, tokens)
         y = x.new_empty(x.shape, dtype=out.dtype)
         _run_experts(ctx, self.family, spec, self.parts, counts, x, y, probs)
         out.index_add_(0, tokens, y)
 
-    def _by_expert(self, ids: Any) -> tuple[Any, list[int]]:
+    def _by_expert(self, ids: np.ndarray) -> tuple[np.ndarray, list[int]]:
         """Return the (token, choice) pairs of this op's experts, grouped in their order, and how many each expert
         has."""
         if len(self.experts) == 1:
-            chosen = (ids == self.experts[0]).nonzero().reshape(-1)
+            chosen = np.flatnonzero(ids == self.experts[0])
             return chosen, [len(chosen)]
-        order = ids.argsort(stable=True)
-        all_counts = ids.bincount(minlength=self.spec.num_experts).tolist()
+        order = ids.astype(np.int16).argsort(kind="stable")  # numpy sorts 16 bits by their digits
+        all_counts = np.bincount(ids, minlength=self.spec.num_experts).tolist()
         if len(self.experts) == self.spec.num_experts:
             return order, [all_counts[expert] for expert in self.experts]
         starts = [0, *accumulate(all_counts)]
         groups = [order[starts[expert] : starts[expert + 1]] for expert in self.experts]
-        return cat(groups), [len(group) for group in groups]
+        return np.concatenate(groups), [len(group) for group in groups]
 
 
 class Expert(Op):

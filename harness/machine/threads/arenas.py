@@ -21,6 +21,7 @@ TORCH_DTYPES = {
 }
 _ALIGNMENT_BYTES = 4096
 _POISON_BYTE = 0xFF  # all-ones is NaN in every float type and -1 in every integer type
+_MAX_VIEWS = 4096  # of a root that are kept: shapes follow the tokens of a pass, which has no end of sizes
 
 
 def tensor_of(array: np.ndarray) -> torch.Tensor:
@@ -35,6 +36,7 @@ class Arenas:
     def __init__(self, poison: bool) -> None:
         self._roots: dict[Buffer, torch.Tensor] = {}
         self._memos: dict[Buffer, dict[Hashable, Any]] = {}  # what ops keep about a root, for as long as it is backed
+        self._views: dict[Buffer, dict[Hashable, torch.Tensor]] = {}
         self.poisons = poison
 
     def tiers(self, capacities_bytes: dict[str, int]) -> dict[str, Tier]:
@@ -43,7 +45,7 @@ class Arenas:
     def back(self, buffer: Buffer) -> None:
         if not buffer.backed:
             return
-        self._roots[buffer], self._memos[buffer] = self._allocate(buffer), {}
+        self._roots[buffer], self._memos[buffer], self._views[buffer] = self._allocate(buffer), {}, {}
         if self.poisons:
             self._roots[buffer].fill_(_POISON_BYTE)
 
@@ -55,7 +57,7 @@ class Arenas:
     def unback(self, buffer: Buffer) -> None:
         if not buffer.backed:
             return
-        del self._roots[buffer], self._memos[buffer]
+        del self._roots[buffer], self._memos[buffer], self._views[buffer]
 
     def close(self) -> None:
         """Give all memory back, whoever still holds the machine or buffers; a view that an op still has keeps its."""
@@ -70,8 +72,22 @@ class Arenas:
         return self._roots[buffer.root][buffer.offset_bytes : buffer.offset_bytes + buffer.nbytes]
 
     def tensor(self, buffer: Buffer, shape: Sequence[int], dtype: str) -> torch.Tensor:
-        """Return a view of the buffer's first bytes. The caller's shape must fit."""
+        """Return a view of the buffer's first bytes. The caller's shape must fit.
+
+        A view is made once: each of the four steps to it lets other threads have the interpreter, and a thread that
+        has lost it waits tens of microseconds until it is back.
+        """
+        shape = tuple(shape)
+        views, key = self._views[buffer.root], (buffer.offset_bytes, buffer.nbytes, shape, dtype)
+        found = views.get(key)
+        if found is None:
+            if len(views) >= _MAX_VIEWS:
+                views.clear()
+            found = views[key] = self._view(buffer, shape, dtype)
+        return found
+
+    def _view(self, buffer: Buffer, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         kind = TORCH_DTYPES[dtype]
         nbytes = prod(shape) * kind.itemsize
-        assert nbytes <= buffer.nbytes, f"{tuple(shape)} {dtype} does not fit {buffer}"
-        return self.bytes_of(buffer)[:nbytes].view(kind).view(tuple(shape))
+        assert nbytes <= buffer.nbytes, f"{shape} {dtype} does not fit {buffer}"
+        return self.bytes_of(buffer)[:nbytes].view(kind).view(shape)

@@ -236,8 +236,8 @@ class ThreadedMachine(Machine):
         error: BaseException | None = None
         self._lock.release()
         try:
-            share = packet_work(op.work(), op.packets)
             value = op.run_packet(context, packet)
+            share = packet_work(op.work(), op.packets)  # asked now, since an op may learn its work as it runs
             if ticket.lane.kind in _COMPUTE_LANES:
                 context.pace_compute(share, start_s)
         except BaseException as caught:

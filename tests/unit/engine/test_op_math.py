@@ -117,9 +117,12 @@ def test_experts_add_to_what_others_have_found(on_host, groups):
     for clears in (False, True):
         for at, group in enumerate(groups):
             placed = tuple(parts[expert] for expert in group)
-            Experts(MIXTRAL, spec, batch, acts, placed, tuple(group), 0, on_host=on_host, clears=clears and not at).run(
-                context, 0
-            )
+            clears_now = clears and not at
+            op = Experts(MIXTRAL, spec, batch, acts, placed, tuple(group), 0, on_host=on_host, clears=clears_now)
+            op.run(context, 0)
+            counts = [int((ids == expert).sum()) for expert in group]
+            assert op.counts == counts and op.work().flops == 2 * sum(counts) * spec.expert_params
+            assert op.cost_features() == (pytest.approx(sum(counts) * spec.num_experts / 2 / len(group)),)
         expected = exact_sums(spec, context, parts, x, ids, probs, [e for group in groups for e in group])
         close_to(out, expected + (0 if clears else 3))
 

@@ -62,3 +62,17 @@ def test_what_ops_remember_of_a_buffer_is_shared_by_its_parts(tiers):
     arenas.memo(a.sub("part", 0, 16))["known"] = 1
     assert arenas.memo(a) == {"known": 1}
     assert arenas.memo(b) == {}
+
+
+def test_a_view_is_made_once_and_its_shape_checked_for_every_buffer(tiers, monkeypatch):
+    arenas, by_name = tiers
+    buffer = by_name["device"].reserve("a", 64)
+    view = arenas.tensor(buffer, [4, 4], "float32")
+    assert arenas.tensor(buffer, (4, 4), "float32") is view is not arenas.tensor(buffer, (4, 4), "int32")
+    assert arenas.tensor(buffer.sub("second half", 32, 32), (2, 4), "float32").data_ptr() == view.data_ptr() + 32
+    with pytest.raises(AssertionError, match="does not fit"):
+        arenas.tensor(buffer.sub("first half", 0, 32), (4, 4), "float32")
+    monkeypatch.setattr("harness.machine.threads.arenas._MAX_VIEWS", 3)
+    for rows in range(1, 5):
+        arenas.tensor(buffer, (rows, 4), "float32")
+    assert len(arenas._views[buffer]) <= 3

@@ -211,3 +211,21 @@ def test_spans_count_the_processor_time_of_the_lane_alone(emulated):
     machine.wait(machine.submit(CPU, Compute(Work(flops=100e6))))
     assert machine.spans[0].end_s - machine.spans[0].start_s >= 0.1
     assert machine.spans[0].cpu_s < 0.09
+
+
+class Surprised(FreeOp):
+    """Expects a day's work, and finds when it runs that there is next to none."""
+
+    flops = 1e14
+
+    def work(self):
+        return Work(flops=self.flops)
+
+    def run(self, ctx, packet):
+        self.flops = 1e6
+
+
+def test_a_lane_is_held_to_the_work_that_an_op_has_found(emulated):
+    machine = emulated(rates={LaneKind.CPU: LaneRate(flops_s=1e9)})
+    machine.wait(machine.submit(CPU, Surprised()))
+    assert machine.spans[0].work.flops == 1e6
