@@ -5,9 +5,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 
-from harness.calibration.table import BESIDE_GPU_AND_LINK, LINKS, CalibrationTable, Company, weight_keys
+from harness.calibration.table import (
+    AGAIN,
+    AT_REST,
+    BESIDE_GPU_AND_LINK,
+    LINKS,
+    CalibrationTable,
+    Company,
+    weight_keys,
+)
 from harness.machine.base import Lane, LaneKind, MachineError, Op, Work
+
+_SHORT_S = 1e-3  # of an op whose lane hands the interpreter over more often than others can bear
 
 
 @dataclass
@@ -27,7 +38,10 @@ class CalibratedCosts:
     table: CalibrationTable
     link_bytes_s: Mapping[LaneKind, float]
     is_busy: Callable[[LaneKind], bool]
-    _unread: set[Hashable] = field(default_factory=set)  # written over the link, and used by no op since
+    _gpu_bytes: float = 0.0  # that ops of the gpu lane have read and written
+    # Where in these bytes weights were read last; None: they have come over the link since.
+    _last_read: dict[Hashable, float | None] = field(default_factory=dict)
+    _is_short: dict[LaneKind, bool] = field(default_factory=dict)  # the op that began last on a lane
     _told: dict[tuple[LaneKind, str], _Told] = field(default_factory=lambda: defaultdict(_Told))
 
     def seconds(self, lane: Lane, op: Op, work: Work) -> float:
@@ -35,8 +49,12 @@ class CalibratedCosts:
         kind = lane.kind
         company = frozenset(other for other in BESIDE_GPU_AND_LINK if other is not kind and self.is_busy(other))
         link_s = work.link_bytes / self.link_bytes_s[kind] if kind in LINKS else 0.0
-        measured = self.table.seconds(lane, op, company, again=self._is_again(kind, op))
+        found = self._found(kind, op, work)
+        measured = self.table.seconds(lane, op, company, found=found)
+        if measured is not None and self._is_crowded(kind):
+            measured = max(measured, self.table.crowded_s(lane, op, found=found) or 0.0)
         seconds = link_s + (self._estimated(lane, op, work, company) if measured is None else measured)
+        self._is_short[kind] = seconds < _SHORT_S
         told = self._told[kind, op.kind]
         told.all_s += seconds
         told.estimated_s += seconds if measured is None else 0.0
@@ -62,13 +80,26 @@ class CalibratedCosts:
             )
         return seconds or 0.0
 
-    def _is_again(self, kind: LaneKind, op: Op) -> bool:
-        """Return whether another op has read this op's weights since they arrived. It must be called for each op as the
-        op starts."""
+    def _is_crowded(self, kind: LaneKind) -> bool:
+        """Return whether the lane in whose company ops of this lane lose most has short ops at this moment."""
+        other = LaneKind.CPU if kind is LaneKind.GPU else LaneKind.GPU
+        return self._is_short.get(other, False) and self.is_busy(other)
+
+    def _found(self, kind: LaneKind, op: Op, work: Work) -> str:
+        """Return where an op of the gpu lane finds its weights; it must be called for each op as the op starts.
+
+        They have come over the link and nobody has read them since, or are read `AGAIN` so soon that a cache may hold
+        them, or lie `AT_REST`.
+        """
         if kind is LaneKind.H2D:
-            self._unread.update(op.writes)
-            return False
-        keys = weight_keys(op)
-        again = self._unread.isdisjoint(keys)
-        self._unread.difference_update(keys)
-        return again
+            self._last_read.update(dict.fromkeys(op.writes))
+        if kind is not LaneKind.GPU:
+            return ""
+        keys, before = weight_keys(op), self._gpu_bytes
+        self._gpu_bytes += work.device_bytes
+        last = [self._last_read.get(key, -inf) for key in keys]
+        self._last_read.update(dict.fromkeys(keys, self._gpu_bytes))
+        ages = [before - at for at in last if at is not None]
+        if len(ages) < len(last):
+            return ""
+        return AGAIN if max(ages, default=0.0) <= self.table.cache_bytes else AT_REST

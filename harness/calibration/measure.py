@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from harness.calibration.host_times import measure_host
-from harness.calibration.memory import measure_memory
+from harness.calibration.memory import last_cache_bytes, measure_memory
 from harness.calibration.op_costs import OpCosts
 from harness.calibration.probes import LayerProbes
 from harness.calibration.table import CalibrationTable
@@ -64,4 +64,6 @@ def measure_all(
         together=together,
         memory=memory,
         host=host,
+        crowded=ops.crowded,
+        cache_bytes=last_cache_bytes(),
     )

@@ -9,16 +9,18 @@ matters: gpu ops alone and with a busy link; ops of all other lanes also with a 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 
 from harness.bench.shapes import Shape
-from harness.calibration.probes import LayerProbes
+from harness.calibration.probes import Background, LayerProbes
 from harness.calibration.table import (
+    AGAIN,
     ALONE,
+    AT_REST,
     BESIDE_GPU,
     BESIDE_GPU_AND_LINK,
     BESIDE_LINK,
@@ -30,7 +32,7 @@ from harness.calibration.table import (
 from harness.calibration.undisturbed import Undisturbed
 from harness.engine.emitter import Emitter
 from harness.engine.engine import Engine
-from harness.machine.base import GPU, Lane, LaneKind, Op, Ticket, Work
+from harness.machine.base import CPU, GPU, Lane, LaneKind, Op, Ticket, Work
 from harness.memory.weights import WeightStream
 
 _LAYERS_BESIDE_LINK = 3
@@ -38,7 +40,8 @@ _FEED_EVERY_S = 2e-3
 
 
 class OpCosts:
-    """Measures what ops take, alone and in company. `samples` has their seconds by company, `works` their work.
+    """Measures what ops take, alone and in company. `samples` has their seconds by company, `crowded` those beside a
+    lane that runs one short op after another, `works` their work.
     `handovers_s` has the seconds from the end of an op until another one, which had waited for it on an idle lane,
     began."""
 
@@ -52,6 +55,7 @@ class OpCosts:
         self._max_tokens, self._max_context = max_tokens, max_context
         self.samples: dict[Company, dict[str, Points]] = {ALONE: {}}
         self.works: dict[str, dict[tuple[float, ...], Work]] = {}
+        self.crowded: dict[str, Points] = {}
         self._spare: dict[Company, dict[str, Points]] = {}
         self.handovers_s: list[float] = []
 
@@ -62,26 +66,37 @@ class OpCosts:
             log(f"ops alone and in company: {repeat + 1} of {repeats}")
             for shape in self._shapes():
                 self._keep(ALONE, self._undisturbed(f"ops alone, {shape}", partial(self._serial, shape)))
+                tickets = self._undisturbed(f"ops with weights at rest, {shape}", partial(self._at_rest, shape))
+                self._keep(ALONE, tickets, at_rest=True)
                 tickets = self._undisturbed(f"gpu ops beside the link, {shape}", partial(self._overlapped, shape))
                 self._keep(BESIDE_LINK, [t for t in tickets if t.lane == GPU])
                 for company in (BESIDE_LINK, BESIDE_GPU, BESIDE_GPU_AND_LINK):
                     name = f"ops beside {'+'.join(sorted(company))}, {shape}"
                     self._keep(company, self._undisturbed(name, partial(self._host_side, shape, company)))
+            for shape, lane in product(self._short_shapes(), (CPU, GPU)):
+                beside = partial(self._beside_short_ones, shape, lane)
+                tickets = self._undisturbed(f"ops beside short ones on {lane}, {shape}", beside)
+                self._add(self.crowded, tickets, at_rest=lane == CPU)
         self._fill_gaps()
 
-    def _keep(self, company: Company, tickets: list[Ticket]) -> None:
-        """Add the ops of one chain to the samples, as the mean over ops that are alike. Where each expert is an op of
-        its own, some get many tokens and some none, and what a pass takes is the mean. What stayed disturbed is kept
-        apart."""
-        grouped: dict[tuple[str, tuple[float, ...]], list[float]] = {}
-        for ticket in tickets:
-            key = table_key(ticket.lane, ticket.op, again=ticket.op.micro_batch == 1)
-            grouped.setdefault((key, ticket.op.cost_features()), []).append(self._seconds(ticket))
-            self.works.setdefault(key, {}).setdefault(ticket.op.cost_features(), ticket.op.work())
+    def _keep(self, company: Company, tickets: list[Ticket], *, at_rest: bool = False) -> None:
+        """Add the ops of one chain to the samples, as the mean over ops whose features agree to two digits. What stayed
+        disturbed is kept apart."""
         kept = self._spare if self._undisturbed.was_disturbed else self.samples
-        points = kept.setdefault(company, {})
-        for (key, features), seconds in grouped.items():
-            points.setdefault(key, []).append((features, max(float(np.mean(seconds)), 0.0)))
+        self._add(kept.setdefault(company, {}), tickets, at_rest=at_rest)
+
+    def _add(self, points: dict[str, Points], tickets: list[Ticket], *, at_rest: bool = False) -> None:
+        grouped: dict[tuple[str, tuple[float, ...]], list[Ticket]] = {}
+        for ticket in tickets:
+            found = AT_REST if at_rest else AGAIN if ticket.op.micro_batch == 1 else ""
+            key = table_key(ticket.lane, ticket.op, found=found)
+            near = tuple(float(f"{feature:.2g}") for feature in ticket.op.cost_features())
+            grouped.setdefault((key, near), []).append(ticket)
+        for (key, _), alike in grouped.items():
+            features = _mean(ticket.op.cost_features() for ticket in alike)
+            self.works.setdefault(key, {}).setdefault(features, Work(*_mean(ticket.op.work() for ticket in alike)))
+            seconds = float(np.mean([self._seconds(ticket) for ticket in alike]))
+            points.setdefault(key, []).append((features, max(seconds, 0.0)))
 
     def _fill_gaps(self) -> None:
         """Let disturbed measurements count where there is no other."""
@@ -114,6 +129,14 @@ class OpCosts:
         if self._max_context > 32 * 120 and self._max_tokens >= 232:
             yield Shape(prompts=(100, 100), contexts=(100,) * 32)
 
+    def _short_shapes(self) -> Iterator[Shape]:
+        """Yield small micro-batches, whose ops are short."""
+        yield Shape.of_prompts(min(64, self._max_tokens), 64)
+        block_size = self._engine.kv.allocator.block_size
+        for count, context in ((4, 60), (16, 100)):
+            if count * (context + block_size) <= self._max_context and count <= self._max_tokens:
+                yield Shape(contexts=(context,) * count)
+
     # -- alone, and with a busy link ------------------------------------------------------------------------------
 
     def _serial(self, shape: Shape) -> list[Ticket]:
@@ -131,15 +154,33 @@ class OpCosts:
         return emit.tickets
 
     def _overlapped(self, shape: Shape) -> list[Ticket]:
-        """Run some layers, whose ops wait only for their data, while weights stream."""
-        emit = Recording(self._engine)
+        """Run some layers, whose ops wait only for their data, while weights stream. The first of them does not count:
+        beside it the ops of all others are still submitted, which takes the interpreter."""
+        emit, num_layers = Recording(self._engine), self._engine.spec.num_layers
         its = self._probes.pair(shape)
+        counting: list[Ticket] = []
         for first, apart in self._probes.chains:
+            before = (first - 1) % num_layers
             for it in its:
                 emit.embed(it)
-            self._probes.overlapped(emit, its, first, _LAYERS_BESIDE_LINK, experts_apart=apart)
+            index = first - 1 if first else num_layers - 1
+            self._probes.overlapped(emit, its, index, _LAYERS_BESIDE_LINK, experts_apart=apart)
             self._engine.machine.wait(emit.head(its[0]))
             self._end()
+            counting += [ticket for ticket in emit.tickets if before == first or ticket.op.layer != before]
+            emit.tickets.clear()
+        return counting
+
+    def _at_rest(self, shape: Shape) -> list[Ticket]:
+        """Run one micro-batch's ops on the gpu lane, with experts apart, over weights that came before."""
+        emit, probes = Recording(self._engine), self._probes
+        it = probes.batch(0, shape)
+        probes.stream.request_layer(probes.layer)
+        probes.ops.emit.embed(it)
+        self._engine.machine.drain()
+        probes.gpu_side(emit, it, probes.layer)
+        self._engine.machine.drain()
+        self._end()
         return emit.tickets
 
     # -- what lanes other than the gpu's do, in company -----------------------------------------------------------
@@ -147,16 +188,36 @@ class OpCosts:
     def _host_side(self, shape: Shape, company: Company) -> list[Ticket]:
         """Run one micro-batch's ops on lanes other than the gpu's, one after the other. Meanwhile the gpu computes
         another micro-batch, or weights stream, or both, as `company` says."""
-        machine, probes = self._engine.machine, self._probes
+        probes = self._probes
         with probes.background(gpu=LaneKind.GPU in company, link=LaneKind.H2D in company) as background:
             emit = Recording(self._engine, serial=True)
             probes.host_side(emit, probes.batch(0, shape), probes.layer)
-            while not emit.tickets[-1].done:
-                background.feed()
-                time.sleep(_FEED_EVERY_S)
-                machine.now()
+            self._fed(background, emit)
         self._end()
         return emit.tickets
+
+    def _beside_short_ones(self, shape: Shape, lane: Lane) -> list[Ticket]:
+        """Run a micro-batch's ops beside single experts on `lane`. Threads then hand the interpreter to one another
+        several times an op. Beside the cpu lane the ops are those of the gpu lane, beside that all others."""
+        probes = self._probes
+        emit = Recording(self._engine, serial=True)
+        if lane == CPU:
+            probes.stream.request_layer(probes.layer)
+            probes.ops.emit.embed(probes.batch(0, shape))
+            self._engine.machine.drain()
+        with probes.background(short=lane) as background:
+            side = probes.gpu_side if lane == CPU else probes.host_side
+            side(emit, probes.batch(0, shape), probes.layer)
+            self._fed(background, emit)
+        self._end()
+        return emit.tickets
+
+    def _fed(self, background: Background, emit: Recording) -> None:
+        """Keep the background supplied until all that was recorded has run."""
+        while not emit.tickets[-1].done:
+            background.feed()
+            time.sleep(_FEED_EVERY_S)
+            self._engine.machine.now()
 
     def _end(self) -> None:
         self._probes.stream.cancel_all()
@@ -180,6 +241,10 @@ class Recording(Emitter):
         ticket = super().load(stream, index, part_name)
         self.tickets.append(ticket)
         return ticket
+
+
+def _mean(rows: Iterable[Sequence[float]]) -> tuple[float, ...]:
+    return tuple(float(each) for each in np.mean(list(rows), axis=0))
 
 
 def _gap_s(before: Ticket, after: Ticket) -> float:

@@ -17,7 +17,7 @@ from harness.engine.engine import Engine
 from harness.engine.ops import data, expert_rows, paged
 from harness.engine.ops.experts import Expert
 from harness.engine.ops.predictions import PredictExperts
-from harness.machine.base import CPU, D2H, GPU, H2D, PIN, Context, Op, Ticket, Work
+from harness.machine.base import CPU, D2H, GPU, H2D, PIN, Context, Lane, Op, Ticket, Work
 from harness.memory.kv_cache import KVCache
 from harness.memory.placed import PlacedPart
 from harness.memory.tiers import DEVICE, Buffer
@@ -28,6 +28,7 @@ from harness.model.spec import ModelSpec
 Pair = tuple[InFlight, InFlight]  # the second one finds weights that the first one has just read
 _STAGING_BYTES = 4_000_000  # keys and values of one layer on the device: longer contexts are not probed there
 _DEVICE_KV_BYTES = 16_000_000  # the cache in device memory, all layers: longer contexts are not probed in it
+_HOST_EXPERTS = 3  # that one chain runs on the cpu lane
 _RUN = 1_000_003  # random numbers, a prime: no two blocks of a cache begin at the same place of the run
 _TABLES_BYTES = 64_000  # block tables for that cache and two micro-batches, with blocks of 2 KB or more
 
@@ -187,12 +188,12 @@ class LayerProbes:
             emit.prefill_attention(it, layer)
             self.around_attention(emit, it, layer)
             self.device_attention(emit, it, layer)
-        if serial:
-            self._on_host(emit, its[0].batch.num_tokens)
         parts = part("attention_out")
         for it in its:
             emit.attention_out(it, layer, parts)
             self._predict(emit, it, layer, parts)
+        if serial:
+            self._on_host(emit, its[0])
         stored = self.engine.store.experts(layer)
         for group in [[number] for number in stored] if experts_apart else [list(stored)]:
             experts = {number: part(stored[number].layout.name) for number in group}
@@ -242,23 +243,63 @@ class LayerProbes:
             rows = range(len(it.batch.decode))
             emit.submit(H2D, data.LoadKv(spec, it.batch, it.acts, layer, cache, rows, self.staging), urgent=True)
         emit.submit(D2H, data.FetchSampled(spec, it.batch, it.acts), urgent=True)
-        self._on_host(emit, it.batch.num_tokens)
+        self._on_host(emit, it)
 
-    def _on_host(self, emit: Emitter, num_tokens: int) -> None:
-        """Submit an expert over its share of `num_tokens` and what an accumulated batch has around it.
+    def _on_host(self, emit: Emitter, it: InFlight) -> None:
+        """Submit experts over their share of a micro-batch's tokens and what an accumulated batch has around them.
 
         Where the machine has pageable memory, a copy into pinned memory follows.
         """
-        spec, family = self.engine.spec, self.engine.family
+        spec, num_tokens = self.engine.spec, it.batch.num_tokens
         share = -(-num_tokens * spec.experts_per_token // spec.num_experts)
         source, target = self.acts[0].host_normed, self.acts[0].host_moe_out
-        emit.submit(CPU, Expert(family, spec, self._stored_expert(), source, target, share, on_host=True))
+        for _ in range(_HOST_EXPERTS):
+            emit.submit(CPU, self.expert_on_host(share))
+        emit.experts_on_host(it, self.layer, [0, 1])  # most often nobody's, which is soon told
         tokens, ones = np.arange(share), np.ones(share, dtype=np.float32)
         emit.submit(CPU, expert_rows.ClearSums(spec, self.sums, num_tokens, self.layer))
         emit.submit(CPU, expert_rows.Gather(spec, source, self.kept, tokens, self.layer))
         emit.submit(CPU, expert_rows.AddWeighted(spec, target, self.sums, tokens, ones, self.layer))
         if self.staged is not None:
             emit.submit(PIN, self.stage())
+
+    def expert_on_host(self, num_rows: int) -> Expert:
+        """Return an op for the cpu lane that runs an expert, each time another one, over so many rows of the first
+        micro-batch."""
+        acts = self.acts[0]
+        return self._expert(self._stored_expert(), acts.host_normed, acts.host_moe_out, num_rows, on_host=True)
+
+    def expert_on_device(self, num_rows: int) -> Expert:
+        """Return an op for the gpu lane like that of `expert_on_host`, of the layer that the stream holds, over rows of
+        the second micro-batch."""
+        experts = self.stream.experts(self.layer)
+        self._next_expert += 1
+        return self._expert(
+            list(experts.values())[self._next_expert % len(experts)],
+            self.acts[1].normed,
+            self.acts[1].moe_out,
+            num_rows,
+        )
+
+    def _expert(
+        self, part: PlacedPart, source: Buffer, target: Buffer, num_rows: int, *, on_host: bool = False
+    ) -> Expert:
+        tokens, weights = np.arange(num_rows), np.full(num_rows, 1e-3, dtype=np.float32)
+        return Expert(
+            self.engine.family, self.engine.spec, part, source, target, num_rows, layer=self.layer, tokens=tokens,
+            weights=weights, on_host=on_host,
+        )  # fmt: skip
+
+    def gpu_side(self, emit: Emitter, it: InFlight, layer: int) -> None:
+        """Submit what a layer, whose weights the stream holds, has on the gpu lane, with experts apart."""
+        part = partial(self.stream.part, layer)
+        emit.attention_in(it, layer, part("attention_in"))
+        emit.prefill_attention(it, layer)
+        emit.attention_out(it, layer, part("attention_out"))
+        self._predict(emit, it, layer, part("attention_out"))
+        for number, placed in self.stream.experts(layer).items():
+            emit.experts(it, layer, {number: placed})
+        emit.combine(it, layer)
 
     def _fits_staging(self, it: InFlight) -> bool:
         nbytes = it.batch.on_host.num_context_tokens * self.engine.spec.kv_bytes_per_token_layer
@@ -267,13 +308,14 @@ class LayerProbes:
     def _stored_expert(self) -> PlacedPart:
         """Return one stored expert after another, so that their weights come from memory and not from a cache."""
         experts = self.engine.store.experts(self.engine.spec.moe_layers[-1])
-        self._next_expert = (self._next_expert + 1) % len(experts)
-        return experts[self._next_expert]
+        self._next_expert += 1
+        return experts[self._next_expert % len(experts)]
 
     @contextmanager
-    def background(self, *, gpu: bool, link: bool) -> Iterator[Background]:
-        """Give the gpu lane, the link, both or neither work for as long as it is fed, and drain it at the end."""
-        work = Background(self, gpu=gpu, link=link)
+    def background(self, *, gpu: bool = False, link: bool = False, short: Lane | None = None) -> Iterator[Background]:
+        """Give some lanes work for as long as it is fed, and drain it at the end. These are the gpu lane, the link, or
+        lane `short`, with one short op after another."""
+        work = Background(self, gpu=gpu, link=link, short=short)
         try:
             yield work
         finally:
@@ -299,12 +341,16 @@ class Background:
 
     TOKENS = 200
     AHEAD = 10  # ops that are always queued
+    SHORT_ROWS = 2  # of an expert in a short op
 
-    def __init__(self, probes: LayerProbes, *, gpu: bool, link: bool) -> None:
-        self._probes, self._link = probes, link
+    def __init__(self, probes: LayerProbes, *, gpu: bool, link: bool, short: Lane | None) -> None:
+        self._probes, self._link, self._short = probes, link, short
         self._computing: list[Ticket] = []
         self._transfer: list[Ticket] = []
         self._it: InFlight | None = None
+        if short == GPU:
+            probes.stream.request_layer(probes.layer)
+            probes.engine.machine.drain()
         if gpu:
             tokens = min(self.TOKENS, probes.acts[1].max_tokens)
             self._it = probes.batch(1, Shape(prompts=(min(100, tokens),) * max(1, tokens // 100)))
@@ -318,6 +364,10 @@ class Background:
         self._computing = [t for t in self._computing if not t.done]
         while self._it is not None and len(self._computing) < self.AHEAD:
             self._computing += self._probes.ops.layer(self._it, self._probes.layer)
+        while self._short is not None and len(self._computing) < self.AHEAD:
+            probes, rows = self._probes, min(self.SHORT_ROWS, self._probes.acts[0].max_tokens)
+            op = probes.expert_on_device(rows) if self._short == GPU else probes.expert_on_host(rows)
+            self._computing.append(probes.engine.machine.submit(self._short, op))
         if self._link and sum(not t.done for t in self._transfer) < 3:
             self._settle()
             self._transfer = self._probes.stream.request_layer(self._probes.beside)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -24,8 +24,10 @@ ALONE: Company = frozenset()
 BESIDE_LINK: Company = frozenset({LaneKind.H2D})
 BESIDE_GPU: Company = frozenset({LaneKind.GPU})
 BESIDE_GPU_AND_LINK: Company = BESIDE_GPU | BESIDE_LINK
-VERSION = 10
-AGAIN = ", again"  # ends the key of an op that finds its weights in a cache
+VERSION = 11
+# What ends the key of an op with weights, by where it finds them: just come over the link (nothing), in a cache
+# since the op before it has read them, or in memory, where they have been for long.
+AGAIN, AT_REST = ", again", ", at rest"
 LINKS = (LaneKind.H2D, LaneKind.D2H, LaneKind.PIN)  # lanes that a profile gives a rate in bytes
 
 
@@ -45,6 +47,8 @@ class CalibrationTable:
     """Holds all that was measured on a machine. `samples` are (features, seconds) by company, lane and cost key: what
     one op takes. On the links the seconds are those beyond bytes / rate, so that the table serves other link rates too.
     In company short ops lose most, to threads that hand the interpreter to each other and to caches that streams sweep.
+    `crowded` are such samples beside the one lane that costs most: the cpu lane for gpu ops and the gpu lane for all
+    others, with one short op after another. `cache_bytes` is the size of the last cache, 0 where it is unknown.
     `works` has, by the same key and features, the work of such an op: from it follow the rates at which a lane's ops of
     other kinds are estimated. `together` has, by the lanes active at the same time ("cpu+gpu+h2d"), how many times
     longer *long* ops of each lane take than alone. `memory` is GB/s of host memory as measured, for the reader."""
@@ -55,6 +59,8 @@ class CalibrationTable:
     together: Mapping[str, Mapping[str, float]]
     memory: Mapping[str, list[float]]
     host: HostTimes
+    crowded: Mapping[str, Points] = field(default_factory=dict)
+    cache_bytes: int = 0
     version: int = VERSION
 
     @cached_property
@@ -63,16 +69,34 @@ class CalibrationTable:
             company: {key: fit(points) for key, points in by_key.items()} for company, by_key in self.samples.items()
         }
 
-    def seconds(self, lane: Lane, op: Op, company: Company = ALONE, *, again: bool = False) -> float | None:
+    def seconds(self, lane: Lane, op: Op, company: Company = ALONE, *, found: str = "") -> float | None:
         """Return an op's seconds beyond the link's own time, in this company or in the nearest one that was measured.
-        The result is None where the op was measured in none. `again` says that another op has read the same weights
-        since they arrived."""
-        for key in dict.fromkeys((table_key(lane, op, again=again), table_key(lane, op))):
+        The result is None where the op was measured in none. `found` says where the op finds its weights: `AGAIN`,
+        `AT_REST` or neither."""
+        for key in dict.fromkeys((table_key(lane, op, found=found), table_key(lane, op))):
             for candidate in _nearest(company):
                 function = self.functions.get(candidate, {}).get(key)
                 if function is not None:
                     return function(op.cost_features())
         return None
+
+    @cached_property
+    def crowding_s(self) -> dict[str, float]:
+        """The seconds that an op takes longer beside a lane with one short op after another than alone, by key: the
+        mean over all shapes. These seconds go to hand-overs of the interpreter, of which a kind of op has so many."""
+        found = {}
+        for key, points in self.crowded.items():
+            alone = self.functions[ALONE].get(key)
+            if alone is not None:
+                typical = typical_by_features(points)
+                found[key.removesuffix(AT_REST)] = max(fmean(s - alone(at) for at, s in typical.items()), 0.0)
+        return found
+
+    def crowded_s(self, lane: Lane, op: Op, *, found: str = "") -> float | None:
+        """Return the seconds of an op alone, and those of `crowding_s`, both without the link's own time. The result is
+        None for an op that was not measured so."""
+        alone, more_s = self.seconds(lane, op, found=found), self.crowding_s.get(table_key(lane, op))
+        return None if alone is None or more_s is None else alone + more_s
 
     @cached_property
     def rates(self) -> dict[Company, dict[LaneKind, LaneRates]]:
@@ -106,8 +130,9 @@ class CalibrationTable:
 
     def covered(self, kind: str) -> list[Company]:
         """Return the companies in which every op of that lane was measured, so that samples hold what these companies
-        cost. Poison, which only tests have, is no such op."""
-        keys = {key for key in self.samples[ALONE] if key.startswith(f"{kind}: ")} - {f"{kind}: poison"}
+        cost. Poison, which only tests have, is no such op, and weights at rest are in no company."""
+        own = {key for key in self.samples[ALONE] if key.startswith(f"{kind}: ") and not key.endswith(AT_REST)}
+        keys = own - {f"{kind}: poison"}
         return [company for company in self.samples if keys and keys <= self.samples[company].keys()]
 
     def slowdowns(self) -> dict[str, dict[str, float]]:
@@ -130,7 +155,10 @@ class CalibrationTable:
         typical values over all of them; factors and host times are averaged."""
         first = tables[0]
         samples: dict[Company, dict[str, Points]] = {}
+        crowded: dict[str, Points] = defaultdict(list)
         for table in tables:
+            for key, points in table.crowded.items():
+                crowded[key].extend(points)
             for company, by_key in table.samples.items():
                 for key, points in by_key.items():
                     samples.setdefault(company, {}).setdefault(key, []).extend(points)
@@ -150,6 +178,8 @@ class CalibrationTable:
             },
             memory={name: [value for t in tables for value in t.memory[name]] for name in first.memory},
             host=HostTimes(**{name: fmean(host[name] for host in hosts) for name in hosts[0]}),
+            crowded=crowded,
+            cache_bytes=first.cache_bytes,
         )
 
     def write(self, path: Path) -> None:
@@ -160,6 +190,8 @@ class CalibrationTable:
             "host": asdict(self.host),
             "together": self.together,
             "memory_gb_s": self.memory,
+            "cache_bytes": self.cache_bytes,
+            "crowded": {key: _grouped(points) for key, points in self.crowded.items()},
             "spread": self.spread(),
             "samples": {
                 _company_name(company): {key: _grouped(points) for key, points in by_key.items()}
@@ -197,13 +229,15 @@ class CalibrationTable:
             together=values["together"],
             memory=values["memory_gb_s"],
             host=HostTimes(**values["host"]),
+            crowded={key: points(rows) for key, rows in values["crowded"].items()},
+            cache_bytes=values["cache_bytes"],
         )
 
 
-def table_key(lane: Lane, op: Op, *, again: bool = False) -> str:
-    """Return the key by which the table knows an op. An op that uses weights finds them in memory, or `again` in a
-    cache, and has a key for each."""
-    return f"{lane.kind}: {op.cost_key}{AGAIN if again and weight_keys(op) else ''}"
+def table_key(lane: Lane, op: Op, *, found: str = "") -> str:
+    """Return the key by which the table knows an op. An op that uses weights has a key for each place in which it may
+    have found them (`AGAIN`, `AT_REST`)."""
+    return f"{lane.kind}: {op.cost_key}{found if weight_keys(op) else ''}"
 
 
 def weight_keys(op: Op) -> tuple[Hashable, ...]:
@@ -215,7 +249,7 @@ def weight_keys(op: Op) -> tuple[Hashable, ...]:
 def _lane_rates(by_key: Mapping[str, Points], works: Works) -> dict[LaneKind, LaneRates]:
     measured: dict[LaneKind, list[tuple[Work, float]]] = defaultdict(list)
     for key, points in by_key.items():
-        if not key.endswith(AGAIN):
+        if not key.endswith((AGAIN, AT_REST)):
             measured[LaneKind(key.split(":")[0])] += [(works[key][features], seconds) for features, seconds in points]
     return {kind: LaneRates.of(found) for kind, found in measured.items()}
 

@@ -179,17 +179,25 @@ class Copied(Measured):
         self.writes = weights
 
 
+ROLES = {"gpu: measured, again": 0.5, "gpu: measured, at rest": 0.75}
+
+
+def told(**values) -> CalibratedCosts:
+    samples = {**table().samples, BESIDE_LINK: {}}
+    samples[ALONE] = {**samples[ALONE], **{key: longer(factor) for key, factor in ROLES.items()}}
+    rates = {LaneKind.H2D: 1e9, LaneKind.D2H: 1e9}
+    return CalibratedCosts(table(samples=samples, **values), rates, lambda kind: False)
+
+
 def test_weights_are_cheaper_the_second_time():
     """Read once since they came over the link, they lie in a cache; new ones, or other ones, do not."""
-    samples = {**table().samples, BESIDE_LINK: {}}
-    samples[ALONE] = {**samples[ALONE], "gpu: measured, again": longer(0.5)}
-    asked = CalibratedCosts(table(samples=samples), {LaneKind.H2D: 1e9, LaneKind.D2H: 1e9}, lambda kind: False)
+    asked = told()
 
     def seconds(lane, op) -> float:
         return asked.seconds(lane, op, op.work())
 
-    seconds(H2D, Copied("a"))
-    seconds(H2D, Copied("b"))
+    for name in "ab":
+        seconds(H2D, Copied(name))
     assert [seconds(GPU, Weighted("a")), seconds(GPU, Weighted("a"))] == pytest.approx([0.4, 0.2])
     assert seconds(GPU, Weighted("a", "b")) == pytest.approx(0.4), "one of its weights is new"
     assert seconds(GPU, Weighted("a", "b")) == pytest.approx(0.2)
@@ -198,10 +206,43 @@ def test_weights_are_cheaper_the_second_time():
     assert seconds(GPU, Measured(4.0)) == pytest.approx(0.4), "no weights, no difference"
 
 
+def test_weights_that_a_cache_has_lost_lie_at_rest():
+    """Of ten bytes of cache the ops between two uses may take ten; weights that nobody brought rest where they are."""
+    asked = told(cache_bytes=10)
+
+    def seconds(op, nbytes: float) -> float:
+        return asked.seconds(GPU, op, Work(device_bytes=nbytes))
+
+    assert seconds(Weighted("a"), 5) == pytest.approx(0.3)
+    assert seconds(Weighted("b"), 10) == pytest.approx(0.3)
+    assert seconds(Weighted("a"), 5) == pytest.approx(0.2)
+    assert seconds(Weighted("b"), 6) == pytest.approx(0.2)
+    assert seconds(Weighted("c"), 5) == pytest.approx(0.3)
+    assert seconds(Weighted("a"), 5) == pytest.approx(0.3), "eleven bytes ago"
+
+
 def test_what_was_never_measured_again_costs_as_the_first_time():
     asked = CalibratedCosts(table(), {LaneKind.H2D: 1e9, LaneKind.D2H: 1e9}, lambda kind: kind is LaneKind.H2D)
     op = Weighted("resident")
     assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.8)
+
+
+def test_an_op_takes_longer_beside_short_ones():
+    """By as much as it did on average over all shapes when it was measured beside them, and beside no long ones."""
+    crowded = {"gpu: measured": [((2.0,), 0.3), ((4.0,), 0.6)]}
+    cpu = {"cpu: measured": [((4.0,), 0.5e-3), ((8.0,), 2.0)]}
+    samples = {ALONE: {**table().samples[ALONE], **cpu}}
+    is_busy = {LaneKind.CPU}
+    asked = CalibratedCosts(table(samples=samples, crowded=crowded), {}, is_busy.__contains__)
+    op = Measured(4.0)
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4), "the cpu lane has begun nothing yet"
+    asked.seconds(CPU, op, op.work())
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4 + (0.1 + 0.2) / 2)
+    asked.seconds(CPU, Measured(8.0), op.work())
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4)
+    asked.seconds(CPU, op, op.work())
+    is_busy.clear()
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4), "the cpu lane has nothing more to do"
 
 
 def test_slowdowns_hold_nothing_that_the_samples_hold():
