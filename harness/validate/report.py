@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -13,6 +13,9 @@ FIGURES = ("throughput_tok_s", "pass_s", *(f"{lane}_busy_s" for lane in LANES))
 MIN_BUSY_SHARE = 0.02  # of a pass: a lane that does less is not compared
 MATTERS = 0.1  # of a pass: a lane that does as much must be right
 LINKS = ("h2d", "d2h")
+BOUNDS = ("link", "gpu", "cpu")  # what binds a setting: its busiest lane
+FAR_OFF = 0.25  # an op's mistake that throughput should not hide
+_MIN_OPS = 10  # of a kind in a setting: the mean of fewer says little
 AIMS = {  # the most that may be, of absolute errors
     "mean": 0.03,  # of throughput, over strategies that all count alike
     "worst": 0.10,  # of throughput in any setting
@@ -80,6 +83,13 @@ def compared(
     }
 
 
+def bound(row: Row) -> tuple[str, float]:
+    """Return what binds a setting, the lane that was busiest in its emulated runs, and that lane's share of a pass."""
+    seen = row["emulated"]
+    lane = max(LANES, key=lambda lane: seen[f"{lane}_busy_s"])
+    return ("link" if lane in LINKS else lane), seen[f"{lane}_busy_s"] / seen["pass_s"]
+
+
 def same_passes(row: Row) -> bool:
     """Tell whether emulated and simulated runs were the same schedule, as far as passes and preemptions tell."""
     return all(row[key][0] == [row[key][1]] for key in ("passes", "preemptions"))
@@ -106,17 +116,26 @@ def aggregates(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
 def strategies(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return by strategy the mean absolute errors of throughput, of a pass, and of a pass as the
     links alone predict it."""
-    names = sorted({row["strategy"] for row in rows})
+    return _by("strategy", lambda row: row["strategy"], sorted({row["strategy"] for row in rows}), rows)
+
+
+def bounds(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return by what binds a setting the same errors as `strategies` does."""
+    return _by("bound", lambda row: bound(row)[0], BOUNDS, rows)
+
+
+def _by(name: str, of: Callable[[Row], str], values: Iterable[str], rows: Sequence[Row]) -> list[dict[str, Any]]:
     found = []
-    for name in names:
-        own = [row for row in rows if row["strategy"] == name]
-        found.append({
-            "strategy": name,
-            "settings": len(own),
-            "throughput_tok_s": float(np.mean([abs(row["errors"]["throughput_tok_s"]) for row in own])),
-            "pass_s": float(np.mean([abs(row["errors"]["pass_s"]) for row in own])),
-            "links_alone": float(np.mean([abs(row["links_alone"]) for row in own])),
-        })  # fmt: skip
+    for value in values:
+        own = [row for row in rows if of(row) == value]
+        if own:
+            found.append({
+                name: value,
+                "settings": len(own),
+                "throughput_tok_s": float(np.mean([abs(row["errors"]["throughput_tok_s"]) for row in own])),
+                "pass_s": float(np.mean([abs(row["errors"]["pass_s"]) for row in own])),
+                "links_alone": float(np.mean([abs(row["links_alone"]) for row in own])),
+            })  # fmt: skip
     return found
 
 
@@ -131,18 +150,28 @@ def lanes_that_matter(rows: Sequence[Row]) -> list[float]:
 
 
 def by_kind(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """List every kind of op over all settings: emulated seconds, mean seconds of an op emulated and simulated. The kind
-    that takes longest comes first."""
+    """List every kind of op over all settings, the one that takes longest first.
+
+    Beside emulated seconds and the mean seconds of an op, emulated and simulated, stand the least and the largest error
+    of an op's seconds in any setting that ran `_MIN_OPS` or more in either, and in how many it exceeds `FAR_OFF`.
+    """
     sums: dict[str, np.ndarray] = {}
+    errors: dict[str, list[float]] = {}
     for row in rows:
         for kind, values in row["kinds"].items():
             sums[kind] = sums.get(kind, np.zeros(4)) + np.array(values, dtype=float)
+            emulated_s, emulated_ops, simulated_s, simulated_ops = values
+            if min(emulated_ops, simulated_ops) >= _MIN_OPS:
+                errors.setdefault(kind, []).append(simulated_s / simulated_ops / (emulated_s / emulated_ops) - 1)
     found = [
         {
             "kind": kind,
             "busy_s": float(emulated_s),
             "emulated_s": float(emulated_s / emulated_ops),
             "simulated_s": float(simulated_s / simulated_ops),
+            "errors": [min(errors[kind]), max(errors[kind])] if kind in errors else None,
+            "settings": len(errors.get(kind, [])),
+            "far_off": sum(abs(error) > FAR_OFF for error in errors.get(kind, [])),
         }
         for kind, (emulated_s, emulated_ops, simulated_s, simulated_ops) in sums.items()
         if emulated_ops and simulated_ops
@@ -191,26 +220,38 @@ def markdown(rows: Sequence[Row], made: str) -> str:
     for key, values in aggregates(rows).items():
         shares = " | ".join(f"{values[name]:.1%}" for name in ("mean", "median", "p90", "worst"))
         lines.append(f"| {key} | {shares} | {values['bias']:+.1%} | {values['settings']} |")
-    lines += ["", "| strategy | settings | throughput | pass | pass by links alone |", "|" + " --- |" * 5]
-    for each in strategies(rows):
-        errors = " | ".join(f"{each[key]:.1%}" for key in ("throughput_tok_s", "pass_s", "links_alone"))
-        lines.append(f"| {each['strategy']} | {each['settings']} | {errors} |")
-    lines += ["", "| kind of op | seconds in all | an op, emulated | simulated | error |", "|" + " --- |" * 5]
+    for name, found in (("strategy", strategies(rows)), ("bound", bounds(rows))):
+        lines += ["", f"| {name} | settings | throughput | pass | pass by links alone |", "|" + " --- |" * 5]
+        for each in found:
+            errors = " | ".join(f"{each[key]:.1%}" for key in ("throughput_tok_s", "pass_s", "links_alone"))
+            lines.append(f"| {each[name]} | {each['settings']} | {errors} |")
+    heads = ("kind of op", "seconds in all", "an op, emulated", "simulated", "error", "by setting", "far off")
+    lines += ["", f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
     for entry in by_kind(rows):
         error = entry["simulated_s"] / entry["emulated_s"] - 1
         times = f"{entry['emulated_s'] * 1e6:.0f} us | {entry['simulated_s'] * 1e6:.0f} us"
-        lines.append(f"| {entry['kind']} | {entry['busy_s']:.1f} | {times} | {error:+.0%} |")
+        among = "-" if entry["errors"] is None else " to ".join(f"{each:+.0%}" for each in entry["errors"])
+        far_off = f"{entry['far_off']} of {entry['settings']}"
+        lines.append(f"| {entry['kind']} | {entry['busy_s']:.1f} | {times} | {error:+.0%} | {among} | {far_off} |")
+    lines += [
+        "",
+        f"*By setting*: least and largest error of an op's mean time in the settings that ran {_MIN_OPS} or more; "
+        f"*far off*: in how many of them it is wrong by more than {FAR_OFF:.0%}, whether throughput shows that or not.",
+    ]
     return "\n".join([*lines, "", *_settings(rows)]) + "\n"
 
 
 def _settings(rows: Sequence[Row]) -> list[str]:
     keys = FIGURES[1:]
-    heads = ("setting", "emulated tok/s", "simulated", "error", "spread", "passes", "pass", *LANES, "taken")
+    heads = ("setting", "bound", "emulated tok/s", "simulated", "error", "spread", "passes", "pass", *LANES, "taken")
     lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
     for row in sorted(rows, key=lambda row: -abs(row["errors"]["throughput_tok_s"])):
         errors = row["errors"]
         cells = [f"{errors[key]:+.1%}" if key in errors else "-" for key in keys]
-        rates = f"{row['emulated']['throughput_tok_s']:.1f} | {row['simulated']['throughput_tok_s']:.1f}"
+        by, share = bound(row)
+        rates = (
+            f"{by} {share:.0%} | {row['emulated']['throughput_tok_s']:.1f} | {row['simulated']['throughput_tok_s']:.1f}"
+        )
         lines.append(
             f"| {row['setting']} | {rates} | {errors['throughput_tok_s']:+.1%} | {row['spread']:.1%} | "
             f"{_passes(row)} | {' | '.join(cells)} | {row['taken_share']:.1%} |"

@@ -11,7 +11,7 @@ from harness.settings import load_strategy, parse_settings
 from harness.validate import __main__ as validate
 from harness.validate.__main__ import Report, settings_of
 from harness.validate.recorded import record_routing
-from harness.validate.report import aggregates, by_kind, compared, figures, markdown, verdict
+from harness.validate.report import aggregates, bound, by_kind, compared, figures, markdown, verdict
 from tests.composing import composed, names_in
 
 SUMMARY = {
@@ -108,6 +108,31 @@ def test_the_links_alone_stand_beside_the_simulator():
     found = row(emulated=(40.0,), simulated=40.0, where_time_goes=[*SUMMARY["where_time_goes"], LINK_BYTES])
     assert found["links_alone"] == pytest.approx(-0.2)
     assert "a pass: 0.0%, where bytes of the busiest link over its rate alone are 20.0% off" in verdict([found])[1]
+
+
+def test_the_busiest_lane_says_what_binds_a_setting():
+    cpu_bound = {**SUMMARY, "utilization": {"gpu": 0.4, "cpu": 0.7, "h2d": 0.2}}
+    found = row(emulated=(40.0,), simulated=42.0)
+    other = compared(
+        "k=0", [figures(cpu_bound) | {"taken_share": 0.0}], figures(cpu_bound), strategy="s", link_bytes_s=RATES
+    )
+    assert bound(found) == ("link", pytest.approx(0.9)) and bound(other) == ("cpu", pytest.approx(0.7))
+    text = markdown([found, other], "")
+    assert "| link | 1 | 5.0% |" in text and "| cpu | 1 | 0.0% |" in text and "\n| gpu |" not in text
+    assert "| k=0 | cpu 70% |" in text
+
+
+def test_an_ops_error_is_told_though_others_make_up_for_it():
+    """Twice as long in one setting and half in the other: right on average, wrong in both."""
+
+    def with_experts(busy_s: float) -> dict:
+        spent = [{"lane": "gpu", "kind": "experts", "busy_s": busy_s, "num_ops": 100, "moved_bytes": 7.0}]
+        return row(emulated=(40.0,), simulated=40.0, where_time_goes=spent)
+
+    (found,) = by_kind([with_experts(3.75), with_experts(1.25)])
+    assert found["simulated_s"] == pytest.approx(found["emulated_s"])
+    assert found["errors"] == pytest.approx([-0.5, 0.5]) and (found["far_off"], found["settings"]) == (2, 2)
+    assert "| +0% | -50% to +50% | 2 of 2 |" in markdown([with_experts(3.75), with_experts(1.25)], "")
 
 
 def test_other_schedules_are_marked():
