@@ -3,6 +3,8 @@ schedules."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 
 from harness.config import require
@@ -147,9 +149,23 @@ def build_offloading(
         else TakingTurns([scheduler(*share) for share in dealt_out(engine.sequences, blocks, num_blocks)]),
         pipeline=pipeline,
         passes_in_flight=num_blocks,
-        prediction=planned.prediction,
+        prediction=planned.predicted(_formed(scheduler, engine) if num_blocks == 1 else None),
         plan=plan,
     )
+
+
+def _formed(scheduler: Callable[[list[Sequence], Blocks], BatchScheduler], engine: Engine) -> list[int] | None:
+    """Return how many requests each batch will have, from forming them all; None where there is none. The cache may
+    have less room for the longest requests than for so many mean ones, and then there are more batches than the
+    policy says."""
+    blocks = deepcopy(engine.kv.allocator)
+    forming, sizes = scheduler([Sequence(each.request) for each in engine.sequences], blocks), []
+    while (plan := forming.next_pass()) is not None:
+        sizes.append(len(plan.prefill))
+        forming.retire(plan, plan.prefill)
+        for sequence in plan.prefill:
+            blocks.release(sequence)
+    return sizes or None
 
 
 def _place_kv(engine: Engine, planned: OffloadPlan) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any
@@ -65,8 +65,12 @@ class OffloadPlan:
 
     @property
     def prediction(self) -> Prediction | None:
-        """The performance model's prediction; None where nothing can run."""
-        return predict(self.cost, self.policy) if self.deployment.shape.num_requests else None
+        """The performance model's prediction for full batches and one with the rest; None where nothing can run."""
+        return self.predicted(None)
+
+    def predicted(self, batches: Iterable[int] | None) -> Prediction | None:
+        """Return the performance model's prediction for batches of so many requests; None where nothing can run."""
+        return predict(self.cost, self.policy, batches) if self.deployment.shape.num_requests else None
 
     def as_record(self) -> dict[str, Any]:
         """Return the policy, the rates, and the seconds that each resource is busy with a layer of a decode step."""

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 from harness.engine.strategy import Prediction
 from strategies.offloading.planning.cost import CostModel
 from strategies.offloading.planning.memory import Switches
 from strategies.offloading.planning.policy import Policy
 
 
-def predict(cost: CostModel, policy: Policy) -> Prediction:
+def predict(cost: CostModel, policy: Policy, batches: Iterable[int] | None = None) -> Prediction:
     """Predict the generated tokens per second of prefill and decode together, as §5.1 counts them.
 
     All layers take the same time. The first token of a sequence comes from the prefill, the other n - 1 from a decode
-    step each. The last batch is smaller than the others: its layers are timed for what is left of the workload. Batches
+    step each. `batches` has the number of requests of each batch that the scheduler will form. Without it all batches
+    are as large as the policy's, but for the last one, whose layers are timed for what is left of the workload. Batches
     that are in flight at the same time are each in another stage, and all end with the one that has the most requests:
     its requests are the `shape` of the workload.
     """
     shape, num_layers = cost.deployment.shape, cost.deployment.spec.num_layers
     in_flight = cost.deployment.blocks_in_flight
     num_requests = cost.deployment.num_requests or in_flight * shape.num_requests
-    whole, left = divmod(shape.num_requests, policy.batch_size)
-    batches = [(whole, policy)] if whole else []
-    if left:
-        batches.append((1, smaller(policy, left)))
+    if batches is None:
+        whole, left = divmod(shape.num_requests, policy.batch_size)
+        sizes = Counter({policy.batch_size: whole, left: 1})
+    else:
+        sizes = Counter(batches)
+        num_requests = in_flight * sum(sizes.elements())
     prefill_s = decode_s = 0.0
-    for count, each in batches:
+    for size, count in sizes.items():
+        if not size * count:
+            continue
+        each = policy if size == policy.batch_size else smaller(policy, size)
         switches = Switches.of(each)
         prefill_s += count * num_layers * cost.prefill(switches).seconds(each)
         decode_s += count * num_layers * (shape.new_tokens - 1) * cost.decode(switches).seconds(each)

@@ -19,11 +19,14 @@ from harness.model.planned import PlannedModel
 from harness.model.spec import ModelSpec
 from harness.routing.kinds.uniform import UniformRouting
 from harness.workload.request import Request
+from strategies.moelightning.cgopipe import cgopipe
+from strategies.offloading.config import OffloadingConfig
 from strategies.offloading.planning import planner as offload_planner
 from strategies.offloading.planning.memory import fits
 from strategies.offloading.planning.planner import deployment_of, plan_policy
 from strategies.offloading.planning.policy import GivenPolicy
 from strategies.offloading.planning.rate_probe import RateProbe
+from strategies.offloading.system import build_offloading
 from tests.composing import composed
 from tests.unit.model.test_components import spec_of
 
@@ -196,3 +199,20 @@ def test_the_probe_of_several_gpus_finds_each_link_and_what_is_between_them(para
     expected = pytest.approx(9.7e9, rel=0.05) if parallelism == "tensor" else None
     assert rates.peer_bytes_s == expected
     assert {name: tier.used_bytes for name, tier in machine.tiers.items()} == used
+
+
+def test_a_prediction_counts_the_batches_that_the_scheduler_forms():
+    """The cache holds 40 mean requests, but not the 40 longest ones, which come first: two batches become three."""
+    on = engine([40] * 40 + [400] * 40, kv_gb=40 * 270 * SPEC.kv_bytes_per_token / 1e9)
+    given = GivenPolicy(batch_size=40, micro_batch_size=20, gpu_attention=False, gpu_ffn=True, resident_weights=0.0)
+    plan = plan_policy(on, given, packet_bytes=10**8)
+    system = build_offloading(on, plan, cgopipe, OffloadingConfig(staging=True), paging=True)
+    sequences, formed = list(on.sequences), []
+    while (made := system.scheduler.next_pass()) is not None:
+        formed.append(len(made.prefill))
+        system.scheduler.retire(made, made.prefill)
+        for sequence in made.prefill:
+            on.kv.allocator.release(sequence)
+    assert len(formed) == 3 and sum(formed) == len(sequences) and formed[0] < 40, formed
+    assert system.prediction == plan.predicted(formed)
+    assert plan.prediction.throughput_tok_s > 1.2 * system.prediction.throughput_tok_s
