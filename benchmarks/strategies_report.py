@@ -153,7 +153,7 @@ def _row(variant: Variant, runs: list[Run], floor_tok_s: float | None, first: st
         "cpu_busy": busy["cpu"],
         "h2d_busy": busy["h2d"],
         "predicted_tok_s": predicted,
-        "predicted_accuracy": None if predicted is None else accuracy(predicted, emulated),
+        "accuracy_against_emulated": None if predicted is None else accuracy(predicted, emulated),
         "simulated_tok_s": simulated,
         "simulated_error": None if simulated is None else simulated / emulated - 1,
         "gpu_lane_without_core": middle["stolen_core_share"],

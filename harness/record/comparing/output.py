@@ -235,8 +235,11 @@ def _notes(comparison: Comparison) -> list[str]:
         notes.append("latencies: median / 99th percentile of requests, all of which arrive at time 0")
         if len(simulated := rows[rows["label"] == "simulated"]):
             notes[-1] += f"; seconds of {_rows(simulated.index)} are simulated"
+    if len(predicted := rows[rows["prediction_accuracy"].notna()]):
+        told = [f"{_rows(of.index)} {label}" for label, of in predicted.groupby("label", sort=False)]
+        notes.append(f"accuracy: of what the strategy's model predicts, against throughput: {', '.join(told)}")
     if (rows["prediction_accuracy"] < 0).any():
-        notes.append("accuracy below zero: how many times the observed throughput the prediction is")
+        notes[-1] += "; below zero: how many times the observed throughput the prediction is"
     for reason, of_reason in rows.groupby("disturbed", sort=False):
         notes.append(f"disturbed, {_rows(of_reason.index)}: {reason}; no time or rate there counts")
     return notes
