@@ -34,6 +34,7 @@ ON_GPU = {"attention": "gpu", "gpu_kv_staging_mb": 0.02}
 SMALL_DEVICE = 2_240_000  # does not hold the hidden states of a prefill
 ACCUMULATED = "attention on both sides, tokens accumulated in host memory"
 BY_LOT = "experts predicted and placed by lot"
+TURNS = "copies and work in turns"
 # Name: strategy, what differs from its defaults, GPUs, bytes of each one's memory.
 RUNS: dict[str, tuple[str, dict, int, int]] = {
     **{name: (name, {}, 1, CAPACITIES_BYTES["device"]) for name in PLANNED},
@@ -73,6 +74,13 @@ RUNS: dict[str, tuple[str, dict, int, int]] = {
     "recording": ("moelens", {}, 1, CAPACITIES_BYTES["device"]),
     "tensor parallel": ("moelightning", {}, 2, CAPACITIES_BYTES["device"]),
     "stages": ("flexgen", {}, 2, CAPACITIES_BYTES["device"]),
+    "stages with attention on the cpu": ("flexgen_c", {}, 2, CAPACITIES_BYTES["device"]),
+    TURNS: (
+        "flexgen",
+        {"planning": "as_built", "policy": {"batch_size": 6, "micro_batch_size": 2}},
+        1,
+        CAPACITIES_BYTES["device"],
+    ),
     "shares of layers": ("deepspeed_zero", {}, 2, CAPACITIES_BYTES["device"]),
 }
 
@@ -213,6 +221,9 @@ FORGOTTEN = {
     "attention is loaded unread": forgets("moelens", data.LoadAttention, "reads", reads),
     "the cache is loaded unread": forgets("flexgen", data.LoadKv, "reads", reads),
     "cached keys are loaded undeclared": forgets("flexgen", data.LoadKv, "writes", writes),
+    "the cache is staged unread": forgets(TURNS, data.StageKv, "reads", reads),
+    "the cache is staged undeclared": forgets(TURNS, data.StageKv, "writes", writes),
+    "the staged cache is loaded unread": forgets(TURNS, data.LoadStagedKv, "reads", reads),
     "hidden states are loaded undeclared": forgets("hidden states on the host", data.LoadHidden, "writes", writes),
     "hidden states are loaded unread": forgets("hidden states on the host", data.LoadHidden, "reads", reads),
     "hidden states are offloaded undeclared": forgets(
