@@ -153,6 +153,11 @@ CASES: list[tuple[Op, Work]] = [
     (data.LoadAttention(SPEC, here, acts, 0), moved(DECODE * 96 * 2)),
     (data.LoadKv(SPEC, here, acts, 0, cache, range(3), acts.moe_out), moved(SEEN * KV)),
     (data.LoadKv(SPEC, here, acts, 0, cache, range(2), acts.moe_out), moved((17 + 33) * KV)),
+    (
+        data.StageKv(SPEC, here, acts, 0, cache, range(2), buffer),
+        Work(host_bytes=2 * (17 + 33) * KV, link_bytes=(17 + 33) * KV),
+    ),
+    (data.LoadStagedKv(SPEC, here, acts, 0, cache, range(2), acts.moe_out, source=buffer), moved((17 + 33) * KV)),
     (data.OffloadHidden(SPEC, here, acts, 0, buffer), moved(N * 80 * 2)),
     (data.LoadHidden(SPEC, here, acts, 0, buffer), moved(N * 80 * 2)),
     (data.FetchSampled(SPEC, here, acts), Work(link_bytes=5 * 8)),
