@@ -58,6 +58,7 @@ NOT_RUN = {  # the command begins so -> why it is only parsed
     "python -m harness.study --out FOLDER": "it needs recorded runs of a trained model",
     "python -m harness.study.excerpt --out results/reference/routing/mixtral.jsonl.gz": "it needs the same runs",
     "python run.py model=checkpoint model.path=models/mixtral-trained": "it needs a model that was trained for minutes",
+    "python -m paper_figures": "it simulates for hours",
     "python -m paper_figures.moelens.simulate": "it simulates for minutes",
     "python -m paper_figures.moelens.speed_up": "it simulates for minutes",
     "python -m paper_figures.moelens.workloads": "it simulates for an hour",

@@ -26,6 +26,7 @@ from harness.routing.trace_file import TraceHeader, TraceRow, TraceWriter
 from harness.study.caches import belady_hits
 from paper_figures.latency.grid import RECORDED, TRACES, Case, Row
 from paper_figures.passes import planned, simulated_passes
+from paper_figures.pool import each
 from paper_figures.support import REFERENCE, markdown_table, new_figure, with_one_legend
 from strategies.expert_cache.foresight import AsRecorded
 
@@ -51,7 +52,7 @@ def cases() -> list[Case]:
 
 
 def compute(chosen: Sequence[Case] | None = None) -> dict[str, Any]:
-    return {"label": "simulated", "rows": [row for case in chosen or cases() for row in rows(case)]}
+    return {"label": "simulated", "rows": [row for found in each(rows, chosen or cases()) for row in found]}
 
 
 def rows(case: Case) -> list[Row]:

@@ -12,7 +12,7 @@ chance of Table 3's share of tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from harness.plan.planning import DoesNotFit
 from harness.record.provenance import code_version
 from paper_figures.moegen.measuring import MOVED, Pass, batch_passes, counts, link_gb, over_passes, phase_facts
 from paper_figures.passes import planned
+from paper_figures.pool import each
 from paper_figures.prescope.published import TABLE3_TOKENS
 
 MODELS = ("deepseek-v2-lite", "mixtral-8x7b", "qwen3-30b-a3b", "moonlight-16b-a3b")
@@ -144,14 +145,12 @@ def _times(prefill: Sequence[Pass], decode: Sequence[Pass], num_sequences: int) 
     }
 
 
-def computed(cases: Iterable[Case]) -> list[Row]:
-    """Simulate the cases one after another, and tell each result."""
-    rows = []
-    for case in cases:
-        rows.append(row(case))
-        told = rows[-1].get("refused") or f"{rows[-1]['tok_s']:.4g} tok/s, {rows[-1]['token_s']:.4g} s a token"
+def computed(cases: Sequence[Case]) -> Iterator[Row]:
+    """Yield a row of each case, and tell its result."""
+    for case, found in zip(cases, each(row, cases), strict=True):
+        told = found.get("refused") or f"{found['tok_s']:.4g} tok/s, {found['token_s']:.4g} s a token"
         print(f"{case.gpu}, {case.model}, batch {case.batch}, {case.system} {case.variant}: {told}", flush=True)
-    return rows
+        yield found
 
 
 def find(rows: Iterable[Mapping[str, Any]], **wanted: Any) -> Mapping[str, Any] | None:

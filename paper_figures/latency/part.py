@@ -58,8 +58,8 @@ def _compute(given: Namespace) -> int:
     asked = [case for case in every if is_asked(case)]
     if not (asked or by_key):
         raise ConfigError("--batch", f"{given.name} has no row with these systems, models, GPUs and batches")
-    for case in asked:
-        [by_key[case.key]] = computed([case])
+    for case, found in zip(asked, computed(asked), strict=True):
+        by_key[case.key] = found
         write_json(path, {**reports.made_by(command), "label": "simulated", "rows": rows()})
 
     def compute() -> dict[str, Any]:

@@ -62,7 +62,7 @@ def cases(
 
 
 def compute(chosen: Sequence[Case] | None = None) -> dict[str, Any]:
-    return {"label": "simulated", "rows": computed(cases() if chosen is None else chosen)}
+    return {"label": "simulated", "rows": list(computed(cases() if chosen is None else chosen))}
 
 
 def tables(data: dict[str, Any]) -> str:

@@ -55,7 +55,7 @@ def _variant(way: tuple[str, str], link: int, memory: int) -> str:
 
 
 def compute(chosen: Sequence[Case] | None = None) -> dict[str, Any]:
-    return {"label": "simulated", "rows": computed(cases() if chosen is None else chosen)}
+    return {"label": "simulated", "rows": list(computed(cases() if chosen is None else chosen))}
 
 
 def _token_s(data: dict[str, Any], way: tuple[str, str], batch: int, link: int, memory: int) -> float | None:

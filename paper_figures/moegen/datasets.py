@@ -32,7 +32,7 @@ def _case(system: str, dataset: str) -> Case:
 
 
 def compute(chosen: Sequence[Case] | None = None) -> dict[str, Any]:
-    return {"label": "simulated", "rows": computed(cases() if chosen is None else chosen)}
+    return {"label": "simulated", "rows": list(computed(cases() if chosen is None else chosen))}
 
 
 def hours(rows: Sequence[Row], system: str, dataset: str) -> float | None:

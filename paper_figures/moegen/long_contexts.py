@@ -25,7 +25,7 @@ def _case(system: str, shape: Shape) -> Case:
 
 
 def compute(chosen: Sequence[Case] | None = None) -> dict[str, Any]:
-    return {"label": "simulated", "rows": computed(cases() if chosen is None else chosen)}
+    return {"label": "simulated", "rows": list(computed(cases() if chosen is None else chosen))}
 
 
 def row_of(rows: Sequence[Row], system: str, shape: Shape) -> Row | None:

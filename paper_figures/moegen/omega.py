@@ -32,7 +32,7 @@ def cases(settings: Sequence[str] = SETTINGS, shares: Sequence[float] = SHARES) 
 
 
 def compute(chosen: Sequence[Case] | None = None) -> dict[str, Any]:
-    return {"label": "simulated", "rows": computed(cases() if chosen is None else chosen)}
+    return {"label": "simulated", "rows": list(computed(cases() if chosen is None else chosen))}
 
 
 def best_share(rows: Sequence[Row], setting: str) -> float | None:

@@ -78,8 +78,8 @@ def _compute(given: Namespace) -> int:
 
     command = shown_command("-m paper_figures.moegen", [given.name])
     new: list[Row] = []
-    for case in chosen:  # what is cut off leaves what was finished
-        new += computed([case])
+    for found in computed(chosen):  # what is cut off leaves what was finished
+        new.append(found)
         rows = merged(every, kept, new)
         write_json(given.out / f"{given.name}.json", {**reports.made_by(command), "label": "simulated", "rows": rows})
 

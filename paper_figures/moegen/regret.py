@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -14,6 +15,7 @@ from harness.run.session import Session
 from harness.settings import load_strategy
 from paper_figures.moegen.settings import Case
 from paper_figures.moegen.text import number
+from paper_figures.pool import each
 from paper_figures.support import composed, markdown_table
 from strategies.moegen import profiled_search
 from strategies.moegen.planner import Deployment, complete_by_memory
@@ -53,7 +55,7 @@ def enumerated(search: Search, start: Policy, grid: Grid = GRID) -> Iterator[Can
 
 
 def compute(cases: Sequence[Case] = CASES, grid: Grid = GRID) -> dict[str, Any]:
-    return {"label": "predicted", "rows": [_row(case, grid) for case in cases]}
+    return {"label": "predicted", "rows": list(each(partial(_row, grid=grid), cases))}
 
 
 def _row(case: Case, grid: Grid) -> dict[str, Any]:

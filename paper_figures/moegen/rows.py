@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from harness.record.summary import accuracy
 from paper_figures.moegen.measuring import MOVED, Pass, batch_passes, link_gb, over_passes, phase_facts
 from paper_figures.moegen.settings import Case
 from paper_figures.passes import planned
+from paper_figures.pool import each
 from paper_figures.support import REFERENCE, read_json
 
 FOLDER = REFERENCE / "moegen-simulated"
@@ -72,14 +73,12 @@ def facts(plan: Plan, passes: Sequence[Pass], *, whole: bool = False) -> Row:
     }
 
 
-def computed(cases: Iterable[Case]) -> list[Row]:
-    """Simulate the cases one after another, and tell each result."""
-    rows = []
-    for case in cases:
-        rows.append(row(case))
-        told = rows[-1].get("refused") or f"{rows[-1]['tok_s']:.4g} tok/s, N = {rows[-1]['sequences']:,}"
+def computed(cases: Sequence[Case]) -> Iterator[Row]:
+    """Yield a row of each case, and tell its result."""
+    for case, found in zip(cases, each(row, cases), strict=True):
+        told = found.get("refused") or f"{found['tok_s']:.4g} tok/s, N = {found['sequences']:,}"
         print(f"{case.setting}, {case.model}, {case.prompt}+{case.g}, {case.system} {case.variant}: {told}", flush=True)
-    return rows
+        yield found
 
 
 def stored(name: str, folder: Path = FOLDER) -> list[Row]:

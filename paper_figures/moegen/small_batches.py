@@ -26,7 +26,7 @@ def _case(system: str, model: str, size: int) -> Case:
 
 
 def compute(chosen: Sequence[Case] | None = None) -> dict[str, Any]:
-    return {"label": "simulated", "rows": computed(cases() if chosen is None else chosen)}
+    return {"label": "simulated", "rows": list(computed(cases() if chosen is None else chosen))}
 
 
 def decode_tok_s(rows: Sequence[Row], system: str, model: str, size: int) -> float | None:

@@ -89,7 +89,7 @@ def cases(workloads: Iterable[tuple[str, str, int]] = WORKLOADS) -> list[Case]:
 
 
 def compute(chosen: Sequence[Case] | None = None) -> dict[str, Any]:
-    return {"label": "simulated", "rows": computed(cases() if chosen is None else chosen)}
+    return {"label": "simulated", "rows": list(computed(cases() if chosen is None else chosen))}
 
 
 def published_decode(setting: str, model: str, g: int, system: str) -> float | None:

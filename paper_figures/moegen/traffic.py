@@ -41,7 +41,7 @@ def _case(system: str, gpu: str, num_requests: int) -> Case:
 
 
 def compute(chosen: Sequence[Case] | None = None) -> dict[str, Any]:
-    return {"label": "simulated", "rows": computed(cases() if chosen is None else chosen)}
+    return {"label": "simulated", "rows": list(computed(cases() if chosen is None else chosen))}
 
 
 def dataset_gb(rows: Sequence[Row], system: str, gpu: str, num_requests: int) -> float | None:

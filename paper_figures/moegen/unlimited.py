@@ -66,7 +66,7 @@ def cases() -> list[Case]:
 
 
 def compute(chosen: Sequence[Case] | None = None) -> dict[str, Any]:
-    return {"label": "simulated", "rows": computed(cases() if chosen is None else chosen)}
+    return {"label": "simulated", "rows": list(computed(cases() if chosen is None else chosen))}
 
 
 def tables(data: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from harness.interrupts import exit_code
 from harness.model.cache import make_writable
 from harness.record.provenance import code_version, environment
 from paper_figures.passes import columns, planned, simulated_passes
+from paper_figures.pool import each
 from paper_figures.support import REFERENCE, write_json
 from strategies.moelens.equations import prefills_per_pass
 
@@ -78,6 +80,10 @@ def simulate(kv_gb: float, g: int, scale: float) -> dict[str, Any]:
     }
 
 
+def _simulated(setting: tuple[float, int], scale: float) -> dict[str, Any]:
+    return simulate(*setting, scale)
+
+
 def name_of(kv_gb: float, g: int) -> str:
     return f"kv{kv_gb:g}-g{g}"
 
@@ -93,13 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _simulate_all(args: Namespace) -> int:
     make_writable(args.out, "--out")  # before the work
-    for kv_gb in args.kv:
-        for g in args.g:
-            data = simulate(kv_gb, g, args.scale)
-            write_json(args.out / f"{name_of(kv_gb, g)}.json", data)
-            print(
-                name_of(kv_gb, g), data["setting"], len(data["passes"]["end_s"]), "passes,", data["host_seconds"], "s"
-            )
+    settings = [(kv_gb, g) for kv_gb in args.kv for g in args.g]
+    for (kv_gb, g), data in zip(settings, each(partial(_simulated, scale=args.scale), settings), strict=True):
+        write_json(args.out / f"{name_of(kv_gb, g)}.json", data)
+        print(name_of(kv_gb, g), data["setting"], len(data["passes"]["end_s"]), "passes,", data["host_seconds"], "s")
     return 0
 
 

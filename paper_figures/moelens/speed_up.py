@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
@@ -25,6 +26,7 @@ from harness.record.provenance import code_version
 from paper_figures.moelens.simulate import GENERATION_LENGTHS, KV_CACHES_GB
 from paper_figures.moelens.simulated import FOLDER, runs, summarize
 from paper_figures.passes import first_batch, planned
+from paper_figures.pool import each
 from paper_figures.reports import made_by
 from paper_figures.support import markdown_table, read_json, write_json
 
@@ -71,6 +73,10 @@ def _full_batch(given: Sequence[str], hosts: list[str], batch_size: int, size: i
 def moelightning(kv_gb: float, g: int, planning: Planning) -> list[dict[str, Any]]:
     """Simulate its full batches on Mixtral-8x7B and MT-Bench."""
     return [{"kv_cache_gb": kv_gb, "g": g, **found} for found in full_batches(overrides(kv_gb, g, planning))]
+
+
+def _moelightning(cell: tuple[float, int, Planning]) -> list[dict[str, Any]]:
+    return moelightning(*cell)
 
 
 def ratios(rows: Sequence[dict[str, Any]], moelens: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -160,18 +166,15 @@ def _simulate(args: Namespace) -> int:
     path = args.out / "speed_up.json"
     rows: list[dict[str, Any]] = read_json(path)["rows"] if path.exists() else []
     moelens = [summarize(run) for run in runs()]
-    for kv_gb in args.kv:
-        for g in args.g:
-            rows = [
-                r for r in rows if not ((r["kv_cache_gb"], r["g"]) == (kv_gb, g) and r["planning"] in args.planning)
-            ]
-            rows += [row for planning in args.planning for row in moelightning(kv_gb, g, planning)]
-            rows.sort(key=lambda r: (r["kv_cache_gb"], r["g"], r["planning"], r["host"]))
-            found = ratios(rows, moelens)
-            head = made_by("python -m paper_figures.moelens.speed_up")
-            data = {**head, "label": "simulated", "rows": rows, "ratios": found, "means": means(found)}
-            write_json(path, data)
-            (args.out / "speed_up.md").write_text(tables(data), encoding="utf-8")
+    cells = list(product(args.kv, args.g, args.planning))
+    for cell, made in zip(cells, each(_moelightning, cells), strict=True):
+        rows = [r for r in rows if (r["kv_cache_gb"], r["g"], r["planning"]) != cell] + made
+        rows.sort(key=lambda r: (r["kv_cache_gb"], r["g"], r["planning"], r["host"]))
+        found = ratios(rows, moelens)
+        head = made_by("python -m paper_figures.moelens.speed_up")
+        data = {**head, "label": "simulated", "rows": rows, "ratios": found, "means": means(found)}
+        write_json(path, data)
+        (args.out / "speed_up.md").write_text(tables(data), encoding="utf-8")
     print(path.with_suffix(".md").read_text(encoding="utf-8"))
     return 0
 

@@ -28,6 +28,7 @@ from paper_figures.moelens.simulate import BLOCK_TOKENS, GENERATION_LENGTHS, KV_
 from paper_figures.moelens.simulated import FOLDER
 from paper_figures.moelens.speed_up import full_batches
 from paper_figures.passes import planned, simulated_passes
+from paper_figures.pool import each
 from paper_figures.reports import made_by
 from paper_figures.support import markdown_table, read_json, write_json
 from strategies.moelens.equations import prefills_per_pass
@@ -186,14 +187,14 @@ def _simulate(given: Namespace) -> int:
     path = made_folder("--out", str(given.out)) / "workloads.json"
     by_key = {tuple(r[name] for name in _FIELDS): r for r in (read_json(path)["rows"] if path.exists() else [])}
     every = cases()
-    for case in every:
-        asked = case.model in given.model and case.dataset in given.dataset and case.kv_cache_gb in given.kv
-        if asked and not (given.missing and case.key in by_key):
-            by_key[case.key] = row(case)
-            print(*case.key, f"{by_key[case.key]['tok_s']:.4g} tok/s", flush=True)
-            head = made_by("python -m paper_figures.moelens.workloads --missing")
-            rows = [by_key[each.key] for each in every if each.key in by_key]
-            write_json(path, {**head, "label": "simulated", "rows": rows})
+    named = [c for c in every if c.model in given.model and c.dataset in given.dataset and c.kv_cache_gb in given.kv]
+    asked = [c for c in named if not (given.missing and c.key in by_key)]
+    for case, found in zip(asked, each(row, asked), strict=True):
+        by_key[case.key] = found
+        print(*case.key, f"{found['tok_s']:.4g} tok/s", flush=True)
+        head = made_by("python -m paper_figures.moelens.workloads --missing")
+        rows = [by_key[c.key] for c in every if c.key in by_key]
+        write_json(path, {**head, "label": "simulated", "rows": rows})
     data = read_json(path)
     path.with_suffix(".md").write_text(tables(data), encoding="utf-8")
     print(tables(data))

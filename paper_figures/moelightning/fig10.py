@@ -8,10 +8,12 @@ memory and rates (artifact, performance_model/3d_plot.py: 160 GB, 4 TB/s, 600 TF
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from harness.config import ConfigError
 from harness.memory.tiers import PINNED
+from paper_figures.pool import each
 from paper_figures.support import markdown_table, model_spec, new_figure
 from strategies.common.workload_shape import WorkloadShape
 from strategies.offloading.planning.cost import CostModel, Rates
@@ -92,8 +94,12 @@ def best(scale: float, link_gb_s: float, sizes: Sequence[int] = SIZES) -> dict[s
 def compute(
     scales: Sequence[float] = SCALES, links_gb_s: Sequence[float] = LINKS_GB_S, sizes: Sequence[int] = SIZES
 ) -> dict[str, Any]:
-    rows = [best(scale, link_gb_s, sizes) for link_gb_s in links_gb_s for scale in scales]
-    return {"label": "predicted", "rows": rows}
+    cells = [(scale, link_gb_s) for link_gb_s in links_gb_s for scale in scales]
+    return {"label": "predicted", "rows": list(each(partial(_best, sizes=sizes), cells))}
+
+
+def _best(cell: tuple[float, float], sizes: Sequence[int]) -> dict[str, Any]:
+    return best(*cell, sizes)
 
 
 def tables(data: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from paper_figures.moelightning.batches import Case, row
 from paper_figures.moelightning.systems import HARDWARE, STEPS, STRATEGIES
+from paper_figures.pool import each
 from paper_figures.support import REFERENCE, markdown_table, new_figure, read_json
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def cases() -> list[Case]:
 def compute(chosen: Sequence[Case] | None = None, folder: Path = FOLDER) -> dict[str, Any]:
     """Compare the rows of the other reports, read from `folder`, and those of `chosen`, which are simulated."""
     reported = [read_json(folder / f"{name}.json")["rows"] for name in SOURCES if (folder / f"{name}.json").exists()]
-    rows = [r for rows in reported for r in rows] + [row(case) for case in (cases() if chosen is None else chosen)]
+    rows = [r for rows in reported for r in rows] + list(each(row, cases() if chosen is None else chosen))
     return {"label": "simulated and predicted", "rows": [compared(r) for r in rows if r["predicted"] is not None]}
 
 

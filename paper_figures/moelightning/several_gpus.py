@@ -25,6 +25,7 @@ from harness.plan.planning import Plan
 from harness.record.passes import PassRecord
 from paper_figures.moelightning.batches import LONGEST_PROMPT
 from paper_figures.passes import continued_s, planned, simulated_passes
+from paper_figures.pool import each
 from paper_figures.reports import made_by
 from paper_figures.support import REFERENCE, new_figure, read_json, write_json
 
@@ -167,13 +168,22 @@ def compute(
     generated: Sequence[int] = GENERATED,
     systems: Sequence[str] = tuple(SYSTEMS),
 ) -> dict[str, Any]:
+    cells = [
+        (setting, system, g)
+        for g in generated
+        for setting in settings
+        for system in SHOWN[setting]
+        if system in systems
+    ]
     rows = []
-    for g in generated:
-        for setting in settings:
-            for system in (name for name in SHOWN[setting] if name in systems):
-                rows.append(row(setting, system, g))
-                print(f"{setting}, g {g}, {system}: {rows[-1]['simulated_tok_s']:.4g} tok/s", flush=True)
+    for (setting, system, g), found in zip(cells, each(_row, cells), strict=True):
+        rows.append(found)
+        print(f"{setting}, g {g}, {system}: {found['simulated_tok_s']:.4g} tok/s", flush=True)
     return report(rows)
+
+
+def _row(cell: tuple[str, str, int]) -> dict[str, Any]:
+    return row(*cell)
 
 
 def report(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

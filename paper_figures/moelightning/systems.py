@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from harness.engine.strategy import Planning
 from paper_figures.moelightning.batches import Case, row
 from paper_figures.moelightning.published import FIG7_TOK_S, GENERATED, POLICIES, Sizes
+from paper_figures.pool import each
 from paper_figures.support import markdown_table, new_figure
 
 if TYPE_CHECKING:
@@ -65,9 +66,8 @@ def published_tok_s(row: dict[str, Any]) -> float | None:
 
 
 def compute(chosen: Sequence[Case] | None = None) -> dict[str, Any]:
-    rows = []
-    for case in cases() if chosen is None else chosen:
-        made = row(case)
+    wanted, rows = list(cases()) if chosen is None else chosen, []
+    for case, made in zip(wanted, each(row, wanted), strict=True):
         rows.append({**made, "published_tok_s": published_tok_s(made)})
         print(
             f"{case.setting}, g {case.g}, {case.system}, {case.planning}: {made['simulated']['tok_s']:.4g} tok/s",

@@ -8,6 +8,7 @@ from typing import Any
 from paper_figures.moelightning.batches import Case, row
 from paper_figures.moelightning.published import HELM_GENERATED, TABLE4
 from paper_figures.moelightning.systems import HARDWARE, STEPS, STRATEGIES, with_sizes
+from paper_figures.pool import each
 from paper_figures.support import markdown_table
 
 NOTE = "Mixtral-8x7B, HELM lengths (synthetic prompts, padded); published: MoE-Lightning Table 4"
@@ -29,9 +30,9 @@ def cases() -> list[Case]:
 
 def compute(chosen: Sequence[Case] | None = None) -> dict[str, Any]:
     published = {(cell.task, cell.setting, cell.system): cell.tok_s for cell in TABLE4}
-    rows = []
-    for case in cases() if chosen is None else chosen:
-        rows.append({"published_tok_s": published[case.dataset, case.setting, case.system], **row(case)})
+    wanted, rows = list(cases()) if chosen is None else chosen, []
+    for case, made in zip(wanted, each(row, wanted), strict=True):
+        rows.append({"published_tok_s": published[case.dataset, case.setting, case.system], **made})
         print(f"{case.dataset}, {case.setting}, {case.system}: {rows[-1]['simulated']['tok_s']:.4g} tok/s", flush=True)
     return {"label": "simulated", "rows": rows}
 

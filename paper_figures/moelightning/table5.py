@@ -14,6 +14,7 @@ from typing import Any
 from paper_figures.moelightning.batches import LONGEST_PROMPT, Case, row
 from paper_figures.moelightning.published import S1_SECONDS, TABLE5
 from paper_figures.moelightning.systems import HARDWARE, STEPS, STRATEGIES
+from paper_figures.pool import each
 from paper_figures.support import markdown_table, model_spec
 
 NOTE = "Mixtral-8x7B, T4, MTBench padded to 418 tokens, g = 128; published: MoE-Lightning Table 5"
@@ -41,9 +42,9 @@ def cases(g: int = G) -> list[tuple[str, str, Case]]:
 
 def compute(chosen: list[tuple[str, str, Case]] | None = None) -> dict[str, Any]:
     published = {ablation.name: ablation.tok_s for ablation in TABLE5}
-    rows = []
-    for name, rates, case in cases() if chosen is None else chosen:
-        rows.append({"name": name, "rates": rates, "published_tok_s": published[name], **row(case)})
+    wanted, rows = list(cases()) if chosen is None else chosen, []
+    for (name, rates, _), made in zip(wanted, each(row, [case for _, _, case in wanted]), strict=True):
+        rows.append({"name": name, "rates": rates, "published_tok_s": published[name], **made})
         print(f"{name}, {rates}: {rows[-1]['simulated']['tok_s']:.4g} tok/s", flush=True)
     return {"label": "simulated", "rows": rows, "published_phases": published_phases()}
 

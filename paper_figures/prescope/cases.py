@@ -14,6 +14,7 @@ from harness.record.provenance import code_version
 from paper_figures.moegen.measuring import batch_passes, counts
 from paper_figures.moegen.rows import facts
 from paper_figures.passes import planned
+from paper_figures.pool import each
 from paper_figures.prescope.published import ACTIVE, TABLE3_TOKENS
 from paper_figures.support import REFERENCE, read_json, write_json
 
@@ -122,19 +123,22 @@ def row(case: Case) -> dict[str, Any]:
     }
 
 
-def computed(name: str, cases: Iterable[Case], out: Path, *, again: bool = False) -> list[dict[str, Any]]:
-    """Simulate cases one after another, and keep what is done in the report's file in `out`.
+def computed(name: str, cases: Sequence[Case], out: Path, *, again: bool = False) -> list[dict[str, Any]]:
+    """Simulate cases, and keep what is done in the report's file in `out`.
 
-    A row with the same command that stands in this file or in that of any committed report is taken from there, unless
-    all are to be computed `again`.
+    A row with the same command that stands in this file or in that of any committed report is taken from there; where
+    all are to be computed `again`, only one that this very code has computed.
     """
     path, rows = out / f"{name}.json", []
-    files = [] if again else [*(each for each in FOLDER.glob("*.json") if each != path), path]
-    read = (r for each in files if each.exists() for r in read_json(each)["rows"])
-    kept = {r["command"]: r for r in read if r.keys() & {"tok_s", "refused"}}
+    files = [*(other for other in FOLDER.glob("*.json") if other != path), path]
+    read = (r for file in files if file.exists() for r in read_json(file)["rows"] if r.keys() & {"tok_s", "refused"})
+    code = code_version()
+    kept = {r["command"]: r for r in read if not again or r["code"] == code}
+    missing = [case for case in cases if case.command not in kept]
+    computed = each(row, missing)
     for case in cases:
         found = kept.get(case.command)
-        rows.append({**found, **case.named} if found else row(case))
+        rows.append({**found, **case.named} if found else next(computed))
         told = rows[-1].get("refused") or f"{rows[-1]['tok_s']:.4g} tok/s, {rows[-1]['token_s']:.3g} s a token"
         print(f"{case.gpu}, {case.model}, {case.batch}, {case.system} {case.variant}: {told}", flush=True)
         write_json(path, {"label": "simulated", "rows": rows})

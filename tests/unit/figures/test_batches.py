@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from harness.plan.planning import make_plan
+from paper_figures import pool
 from paper_figures.moelightning import hrm_accuracy, systems, table4, table5
 from paper_figures.moelightning.batches import Case, row
 from paper_figures.moelightning.published import FIG7_TOK_S, GENERATED, POLICIES, TABLE5
@@ -93,6 +94,7 @@ def test_what_the_prediction_lacks_is_split_by_phase(rows):
 def test_reports_are_made_of_rows(rows, monkeypatch):
     """Tables and pictures of `systems`, `table4`, `table5` and `hrm_accuracy` take the rows that their cases give."""
     made = {r["system"]: r for r in rows.values()}
+    monkeypatch.setattr(pool, "num_cores", lambda: 1)
     for module in (systems, table4, table5, hrm_accuracy):
         monkeypatch.setattr(module, "row", lambda case: {
             **made[case.system], "setting": case.setting, "g": case.g, "dataset": case.dataset,
