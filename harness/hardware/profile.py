@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field, fields, replace
+from enum import StrEnum
 
 from harness.config import ConfigError, config, require, require_name
 from harness.hardware.constants import Constant, Kind, Number, NumberByDtype, OptionalNumber
@@ -15,6 +16,13 @@ _SIZES = (
 MOST_GB = 1e9  # an exabyte
 PIN_THREADS = 4  # that stage weights of one GPU, as on machine=cuda
 LEAST_RATE, MOST_RATE = 1e-6, 1e9  # in 10^9 or 10^12 a second: a link of a kilobyte a second ends no run
+
+
+class MemorySharing(StrEnum):
+    """The rule for what happens when lanes together want more than the host memory has."""
+
+    MAX_MIN = "max_min"  # who asks for less than an equal share gets it, the others split the rest
+    PROPORTIONAL = "proportional"  # everyone gets the same fraction of what they ask for
 
 
 @config
@@ -61,6 +69,7 @@ class HardwareConfig:
 
     host_gb_s: OptionalNumber = None  # host memory, all its users together
     host_peak_gb_s: OptionalNumber = None
+    memory_sharing: MemorySharing = MemorySharing.MAX_MIN
     cpu_gb_s: OptionalNumber = None  # host memory as the attention kernel reads it
     cpu_attention_gb_s: OptionalNumber = None  # of the cache, by another kernel (machine=simulated); null: cpu_gb_s
     cpu_gflop_s: OptionalNumber = None  # the attention kernel's

@@ -12,7 +12,7 @@ from dataclasses import astuple
 from typing import Any, ClassVar, Literal, Protocol
 
 from harness.config import config, require
-from harness.hardware.profile import HardwareConfig
+from harness.hardware.profile import HardwareConfig, MemorySharing
 from harness.machine.base import (
     EstimatedShares,
     Lane,
@@ -26,7 +26,7 @@ from harness.machine.base import (
 )
 from harness.machine.hazards import Hazards
 from harness.machine.queues import dump, withdraw
-from harness.machine.virtual.contention import Contention, MeasuredTogether, MemorySharing, SharedMemory
+from harness.machine.virtual.contention import Contention, MeasuredTogether, SharedMemory
 from harness.machine.virtual.costs import Costs, LaneCost, MeasuredCosts, Roofline
 from harness.machine.virtual.span_log import SpanLog, Totals, TotalsByKind
 from harness.machine.virtual.world import host_bytes_s, profile_costs
@@ -248,7 +248,7 @@ class Config:
 
     submit_us: float = 0.0
     wake_us: float = 0.0
-    memory_sharing: MemorySharing = MemorySharing.MAX_MIN
+    memory_sharing: MemorySharing | None = None  # in place of the profile's
     triton: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -265,7 +265,7 @@ def build(config: Config, hardware: HardwareConfig, spec: ModelSpec) -> Simulate
     machine = SimulatedMachine(
         capacities_bytes=hardware.capacities_bytes,
         costs=free if hardware.calibrated else profile_costs(hardware, spec),
-        contention=SharedMemory(memory_bytes_s, config.memory_sharing),
+        contention=SharedMemory(memory_bytes_s, config.memory_sharing or hardware.memory_sharing),
         submit_s=config.submit_us * 1e-6,
         wake_s=config.wake_us * 1e-6,
     )

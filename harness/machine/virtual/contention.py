@@ -9,22 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 from itertools import chain, combinations
 from typing import Protocol
 
+from harness.hardware.profile import MemorySharing
 from harness.machine.base import Lane, LaneKind
 from kernels.simulation import NativeSharing, measured_together, shared_memory, speeds_under
 
 Running = Sequence[tuple[Lane, float]]  # lanes that run now, each with its demand in bytes per second
-
-
-class MemorySharing(StrEnum):
-    """The rule for what happens when lanes together want more than the host memory has."""
-
-    MAX_MIN = "max_min"  # who asks for less than an equal share gets it, the others split the rest
-    PROPORTIONAL = "proportional"  # everyone gets the same fraction of what they ask for
 
 
 class Contention(Protocol):
@@ -48,7 +41,7 @@ class SharedMemory:
     Max-min fairness never slows down a link that wants less than half of the bandwidth, however hard attention on the
     CPU presses. Proportional sharing is what a memory controller that serves requests in the order of their arrival
     gives to sources that do not wait for answers: then demands of 150 and 19.5 GB/s on 150 GB/s stretch a transfer of
-    5 s to 5.65 s; MoE-Lens §8.2 saw 6 s.
+    5 s to 5.65 s; MoE-Lens §8.2 saw 6 s, which decides for its host (`conf/hardware/a40.yaml`).
     """
 
     host_bytes_s: float

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from harness.config import ConfigError
 from harness.engine.ops.host import DecodeAttention
+from harness.hardware.profile import MemorySharing
 from harness.machine.base import CPU, D2H, GPU, H2D, PIN, Lane, LaneKind, Op, Work
 from harness.machine.build import load_machine
 from harness.machine.simulated import SimulatedMachine
-from harness.machine.virtual.contention import MeasuredTogether, MemorySharing, SharedMemory
+from harness.machine.virtual.contention import MeasuredTogether, SharedMemory
 from harness.machine.virtual.costs import LaneCost, Roofline
 from harness.machine.virtual.world import profile_costs
 from harness.model.dimensions import LatentAttention
@@ -128,9 +129,17 @@ def test_memory_has_a_bandwidth():
         SharedMemory(0.0)
 
 
-@pytest.mark.parametrize(("name", "link_speed"), [("max_min", 1.0), ("proportional", 6 / 14)])
-def test_the_configuration_chooses_how_memory_is_shared(name, link_speed):
-    values = composed("machine=simulated", f"machine.memory_sharing={name}", "hardware=a40", "hardware.host_gb_s=6")
+@pytest.mark.parametrize(
+    ("chosen", "link_speed"),
+    [
+        ("machine.memory_sharing=max_min", 1.0),
+        ("hardware.memory_sharing=max_min", 1.0),
+        ("machine.memory_sharing=proportional", 6 / 14),
+        ("machine.memory_sharing=null", 6 / 14),  # a40.yaml
+    ],
+)
+def test_the_profile_says_how_memory_is_shared_unless_the_machine_does(chosen, link_speed):
+    values = composed("machine=simulated", chosen, "hardware=a40", "hardware.host_gb_s=6")
     settings = parse_settings(values)
     running = [(CPU, 12e9), (H2D, 2e9)]
     m = load_machine(values["machine"]).build(settings.hardware, SPEC)

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.hardware.profile import MemorySharing
 from harness.machine.base import CPU, D2H, GPU, H2D, Lane, LaneKind, Op, Work
 from harness.machine.simulated import SimulatedMachine
-from harness.machine.virtual.contention import MemorySharing, SharedMemory
+from harness.machine.virtual.contention import SharedMemory
 from harness.record.spans import SpanTable
 from tests.unit.machine.reference_simulator import Job, ReferenceSimulator
 
