@@ -12,8 +12,8 @@ from harness.machine.base import LaneKind, Span
 REFERENCES: dict[str, dict[str, float]] = {
     # 150 TFLOP/s bf16; 19.5 GB/s and 150 GB/s measured by the authors (MoE-Lens §5, §7, §8.1)
     "A40": {"gpu_flop_per_link_byte": 150e12 / 19.5e9, "host_bytes_per_link_byte": 150 / 19.5},
-    # 65 TFLOP/s fp16 tensor peak (T4 data sheet); 9.7 GB/s of a cloud T4; 100 GB/s in MoE-Lightning's cost model
-    "T4": {"gpu_flop_per_link_byte": 65e12 / 9.7e9, "host_bytes_per_link_byte": 100 / 9.7},
+    # 65 TFLOP/s fp16 tensor peak (T4 data sheet); 12 GB/s as PCIe 3 x16 gives; 100 GB/s in MoE-Lightning's cost model
+    "T4": {"gpu_flop_per_link_byte": 65e12 / 12e9, "host_bytes_per_link_byte": 100 / 12},
 }
 
 
