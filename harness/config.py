@@ -30,6 +30,10 @@ class ConfigError(ValueError):
         self.field = field
         self.message = message
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str]]:
+        """Pickle the error, which may come from another process."""
+        return ConfigError, (self.field, self.message)
+
     def below(self, prefix: str) -> ConfigError:
         """Return this error with its field seen from the enclosing configuration."""
         return ConfigError(f"{prefix}.{self.field}" if prefix else self.field, self.message)

@@ -78,8 +78,8 @@ def _make(given: Namespace) -> int:
         if STEPS[step]():
             return 1
         took_s[step] = time.monotonic() - began_s
-    if code_version() != began:
-        raise ConfigError("STEP", f"the code changed meanwhile, from {began} to {code_version()}: compute them again")
+        if (now := code_version()) != began:
+            raise ConfigError("STEP", f"the code changed from {began} to {now} while {step} was computed: begin again")
     table = Table(title=f"{num_cores()} cores, code {began}")
     for heading in ("step", "seconds"):
         table.add_column(heading, justify="right" if heading == "seconds" else "left")

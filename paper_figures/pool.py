@@ -6,8 +6,13 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import active_children, get_context, parent_process
+from multiprocessing.connection import wait
+from threading import Thread
 from typing import TypeVar
+
+from harness.config import ConfigError
 
 Case = TypeVar("Case")
 Row = TypeVar("Row")
@@ -17,7 +22,8 @@ def each(row: Callable[[Case], Row], cases: Sequence[Case]) -> Iterator[Row]:
     """Yield `row` of each case, in their order. `row` is a function of a module, and cases can be pickled.
 
     There are as many processes as this one may use cores; on one core the rows are computed here. What a row raises is
-    raised where its turn comes, and the cases behind it are given up.
+    raised where its turn comes, and then, as on Ctrl-C, all processes are ended at once. Raises ConfigError where a
+    process was killed.
     """
     processes = min(num_cores(), len(cases))
     if processes < 2:
@@ -25,10 +31,20 @@ def each(row: Callable[[Case], Row], cases: Sequence[Case]) -> Iterator[Row]:
         return
     context = get_context("forkserver")
     context.set_forkserver_preload(["paper_figures.passes"])
-    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_leave_interrupts)
+    others = {child.pid for child in active_children()}
+    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_follow_the_parent)
+    done = 0
     try:
-        yield from pool.map(row, cases)
+        for found in pool.map(row, cases):
+            done += 1
+            yield found
+    except BrokenProcessPool:
+        told = f"a process was killed while row {done + 1} of {len(cases)} or one behind it was computed; is there"
+        raise ConfigError("memory", f"{told} too little? `taskset -c 0` computes one row at a time") from None
     finally:
+        for child in active_children():
+            if done < len(cases) and child.pid not in others:
+                child.terminate()
         pool.shutdown(cancel_futures=True)
 
 
@@ -37,6 +53,14 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _leave_interrupts() -> None:
-    """Leave Ctrl-C to the process that waits for the rows."""
+def _follow_the_parent() -> None:
+    """Leave Ctrl-C to the process that waits for the rows, and end with it however it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process()
+    assert parent is not None
+    Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_with(sentinel: int) -> None:
+    wait([sentinel])
+    os._exit(1)

@@ -34,6 +34,10 @@ class DoesNotFit(RuntimeError):
         self.needed = needed
         self.there_is = there_is
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the error, which may come from another process."""
+        return DoesNotFit, (str(self), self.needed, self.there_is)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:

@@ -18,7 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.cli.arguments import CommandParser
+from harness.cli.arguments import CommandParser, whole_number
+from harness.config import require
+from harness.hardware.profile import MOST_GB
 from harness.interrupts import exit_code
 from harness.model.cache import make_writable
 from harness.record.provenance import code_version, environment
@@ -91,13 +93,17 @@ def name_of(kv_gb: float, g: int) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = CommandParser("paper_figures.moelens.simulate", __doc__)
     parser.add_argument("--kv", type=float, nargs="+", default=list(KV_CACHES_GB), help="KV cache, 10^9 bytes")
-    parser.add_argument("--g", type=int, nargs="+", default=list(GENERATION_LENGTHS), help="tokens to generate")
+    parser.add_argument(
+        "--g", type=whole_number(1), nargs="+", default=list(GENERATION_LENGTHS), help="tokens to generate"
+    )
     parser.add_argument("--scale", type=float, default=1.0, help="share of the paper's number of requests")
     parser.add_argument("--out", type=Path, default=OUT, metavar="FOLDER")
     return parser.run(_simulate_all, arguments)
 
 
 def _simulate_all(args: Namespace) -> int:
+    require(0 < args.scale <= 1, "--scale", f"must be above 0 and at most 1, got {args.scale:g}")
+    require(all(0 < kv_gb <= MOST_GB for kv_gb in args.kv), "--kv", f"must be above 0 and at most {MOST_GB:g}")
     make_writable(args.out, "--out")  # before the work
     settings = [(kv_gb, g) for kv_gb in args.kv for g in args.g]
     for (kv_gb, g), data in zip(settings, each(partial(_simulated, scale=args.scale), settings), strict=True):

@@ -18,6 +18,7 @@ from harness.cli.arguments import CommandParser
 from harness.interrupts import exit_code
 from harness.model.cache import make_writable
 from harness.record.summary import accuracy
+from paper_figures.reports import made_by
 from paper_figures.support import REFERENCE, markdown_table, new_figure, read_json, write_json
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ def _summarize(given: Namespace) -> int:
     make_writable(given.out, "--out")  # before the work
     rows = compute()["rows"]
     command = "python -m paper_figures.moelens.simulated"
-    write_json(given.out / "summary.json", {"label": "simulated", "command": command, "rows": rows})
+    write_json(given.out / "summary.json", {**made_by(command), "label": "simulated", "rows": rows})
     text = markdown(rows)
     (given.out / "summary.md").write_text(text, encoding="utf-8")
     print(text)

@@ -1,8 +1,8 @@
 """Simulate MoE-Lightning Table 5 (S1, MTBench, g = 128): FlexGen with two policies and MoE-Lightning(p).
 
-Each case runs twice: with the rates of conf/hardware/t4.yaml, and with the two lower ones that its sources name for a
-T4 in the cloud and in long runs. To see where the rest of the difference to the paper lies, the paper's run times are
-taken apart: N = 504 at every g, so differences of runs are decode steps and the rest is prefill.
+Each case runs twice: with the rates of conf/hardware/t4.yaml, and with the slower link that was measured of a T4 in
+another cloud. Policies are published, staging is ours. To see where the rest of the difference to the paper lies, the
+paper's run times are taken apart: N = 504 at every g, so differences of runs are decode steps and the rest is prefill.
 """
 
 from __future__ import annotations

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 
 import pytest
 
+from harness.config import ConfigError
+from harness.plan.planning import DoesNotFit
 from paper_figures import __main__ as everything
 from paper_figures import pool
 from paper_figures.support import REFERENCE
 
-WRITTEN_BY = {"runs": "kv", "summary": "summary"}  # steps of MoE-Lens whose files have other names
-OF_A_STEP = {"prescope"}  # papers whose reports are one step
-
 
 def where_it_ran(case: int) -> tuple[int, int]:
-    if case < 0:
-        raise ValueError(f"case {case}")
+    if case == -1:
+        raise ConfigError("case", "must not be -1")
+    if case == -2:
+        raise DoesNotFit("too little", {"device": {"weights": 2}}, {"device": 1})
+    if case == -9:
+        os.kill(os.getpid(), signal.SIGKILL)
     return case, os.getpid()
+
+
+def slowly(seconds: float) -> int:
+    time.sleep(seconds)
+    return os.getpid()
 
 
 def test_rows_come_in_the_order_of_their_cases_from_several_processes(monkeypatch):
@@ -25,10 +35,35 @@ def test_rows_come_in_the_order_of_their_cases_from_several_processes(monkeypatc
     rows = list(pool.each(where_it_ran, range(20)))
     assert [case for case, _ in rows] == list(range(20))
     assert os.getpid() not in {process for _, process in rows}
+
+
+def test_what_a_row_raises_comes_whole_from_its_process(monkeypatch):
+    monkeypatch.setattr(pool, "num_cores", lambda: 2)
     found = pool.each(where_it_ran, [1, -1, 2])
     assert next(found)[0] == 1
-    with pytest.raises(ValueError, match="case -1"):
+    with pytest.raises(ConfigError, match="^case: must not be -1$") as raised:
         next(found)
+    assert (raised.value.field, raised.value.message) == ("case", "must not be -1")
+    with pytest.raises(DoesNotFit, match="^too little$") as refused:
+        list(pool.each(where_it_ran, [-2, 1]))
+    assert (refused.value.needed, refused.value.there_is) == ({"device": {"weights": 2}}, {"device": 1})
+
+
+def test_a_process_that_is_killed_ends_the_command_with_its_cause(monkeypatch):
+    monkeypatch.setattr(pool, "num_cores", lambda: 2)
+    with pytest.raises(ConfigError, match=r"^memory: a process was killed while row \d of 4 "):
+        list(pool.each(where_it_ran, [1, -9, 2, 3]))
+
+
+def test_rows_that_nobody_waits_for_any_more_are_given_up(monkeypatch):
+    monkeypatch.setattr(pool, "num_cores", lambda: 2)
+    began_s = time.monotonic()
+    found = pool.each(slowly, [0.0, 600.0, 600.0])
+    process = next(found)
+    found.close()
+    assert time.monotonic() - began_s < 60
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
 
 
 @pytest.mark.parametrize(("cores", "cases"), [(1, [1, 2]), (4, [1]), (4, [])])
@@ -38,14 +73,15 @@ def test_one_row_or_one_core_needs_no_other_process(monkeypatch, cores, cases):
 
 
 def test_every_committed_simulated_file_has_a_step():
-    files = [path for path in REFERENCE.glob("*-simulated/*.json") if path.parent.name != "families"]
-    known = {step.partition(".")[2] for step in everything.STEPS}
-    papers = {step for step in everything.STEPS if "." not in step}
-    assert papers == OF_A_STEP and len(files) > 30
+    files = list(REFERENCE.glob("*-simulated/*.json"))
+    assert len(files) > 30
     for path in files:
-        of_paper = path.parent.name.removesuffix("-simulated") in papers
-        names = {path.stem} | {step for step, start in WRITTEN_BY.items() if path.stem.startswith(start)}
-        assert of_paper or names & known, path
+        paper = path.parent.name.removesuffix("-simulated")
+        of_run = path.stem.startswith("kv") and paper == "moelens"
+        names = {paper, f"{paper}.{'runs' if of_run else path.stem}"}
+        if paper == "moelightning":
+            names.add(f"moelens.{path.stem}")  # as MoE-Lens profiles it
+        assert names & everything.STEPS.keys(), path
 
 
 def test_steps_are_named_alone_or_by_their_paper(capsys):
