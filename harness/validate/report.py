@@ -179,6 +179,18 @@ def by_kind(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda entry: -entry["busy_s"])
 
 
+def alone(rows: Sequence[Row]) -> dict[str, tuple[int, int]]:
+    """Return the kinds of op that one machine ran and the other did not, in any one setting: emulated and simulated
+    ops, over those settings."""
+    found: dict[str, tuple[int, int]] = {}
+    for row in rows:
+        for kind, (_, emulated_ops, _, simulated_ops) in row["kinds"].items():
+            if not emulated_ops or not simulated_ops:
+                before = found.get(kind, (0, 0))
+                found[kind] = (before[0] + int(emulated_ops), before[1] + int(simulated_ops))
+    return found
+
+
 def verdict(rows: Sequence[Row]) -> tuple[bool, str]:
     """Tell whether the aims are met, with a line that says so, and whether links alone would have predicted as well."""
     by_strategy, lanes = strategies(rows), lanes_that_matter(rows)
@@ -238,6 +250,12 @@ def markdown(rows: Sequence[Row], made: str) -> str:
         f"*By setting*: least and largest error of an op's mean time in the settings that ran {_MIN_OPS} or more; "
         f"*far off*: in how many of them it is wrong by more than {FAR_OFF:.0%}, whether throughput shows that or not.",
     ]
+    if missing := alone(rows):
+        told = "; ".join(f"{kind} {ours} and {theirs}" for kind, (ours, theirs) in missing.items())
+        lines += [
+            "",
+            f"Ops that in some setting one machine ran and the other did not, emulated and simulated: {told}.",
+        ]
     return "\n".join([*lines, "", *_settings(rows)]) + "\n"
 
 

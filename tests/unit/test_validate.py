@@ -135,6 +135,14 @@ def test_an_ops_error_is_told_though_others_make_up_for_it():
     assert "| +0% | -50% to +50% | 2 of 2 |" in markdown([with_experts(3.75), with_experts(1.25)], "")
 
 
+def test_ops_of_one_machine_alone_are_told():
+    """An op that the simulator never submits has no error, and would stand in no table."""
+    other = [{"lane": "h2d", "kind": "weights", "busy_s": 3.0, "num_ops": 40, "moved_bytes": 7.0}]
+    text = markdown([row(emulated=(40.0,), simulated=40.0, where_time_goes=other)], "")
+    assert "emulated and simulated: gpu experts 100 and 0; h2d weights 0 and 40." in text
+    assert "one machine ran" not in markdown([row(emulated=(40.0,), simulated=40.0)], "")
+
+
 def test_other_schedules_are_marked():
     same = row(emulated=(40.0,), simulated=40.0)
     other = row(emulated=(40.0,), simulated=41.0, num_passes=13)
