@@ -1,4 +1,4 @@
-"""Find where the expert FFN's limit lies: in reading its weights, or in its arithmetic out of registers.
+"""Find where the expert FFN's limit lies, and decode attention's: in reading, or in arithmetic out of registers.
 
     python benchmarks/product_roofs.py      # needs a processor with AVX-512 and products of bfloat16
 
@@ -22,6 +22,7 @@ from benchmarks.support.stopwatch import stopwatch  # noqa: E402
 from benchmarks.support.tables import percent, table  # noqa: E402
 from kernels._extension import native  # noqa: E402
 
+GROUPS = (1, 4, 6, 8)
 NUM_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 WORKING_SET_BYTES = 512 << 20
 SUMS, OPERATIONS = 16, {"float32": 32, "bfloat16": 64}
@@ -64,6 +65,12 @@ def main() -> None:
         roofs = (min(1.0, 2 / read_bytes_s / (tokens * seconds)) for seconds in cases.values())
         lines.append([str(tokens), *map(percent, roofs)])
     print(table(lines))
+    # Of each number of K and of V, two operations a query head: scores in bfloat16, the sum of values in float32.
+    lines = [["query heads on a KV head", "roof of decode attention", "share of the read ceiling"]]
+    for group in GROUPS:
+        roof = 4 / (group * (2 / peaks["bfloat16"] + 2 / peaks["float32"]))
+        lines.append([str(group), f"{roof / 1e9:.1f} GB/s", percent(min(1.0, roof / read_bytes_s))])
+    print(f"\n{table(lines)}")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class Contest:
         self.paged = PagedAttention(shape)
         self.torch = TorchAttention(shape)
         self.libraries = libraries
-        self.peers = [Peer(name, python, shape) for name, python in pythons.items()]
+        self.peers = [Peer(name, python, "attention", shape) for name, python in pythons.items()]
         lengths = (max(1, CACHED_BYTES // shape.token_bytes),)
         self.cached = PagedAttention(replace(shape, lengths=lengths), NUM_SHARING)
         self._expected = data.expected(shape, min(NUM_CHECKED_SEQS, len(shape.lengths)))

@@ -1,4 +1,5 @@
-"""The FFN of experts on the CPU, against the read and GEMM ceilings and torch: its time as a function of its tokens.
+"""The FFN of experts on the CPU, against the read and GEMM ceilings, torch and vLLM: its time as a function of its
+tokens.
 
 Two experts of Mixtral 8x7B in turn, 704 MB of weights, which exceed the caches; and small experts, as many as exceed
 them too, all in one call as a layer has them.
@@ -6,7 +7,7 @@ them too, all in one call as a layer has them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,14 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.conftest import Scale
+from benchmarks.support import weight_data as data
 from benchmarks.support.decode_data import huge_array
 from benchmarks.support.paged_attention import as_bf16
+from benchmarks.support.peers import Peer
 from benchmarks.support.rounds import Rounds
-from benchmarks.support.stopwatch import stopwatch
+from benchmarks.support.stopwatch import Stopwatch, stopwatch
 from benchmarks.support.torch_threads import with_threads
+from benchmarks.support.weight_data import WeightShape
 
 pytest.importorskip("kernels.ffn", reason="this version has no expert FFN")
 from kernels import ExpertWeights, expert_ffn, expert_ffns, isa
@@ -28,34 +32,40 @@ HIDDEN, EXPERT_DIM, NUM_EXPERTS = 4096, 14336, 2
 QUICK_HIDDEN, QUICK_EXPERT_DIM = 256, 512
 SMALL = {"9 MB": (2048, 768), "17 MB": (2048, 1408)}  # Qwen3-30B-A3B; DeepSeek-V2-Lite and Moonlight
 NUM_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
+NUM_TOKENS_OF_SMALL = (1, 4, 16, 64)
+ROUNDED = 0.1  # largest error of a peer that rounds to bfloat16 between products, over the outputs' standard deviation
 # What the kernel multiplies in, by code path: the hidden activations, a third of the work, are float32.
 MULTIPLIES = {"amx": {torch.bfloat16: 1.0}, "avx512bf16": {torch.bfloat16: 2 / 3, torch.float32: 1 / 3}}
 FEW_TOKENS = 16  # beyond them a run is long: fewer rounds
 
 
 class Experts:
-    """Experts of one size have each their weights, in places of their own. Beyond the second, they are copies."""
+    """Experts of one size, with the peer's process that has the same ones where vLLM is at hand."""
 
-    def __init__(self, hidden: int, expert_dim: int, num_experts: int) -> None:
+    def __init__(
+        self, hidden: int, expert_dim: int, num_experts: int, num_tokens: tuple[int, ...], vllm_python: str | None
+    ) -> None:
         self.hidden, self.expert_dim = hidden, expert_dim
-        generator = torch.Generator().manual_seed(31)
         self.weights: list[list[torch.Tensor]] = []
-        for index in range(num_experts):
-            shapes = ((self.expert_dim, self.hidden),) * 2 + ((self.hidden, self.expert_dim),)
-            matrices = [as_bf16(huge_array(shape, np.uint16)) for shape in shapes]
-            for at, matrix in enumerate(matrices):
-                if index < NUM_EXPERTS:
-                    matrix.copy_(torch.randn(matrix.shape, generator=generator) / matrix.shape[1] ** 0.5)
-                else:
-                    matrix.copy_(self.weights[index % NUM_EXPERTS][at])
-            self.weights.append(matrices)
+        for expert in range(num_experts):
+            sizes = ((self.expert_dim, self.hidden),) * 2 + ((self.hidden, self.expert_dim),)
+            matrices = [huge_array(size, np.uint16) for size in sizes]
+            for number, matrix in enumerate(matrices):
+                data.fill(matrix, 3 * expert + number)
+            self.weights.append([as_bf16(matrix) for matrix in matrices])
+        shape = WeightShape(hidden, expert_dim, num_experts, num_tokens)
+        self.peers = [Peer("vllm", vllm_python, "experts", shape)] if vllm_python else []
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
 
     @property
     def num_weights(self) -> int:
         return sum(matrix.numel() for matrices in self.weights for matrix in matrices)
 
     def inputs(self, num_tokens: int) -> torch.Tensor:
-        return torch.randn(num_tokens, self.hidden, generator=torch.Generator().manual_seed(32)).bfloat16()
+        return as_bf16(data.inputs(num_tokens, self.hidden))
 
     def ours(self, x: torch.Tensor, out: torch.Tensor, num_threads: int) -> Callable[[], None]:
         def run() -> None:
@@ -80,17 +90,44 @@ class Experts:
 
         return run
 
+    def by_peers(self, num_tokens: int, num_threads: int) -> dict[str, Stopwatch]:
+        """Return each peer's call for all experts."""
+        return {
+            f"{peer.name}, {kernel.split(',')[0]}": peer.stopwatch(kernel, num_threads)
+            for peer in self.peers
+            for kernel in peer.kernels
+            if kernel.endswith(f", {num_tokens} tokens")
+        }
+
+    def check(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Compare a row of the last expert with float64: ours, and the peers'."""
+        gate, up, down = (matrix.double() for matrix in self.weights[-1])
+        expected = (F.silu(x[:1].double() @ gate.T) * (x[:1].double() @ up.T)) @ down.T
+        torch.testing.assert_close(out[:1].double(), expected, rtol=0, atol=1e-3)
+        for peer in self.peers:
+            for kernel in peer.kernels:
+                if kernel.endswith(f", {len(x)} tokens"):
+                    found = torch.from_numpy(peer.output(kernel))[:1].double()
+                    torch.testing.assert_close(found, expected, rtol=0, atol=ROUNDED * float(expected.std()))
+
 
 @pytest.fixture(scope="module")
-def experts(scale: Scale) -> Experts:
+def experts(scale: Scale, peer_pythons: dict[str, str]) -> Iterator[Experts]:
     sizes = (QUICK_HIDDEN, QUICK_EXPERT_DIM) if scale.quick else (HIDDEN, EXPERT_DIM)
-    return Experts(*sizes, NUM_EXPERTS)
+    experts = Experts(*sizes, NUM_EXPERTS, NUM_TOKENS, peer_pythons.get("vllm"))
+    yield experts
+    experts.close()
 
 
 @pytest.fixture(scope="module", params=list(SMALL))
-def small_experts(request: pytest.FixtureRequest, scale: Scale) -> tuple[str, Experts]:
+def small_experts(
+    request: pytest.FixtureRequest, scale: Scale, peer_pythons: dict[str, str]
+) -> Iterator[tuple[str, Experts]]:
     hidden, expert_dim = SMALL[request.param]
-    return request.param, Experts(hidden, expert_dim, -(-scale.working_set_bytes // (6 * hidden * expert_dim)) + 1)
+    count = -(-scale.working_set_bytes // (6 * hidden * expert_dim)) + 1
+    experts = Experts(hidden, expert_dim, count, NUM_TOKENS_OF_SMALL, peer_pythons.get("vllm"))
+    yield request.param, experts
+    experts.close()
 
 
 @pytest.mark.parametrize("num_tokens", NUM_TOKENS)
@@ -104,6 +141,7 @@ def test_expert_ffn(
         "read ceiling": ceilings.read(num_threads),
         "GEMM ceiling": ceilings.gflop(num_threads, gemm_shares),
         "torch": with_threads(experts.by_torch(x), num_threads),
+        **(peers := experts.by_peers(num_tokens, num_threads)),
     }
     rounds = Rounds("ours", experts.ours(x, out, num_threads), others, num_threads)
     rounds.measure(benchmark, scale.num_rounds if num_tokens <= FEW_TOKENS else -(-scale.num_rounds // 3))
@@ -124,14 +162,13 @@ def test_expert_ffn(
         share_of_ceiling=rounds.ratio("read ceiling", "ours") * weight_bytes / ceilings.num_bytes,
         gemm_dtype=" and ".join(str(dtype).removeprefix("torch.") for dtype in gemm_shares),
         share_of_gemm=rounds.ratio("GEMM ceiling", "ours") * flops / 1e9,
-        times_faster_than={"torch": rounds.ratio("torch", "ours")},
+        times_faster_than={name: rounds.ratio(name, "ours") for name in ("torch", *peers)},
+        peers={peer.name: peer.version for peer in experts.peers},
     )
-    gate, up, down = (matrix.double() for matrix in experts.weights[-1])
-    expected = (F.silu(x[:1].double() @ gate.T) * (x[:1].double() @ up.T)) @ down.T
-    torch.testing.assert_close(out[:1].double(), expected, rtol=0, atol=1e-3)
+    experts.check(x, out)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 4, 16])
+@pytest.mark.parametrize("num_tokens", NUM_TOKENS_OF_SMALL)
 def test_small_experts(
     benchmark: Any,
     report: Any,
@@ -150,6 +187,7 @@ def test_small_experts(
         "read ceiling": ceilings.read(num_threads),
         "ours, a call an expert": stopwatch(experts.ours(x, alone, num_threads)),
         "torch": with_threads(experts.by_torch(x), num_threads),
+        **(peers := experts.by_peers(num_tokens, num_threads)),
     }
     rounds = Rounds("ours", experts.in_one_call(x, together, num_threads), others, num_threads)
     rounds.measure(benchmark, -(-scale.num_rounds // 3))
@@ -167,6 +205,8 @@ def test_small_experts(
         gflop_s=num_tokens * weight_bytes / seconds / 1e9,
         read_ceiling_gb_s=ceilings.num_bytes / rounds.median_s("read ceiling") / 1e9,
         share_of_ceiling=rounds.ratio("read ceiling", "ours") * weight_bytes / ceilings.num_bytes,
-        times_faster_than={name: rounds.ratio(name, "ours") for name in ("torch", "ours, a call an expert")},
+        times_faster_than={name: rounds.ratio(name, "ours") for name in ("torch", "ours, a call an expert", *peers)},
+        peers={peer.name: peer.version for peer in experts.peers},
     )
     assert torch.equal(together[-num_tokens:], alone), "one call and a call an expert differ"
+    experts.check(x, alone)

@@ -136,4 +136,4 @@ def make(shape: DecodeShape) -> dict[str, Graph]:
 
 
 if __name__ == "__main__":
-    serve(f"llama-cpp-python {version('llama-cpp-python')}", make)
+    serve(f"llama-cpp-python {version('llama-cpp-python')}", DecodeShape.from_json, make)

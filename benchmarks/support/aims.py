@@ -25,7 +25,7 @@ Value = Callable[[Row], Found | None]  # None: the row is none of this aim's
 
 @dataclass(frozen=True)
 class Aim:
-    """An aim is to reach at least `least`.
+    """An aim is to reach at least `least`, or at most so much where `at_most` is set.
 
     A speed-up has a roof: what reading K and V at the machine's ceiling, with no arithmetic at all, would give. `limit`
     names what a missed aim without a roof ran into.
@@ -37,9 +37,10 @@ class Aim:
     show: Callable[[float], str] = percent
     has_roof: bool = False
     limit: Callable[[Row], str] = lambda row: "-"
+    at_most: bool = False
 
     def met(self, value: float) -> bool:
-        return value >= self.least
+        return value <= self.least if self.at_most else value >= self.least
 
 
 WIDE = ("group-6", "group-8")  # shapes of decode attention with so many query heads a KV head
@@ -60,16 +61,29 @@ def _share(
     return value
 
 
-def _fastest(part: str) -> Value:
-    """Return how to read the speed-up at decode attention over the fastest contestant whose name contains `part`."""
+def _fastest(part: str, *kernels: str, most_rows: int | None = None) -> Value:
+    """Return how to read the speed-up over the fastest contestant whose name contains `part`, at some kernels or at
+    decode attention."""
 
     def value(row: Row) -> Found | None:
-        if row["kernel"] != "decode_attention":
+        if row["kernel"] not in (kernels or ("decode_attention",)):
+            return None
+        if most_rows is not None and row["num_rows"] > most_rows:
             return None
         ratios = [Found(ratio, name) for name, ratio in row["times_faster_than"].items() if part in name]
         return min(ratios) if ratios else None
 
     return value
+
+
+def _call_us(row: Row) -> Found | None:
+    """Return the time of a call that moves nearly nothing, on two threads."""
+    concerned = row["kernel"] == "call_cost" and row["num_threads"] == 2
+    return Found(row["call_us"], "torch") if concerned else None
+
+
+def _microseconds(value: float) -> str:
+    return f"{value:.1f} us"
 
 
 def _in_cache(row: Row) -> str:
@@ -101,7 +115,16 @@ AIMS = (
     Aim("decode attention: no slower than vLLM", _fastest("vllm"), 1.0, _times, has_roof=True),
     Aim("decode attention: no slower than llama.cpp", _fastest("llama"), 1.0, _times, has_roof=True),
     Aim("expert FFN, 1 to 16 tokens: 70 % of the read ceiling", _share("expert_ffn", most_rows=16), 0.70, limit=_gemm),
-    Aim("small experts in one call, 1 to 16 tokens: 75 % of the read ceiling", _share("expert_ffns"), 0.75),
+    Aim(
+        "small experts in one call, 1 to 16 tokens: 75 % of the read ceiling",
+        _share("expert_ffns", most_rows=16), 0.75,
+    ),
+    Aim(
+        "experts, 1 to 64 tokens: no slower than vLLM",
+        _fastest("vllm", "expert_ffn", "expert_ffns", most_rows=64), 1.0, _times,
+    ),
+    Aim("linear, 1 to 64 rows: no slower than vLLM", _fastest("vllm", "linear"), 1.0, _times),
+    Aim("a call on two threads: 20 us", _call_us, 20.0, _microseconds, at_most=True),
 )  # fmt: skip
 
 
@@ -115,6 +138,8 @@ def summary(results: dict[str, dict[str, Any]]) -> str:
         if not cases:
             continue
         cases.sort(key=lambda case: case[0].value)
+        if aim.at_most:
+            cases.reverse()
         (worst, row), (best, _) = cases[0], cases[-1]
         missed = [case for case in cases if not aim.met(case[0].value)]
         num_met = f"{len(cases) - len(missed)} of {len(cases)}"
@@ -129,6 +154,6 @@ def _place(row: Row) -> str:
 
 def _miss(aim: Aim, found: Found, row: Row) -> list[str]:
     text = marked(row, found.other, aim.show(found.value))
-    all_rounds = aim.show(of_all_rounds(row, found.other, found.value))
+    all_rounds = "-" if aim.at_most else aim.show(of_all_rounds(row, found.other, found.value))
     roof = aim.show(found.value / row["share_of_ceiling"]) if aim.has_roof else "-"
     return [aim.text, _place(row), text, all_rounds, roof, aim.limit(row)]

@@ -7,21 +7,26 @@ import os
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from benchmarks.support.decode_data import DecodeShape
 from benchmarks.support.stopwatch import Stopwatch
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = {"vllm": "vllm_attention.py", "llama": "llama_attention.py"}
+
+
+class Shape(Protocol):
+    """A shape is what a peer makes its data from."""
+
+    def to_json(self) -> str: ...
 
 
 class Peer:
-    """A process that holds one shape's data and runs its kernels when asked: one line of JSON each way."""
+    """A process that holds one shape's data and runs its kernels when asked: one line of JSON each way. Its script is
+    peers/<name>_<part>.py."""
 
-    def __init__(self, name: str, python: str, shape: DecodeShape) -> None:
+    def __init__(self, name: str, python: str, part: str, shape: Shape) -> None:
         self.name = name
         # Idle OpenMP threads of a peer must not spin beside the next contestant.
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "KMP_BLOCKTIME": "1"}
@@ -31,7 +36,7 @@ class Peer:
             environ["LD_PRELOAD"] = str(openmp)
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in `close`)
         self._process = subprocess.Popen(
-            [python, str(ROOT / "benchmarks" / "peers" / SCRIPTS[name])],
+            [python, str(ROOT / "benchmarks" / "peers" / f"{name}_{part}.py")],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environ,
         )  # fmt: skip
         ready = self._ask(shape.to_json())
@@ -57,7 +62,7 @@ class Peer:
         return lambda: float(self._ask(request)["seconds"])
 
     def output(self, kernel: str) -> np.ndarray:
-        """Return float32 [seqs, heads, head_dim] of the kernel's next run."""
+        """Return what the kernel's next run gives, as float32: of attention [seqs, heads, head_dim]."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "out.npy"
             self._ask(json.dumps({"kernel": kernel, "num_threads": 1, "output": str(path)}))

@@ -62,6 +62,10 @@ COLUMNS: dict[str, dict[str, Callable[[Row], str]]] = {
     "decode_attention": _TOKENS | _READ | {"GB/s with KV in L2": _value("in_cache_gb_s")},
     "latent_attention": _TOKENS | _READ | _GFLOPS | _GEMM,
     "read": {f"{n} streams": _value(f"streams_{n}_gb_s", lambda v: f"{v:.2f}") for n in (1, 4, 16)},
+    "call_cost": {
+        "us/call": _value("call_us", lambda value: f"{value:.1f}"),
+        "fastest round": _value("fastest_call_us", lambda value: f"{value:.1f}"),
+    },
     "kv_append": _TOKENS | _COPY,
     "kv_gather": _COPY,
     "linear": _GFLOPS | _READ,
@@ -78,6 +82,8 @@ def table(rows: list[list[str]]) -> str:
 
 def speeds(kernel: str, rows: list[Row]) -> str:
     columns = {**_COMMON, **COLUMNS[kernel]}
+    if not any("gb_s" in row for row in rows):
+        del columns["GB/s"]
     order = [name for name in columns if name not in ("spread", "rounds judged")] + ["spread", "rounds judged"]
     order = [name for name in order if name in columns]
     return table([order, *([columns[name](row) for name in order] for row in rows)])

@@ -309,6 +309,9 @@ class Emitter(FanOut):
         """Run some experts (by number; None: all of the layer) on the cpu lane, after their input has come from the
         device. Their sums begin at 0, so call it once for each layer. Nothing is submitted where there are no experts.
 
+        Each expert is an op of its own: cost models charge "experts x1", of which strategies sum as many as they place
+        on the host, and a group of any other size would need a cost of its own.
+
         `load_expert_sums` brings their results back; where these are all experts of the layer, `moe_out` is free for
         the results. Returns the tickets in the order of submission: of `add_common`, of the copy of the input, and of
         each expert.
