@@ -68,7 +68,8 @@ def ragged_lengths(shortest: int, longest: int, token_bytes: int, working_set_by
 def huge_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Return zeros in transparent huge pages where the system grants them: the same footing for every contestant."""
     num_bytes = max(1, prod(shape) * np.dtype(dtype).itemsize)
-    memory = mmap.mmap(-1, num_bytes)
+    # Private, as the harness's host tier is: memory that processes share has huge pages only where /sys says so.
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     array: np.ndarray = np.frombuffer(memory, dtype=dtype, count=prod(shape)).reshape(shape)
