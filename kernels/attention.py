@@ -179,7 +179,7 @@ def _codes(q: torch.Tensor, out: torch.Tensor, cache_name: str, cache: torch.Ten
     return q_code, out_code, kv_code
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Rows:
     """The values of attention: a cache of their own, or the first elements of the keys' rows (latent attention)."""
 
@@ -189,7 +189,7 @@ class _Rows:
     dim: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Options:
     scale: float
     sliding_window: int

@@ -28,7 +28,7 @@ class ExpertWeights:
     Raises ValueError or TypeError naming the argument.
     """
 
-    __slots__ = ("_matrices", "_memory", "_spans", "biases", "code", "down", "gate", "gating", "kind", "up")
+    __slots__ = ("_matrices", "_memory", "_spans", "_tensors", "biases", "code", "down", "gate", "gating", "kind", "up")
 
     def __init__(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, gating: Gating = SILU) -> None:
         for name, tensor in (("gate", gate), ("up", up), ("down", down)):
@@ -49,14 +49,18 @@ class ExpertWeights:
         for name, bias in zip(("gate_bias", "up_bias", "down_bias"), self.biases, strict=True):
             if bias is not None:
                 tensors[name] = bias
-        self._spans = check.spans(**tensors)
-        self._memory = check.Memory(**tensors)
+        self._tensors, self._spans = tensors, check.spans(**tensors)
+        self._memory: check.Memory | None = None
         addresses = (0 if tensor is None else tensor.data_ptr() for tensor in (gate, up, down, *self.biases))
         self._matrices = (*addresses, *strides)
 
     def require_in_place(self) -> None:
         """Raise ValueError where a matrix or a bias was freed or resized since."""
-        self._memory.require()
+        if self._memory is not None:
+            return self._memory.require()
+        if check.spans(**self._tensors) != self._spans:
+            raise ValueError("gate, up or down: their memory is another since it was checked")
+        self._memory = check.Memory(**self._tensors)
 
     def require_outside(self, out: check.Span) -> None:
         """Raise ValueError where results at `out` would overwrite a matrix or a bias."""
@@ -96,10 +100,8 @@ def expert_ffn(
     check.cpu("x", x, 2)
     check.cpu("gate", gate, 2)
     check.shape("gate", gate, (gate.shape[0], x.shape[1]))
-    expert_ffns(
-        x, [len(x)], [ExpertWeights(gate, up, down, gating)], out,
-        row_weights=row_weights, accumulate=accumulate, num_threads=num_threads, method=method,
-    )  # fmt: skip
+    experts = [ExpertWeights(gate, up, down, gating)]
+    _compute(x, [len(x)], experts, out, row_weights, accumulate, num_threads, method)
 
 
 def expert_ffns(
@@ -122,6 +124,16 @@ def expert_ffns(
     Each expert's outputs are the same, bit for bit, as those of a call with that expert alone. Raises ValueError or
     TypeError naming the argument; of an expert's tensors by their names in `ExpertWeights`.
     """
+    for expert in experts:
+        expert.require_in_place()
+    _compute(x, counts, experts, out, row_weights, accumulate, num_threads, method)
+
+
+def _compute(
+    x: torch.Tensor, counts: Sequence[int], experts: Sequence[ExpertWeights], out: torch.Tensor,
+    row_weights: torch.Tensor | None, accumulate: bool, num_threads: int, method: str,
+) -> None:  # fmt: skip
+    """Check the rest and compute, with experts whose memory was just looked at."""
     check.cpu("x", x, 2)
     check.cpu("out", out, 2)
     num_tokens, hidden = x.shape
@@ -129,40 +141,23 @@ def expert_ffns(
     if len(counts) != len(experts) or sum(counts) != num_tokens or min(counts, default=0) < 0:
         raise ValueError(f"counts: expected the tokens of {len(experts)} experts, {num_tokens} in all, got {counts}")
     _options.instance("accumulate", accumulate, bool)
-    if row_weights is not None:
-        check.cpu("row_weights", row_weights, 1)
-        check.dtype("row_weights", row_weights, torch.float32)
-        check.shape("row_weights", row_weights, (num_tokens,))
-        check.contiguous("row_weights", row_weights)
     _options.one_of("method", method, _METHODS)
     num_threads = _options.num_threads(num_threads)
     strides = check.rows("x", x), check.rows("out", out)
-    others = {"x": x} if row_weights is None else {"x": x, "row_weights": row_weights}
-    spans = check.spans(out=out, **others)
+    spans = _spans(x, out, row_weights)
     check.disjoint("out", spans)
     if not experts:
         return
     first = experts[0]
     codes = check.sum_code("x", x, first.gate), first.code, check.sum_code("out", out, first.gate)
-    for expert in experts:
-        if expert.kind != first.kind:
-            raise ValueError("experts: expected the same sizes, dtypes and activation in one call")
-        expert.require_in_place()
-        expert.require_outside(spans["out"])
-    if hidden != first.kind[0]:
-        raise ValueError(f"x: expected rows of {first.kind[0]} elements as the experts have, got {hidden}")
+    _check_experts(experts, hidden, spans["out"])
     if not num_tokens or not hidden:
         return
     least = _least_tokens_of_torch(method, x, num_threads)
     mine, start = [], 0
     for expert, count in zip(experts, counts, strict=True):
-        rows = slice(start, start + count)
         if count and least is not None and count >= least:
-            weights = None if row_weights is None else row_weights[rows]
-            gemm_ffn(
-                x[rows], expert.gate, expert.up, expert.down, out[rows], weights, expert.gating, expert.biases,
-                accumulate,
-            )  # fmt: skip
+            _by_torch(x, expert, out, row_weights, slice(start, start + count), accumulate)
         elif count:
             mine.append(expert.arguments(start, count))
         start += count
@@ -173,6 +168,36 @@ def expert_ffns(
             *codes, *first.kind[:2], *strides, ACTIVATIONS[gating.activation], gating.alpha, gating.limit, accumulate,
             num_threads,
         )  # fmt: skip
+
+
+def _spans(x: torch.Tensor, out: torch.Tensor, row_weights: torch.Tensor | None) -> dict[str, check.Span]:
+    """Return where the arguments of tokens lie, after checking the router's weights."""
+    if row_weights is None:
+        return check.spans(out=out, x=x)
+    check.cpu("row_weights", row_weights, 1)
+    check.dtype("row_weights", row_weights, torch.float32)
+    check.shape("row_weights", row_weights, (len(x),))
+    check.contiguous("row_weights", row_weights)
+    return check.spans(out=out, x=x, row_weights=row_weights)
+
+
+def _check_experts(experts: Sequence[ExpertWeights], hidden: int, out: check.Span) -> None:
+    """Check that experts can be computed in one call and do not lie where the results go."""
+    for expert in experts:
+        if expert.kind != experts[0].kind:
+            raise ValueError("experts: expected the same sizes, dtypes and activation in one call")
+        expert.require_outside(out)
+    if hidden != experts[0].kind[0]:
+        raise ValueError(f"x: expected rows of {experts[0].kind[0]} elements as the experts have, got {hidden}")
+
+
+def _by_torch(
+    x: torch.Tensor, expert: ExpertWeights, out: torch.Tensor, row_weights: torch.Tensor | None, rows: slice,
+    accumulate: bool,
+) -> None:  # fmt: skip
+    """Compute the rows of one expert by torch's products."""
+    weights = None if row_weights is None else row_weights[rows]
+    gemm_ffn(x[rows], expert.gate, expert.up, expert.down, out[rows], weights, expert.gating, expert.biases, accumulate)
 
 
 def _least_tokens_of_torch(method: str, x: torch.Tensor, num_threads: int) -> int | None:

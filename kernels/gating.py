@@ -35,6 +35,8 @@ class Gating:
         _options.one_of("activation", self.activation, ACTIVATIONS)
         _options.finite("alpha", self.alpha)
         _options.at_least_zero("limit", self.limit)
+        if self.gate_bias is None and self.up_bias is None and self.down_bias is None:
+            return None, None, None
         sizes = {"gate_bias": expert_dim, "up_bias": expert_dim, "down_bias": hidden}
         return tuple(_float_vector(name, getattr(self, name), size) for name, size in sizes.items())
 
