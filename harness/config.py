@@ -31,7 +31,7 @@ class ConfigError(ValueError):
         self.message = message
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str]]:
-        """Pickle the error, which may come from another process."""
+        """Return what makes the error again in another process."""
         return ConfigError, (self.field, self.message)
 
     def below(self, prefix: str) -> ConfigError:

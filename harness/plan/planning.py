@@ -35,7 +35,7 @@ class DoesNotFit(RuntimeError):
         self.there_is = there_is
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the error, which may come from another process."""
+        """Return what makes the error again in another process."""
         return DoesNotFit, (str(self), self.needed, self.there_is)
 
 
