@@ -129,6 +129,7 @@ class PipelineProfiler:
         return wanted
 
     def _make_room(self, max_tokens: int) -> None:
+        self._engine.machine.drain()  # other lanes may still poison what the computation has not waited for
         for acts in self._bench.acts:
             acts.close()
         machine, spec = self._engine.machine, self._engine.spec

@@ -156,12 +156,12 @@ MODELS = (
 )
 
 
-def rows_by_expert(op, ids):
+def rows_by_expert(op, ids, probs):
     """Give the first experts a row of every token, as no routing can more."""
     experts_per_token, count = op.spec.experts_per_token, len(op.experts)
-    tokens, chosen = len(ids) // experts_per_token, min(experts_per_token, count)
-    order = ids.argsort(stable=True)
-    return order[: tokens * chosen], [tokens] * chosen + [0] * (count - chosen)
+    tokens, chosen = ids.numel() // experts_per_token, min(experts_per_token, count)
+    rows = ids.reshape(-1).argsort(stable=True)[: tokens * chosen]
+    return rows, probs.reshape(-1)[rows], [tokens] * chosen + [0] * (count - chosen)
 
 
 @pytest.mark.parametrize("left_out", [(), ("experts",), gpu.KERNELS], ids=["triton", "experts in torch", "torch"])

@@ -105,19 +105,24 @@ class Experts(ComputeOp):
             }
             scratch = normed.new_empty(self.acts.workspace.nbytes, dtype=uint8)  # room that torch's allocator keeps
             return on_gpu.experts(spec, normed, ids, probs, out, placed, scratch)
-        # Numpy, since each torch call gives the interpreter away, and getting it back can take longer than the math.
-        chosen, counts = self._by_expert(ids.cpu().numpy().reshape(-1))
+        tokens, probs, counts = self._by_expert(ids, probs)
         self.counts = counts
-        if len(chosen) == 0:
+        if len(tokens) == 0:
             return
-        tokens = on_gpu.numbers(chosen // spec.experts_per_token, normed.device)
-        probs = on_gpu.numbers(probs.cpu().numpy().reshape(-1)[chosen], normed.device)
         x = normed.index_select(0, tokens)
         y = x.new_empty(x.shape, dtype=out.dtype)
         _run_experts(ctx, self.family, spec, self.parts, counts, x, y, probs)
         out.index_add_(0, tokens, y)
 
-    def _by_expert(self, ids: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    def _by_expert(self, ids: Any, probs: Any) -> tuple[Any, Any, list[int]]:
+        """Return the rows of this op's experts and their weights, grouped in the experts' order, and how many each
+        has."""
+        # Numpy, since each torch call gives the interpreter away, and getting it back can take longer than the math.
+        chosen, counts = self._pairs(ids.cpu().numpy().reshape(-1))
+        tokens, picked = chosen // self.spec.experts_per_token, probs.cpu().numpy().reshape(-1)[chosen]
+        return on_gpu.numbers(tokens, ids.device), on_gpu.numbers(picked, ids.device), counts
+
+    def _pairs(self, ids: np.ndarray) -> tuple[np.ndarray, list[int]]:
         """Return the (token, choice) pairs of this op's experts, grouped in their order, and how many each expert
         has."""
         if len(self.experts) == 1:
