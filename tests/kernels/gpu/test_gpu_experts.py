@@ -70,8 +70,10 @@ def make_layer(device, dtype, *, hidden, expert_dim, num_experts, present, biase
 
 
 def expected_sums(layer, x, ids, weights, before):
-    """`before` plus every pair's expert output; h and the outputs rounded where the kernel says it rounds."""
+    """`before` plus every pair's expert output, h and the outputs rounded where the kernel says it rounds; and the sums
+    of their absolute values, which roundings follow where outputs cancel out."""
     out, dtype = before.double().cpu(), x.dtype
+    sizes = out.abs()
     for expert, m in layer.matrices.items():
         tokens, choices = (ids.cpu() == expert).nonzero(as_tuple=True)
         rows = x.cpu().double()[tokens]
@@ -81,8 +83,10 @@ def expected_sums(layer, x, ids, weights, before):
             g, u = g + m.gate_bias.double().cpu(), u + m.up_bias.double().cpu()
         h = torch.from_numpy(reference.gated(g.numpy(), u.numpy(), m.activation.name)).to(dtype).double()
         y = h @ down.T + (m.down_bias.double().cpu() if m.biases else 0)
-        out.index_add_(0, tokens, y.to(dtype).double() * weights.cpu().double()[tokens, choices, None])
-    return out
+        weighted = y.to(dtype).double() * weights.cpu().double()[tokens, choices, None]
+        out.index_add_(0, tokens, weighted)
+        sizes.index_add_(0, tokens, weighted.abs())
+    return out, sizes
 
 
 def route(kind, num_tokens, num_experts, top_k, generator):
@@ -107,8 +111,8 @@ def check(device, layer, dtype, num_tokens, top_k, *, kind="any", scratch_bytes=
     out = before.clone()
     num_present = len(layer.matrices)
     gpu.grouped_experts(x, ids, weights, out, layer.table(), layer.shape, num_present=num_present, scratch=scratch)
-    expected = expected_sums(layer, x, ids, weights, before)
-    scale = expected.abs().max().item() if num_tokens else 1.0
+    expected, sizes = expected_sums(layer, x, ids, weights, before)
+    scale = sizes.max().item() if num_tokens else 1.0
     torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=TOLERANCE[dtype] * max(scale, 1.0))
     return out
 
