@@ -85,7 +85,7 @@ def main(
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"what to compute: {', '.join(reports)}")
     parser.add_argument("--out", type=Path, default=None, metavar="FOLDER", help="default: where the report belongs")
     if any(report.keeps_rows for report in reports.values()):
-        told = "compute all rows; else those that are there with the same command are kept"
+        told = "compute all rows of other code; else those that are there with the same command are kept"
         parser.add_argument("--again", action="store_true", help=told)
     return parser.run(partial(_make, paper, reports, others), arguments)
 
