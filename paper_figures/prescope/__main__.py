@@ -1,9 +1,8 @@
 """Make PreScope's reports: `python -m paper_figures.prescope [NAME ...] [--out FOLDER] [--again]`.
 
 A report that was cut off goes on with the cases that are missing in its file. Rows that stand in a committed report
-with the same command are taken from there, and keep the commit that computed them; `--again` computes
-all that this very code has not. `gap` and
-`regret` keep nothing.
+with the same command are taken from there, and keep the commit that computed them; `--again` computes all that this
+very code has not. `gap` and `regret` keep nothing.
 """
 
 import sys

@@ -17,49 +17,49 @@ from strategies.offloading.steps import Steps
 
 def zigzag_in_turn(steps: Steps) -> Iterator[None]:
     """Submit a prefill in zigzag order."""
-    for i in range(steps.num_layers):
-        for j in range(steps.num_micro_batches):
-            steps.begin_turn()
-            _bring_weights(steps, i, j)
-            steps.begin_work()
-            steps.pre_attn(i, j)
-            steps.prefill_attn(i, j)
-            steps.offload_kv(i, j)
-            steps.post_attn(i, j)
-            yield
+    for i, j in _turns(steps):
+        steps.begin_work()
+        steps.pre_attn(i, j)
+        steps.prefill_attn(i, j)
+        steps.offload_kv(i, j)
+        steps.post_attn(i, j)
+        yield
 
 
 def gpu_attention_in_turn(steps: Steps) -> Iterator[None]:
     """Submit one decode step with attention on the GPU; the next micro-batch's keys and values are copied first."""
     steps.begin_turn()
     steps.load_kv(0, 0)
-    for i in range(steps.num_layers):
-        for j in range(steps.num_micro_batches):
-            steps.begin_turn()
-            _bring_weights(steps, i, j)
-            if (ahead := steps.ahead(i, j, 1)) is not None:
-                steps.load_kv(*ahead)
-            steps.begin_work()
-            steps.pre_attn(i, j)
-            steps.offload_kv(i, j)
-            steps.gpu_attn(i, j)
-            steps.post_attn(i, j)
-            yield
+    for i, j in _turns(steps):
+        if (ahead := steps.ahead(i, j, 1)) is not None:
+            steps.load_kv(*ahead)
+        steps.begin_work()
+        steps.pre_attn(i, j)
+        steps.offload_kv(i, j)
+        steps.gpu_attn(i, j)
+        steps.post_attn(i, j)
+        yield
 
 
 def cpu_attention_in_turn(steps: Steps) -> Iterator[None]:
     """Submit one decode step with attention on the CPU, for which the thread waits as well."""
+    for i, j in _turns(steps):
+        steps.begin_work()
+        steps.pre_attn(i, j)
+        steps.offload_qkv(i, j)
+        steps.cpu_attn(i, j)
+        steps.load_h(i, j)
+        steps.post_attn(i, j)
+        yield
+
+
+def _turns(steps: Steps) -> Iterator[tuple[int, int]]:
+    """Begin each turn with its share of the weights, and yield its layer and micro-batch."""
     for i in range(steps.num_layers):
         for j in range(steps.num_micro_batches):
             steps.begin_turn()
             _bring_weights(steps, i, j)
-            steps.begin_work()
-            steps.pre_attn(i, j)
-            steps.offload_qkv(i, j)
-            steps.cpu_attn(i, j)
-            steps.load_h(i, j)
-            steps.post_attn(i, j)
-            yield
+            yield i, j
 
 
 def _bring_weights(steps: Steps, i: int, j: int) -> None:

@@ -121,9 +121,9 @@ LATENT_SHARE = 0.5  # of the rate of matrix products that latent_attention reach
 
 
 def profile_costs(hardware: HardwareConfig, spec: ModelSpec) -> Roofline:
-    """Make a roofline for each lane from the profile's achieved rates, and one for the CPU's attention over latents.
+    """Make a roofline for each lane from the profile's achieved rates, and one for attention on the CPU.
 
-    That is arithmetic, at a rate that is not that of matrix products.
+    That may be another kernel's; over latents it is arithmetic, at a rate that is not that of matrix products.
     """
 
     def rate(name: str, unit: float = 1e9) -> float:
@@ -151,15 +151,13 @@ def profile_costs(hardware: HardwareConfig, spec: ModelSpec) -> Roofline:
             LaneKind.PIN: LaneCost(link_bytes_s=rate("staging_gb_s")),
         }
     )
-    if hardware.cpu_attention_gb_s is not None:
-        attention = replace(roofline.lanes[LaneKind.CPU], host_bytes_s=rate("cpu_attention_gb_s"))
-        return replace(roofline, ops={(LaneKind.CPU, ATTENTION_ON_HOST): attention})
-    if spec.latent is None:
-        return roofline
-    latent_flops_s = LATENT_SHARE * rate("cpu_gemm_gflop_s")
-    if hardware.cpu_latent_gflop_s is not None:
-        latent_flops_s = rate("cpu_latent_gflop_s")
-    attention = LaneCost(overhead_s=cpu_op_s, flops_s=latent_flops_s, host_bytes_s=rate("cpu_gb_s"))
+    own_rate = "cpu_gb_s" if hardware.cpu_attention_gb_s is None else "cpu_attention_gb_s"
+    attention = replace(roofline.lanes[LaneKind.CPU], host_bytes_s=rate(own_rate))
+    if spec.latent is not None:
+        latent_flops_s = LATENT_SHARE * rate("cpu_gemm_gflop_s")
+        if hardware.cpu_latent_gflop_s is not None:
+            latent_flops_s = rate("cpu_latent_gflop_s")
+        attention = replace(attention, flops_s=latent_flops_s)
     return replace(roofline, ops={(LaneKind.CPU, ATTENTION_ON_HOST): attention})
 
 
