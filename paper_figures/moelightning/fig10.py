@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from harness.config import ConfigError
 from harness.memory.tiers import PINNED
 from paper_figures.pool import each
 from paper_figures.support import markdown_table, model_spec, new_figure
@@ -20,7 +19,7 @@ from strategies.offloading.planning.cost import CostModel, Rates
 from strategies.offloading.planning.hrm import Level
 from strategies.offloading.planning.memory import Deployment, Storage, Switches, WeightSizes
 from strategies.offloading.planning.policy import GivenPolicy, Policy
-from strategies.offloading.planning.search import Search, search
+from strategies.offloading.planning.search import Search, better_policy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,17 +51,18 @@ def cost_model(scale: float, link_gb_s: float) -> CostModel:
 
 
 def candidates(cost: CostModel, sizes: Sequence[int]) -> Iterator[tuple[float, Policy]]:
-    """Yield (sequences a second of a layer, the best policy) for each micro-batch size and place of attention that
-    fits."""
+    """Yield (sequences a second of a layer, the best policy) for each place of attention and each micro-batch size.
+
+    Left out are sizes that do not fit, and those slower than a smaller one of the same place.
+    """
     for gpu_attention in (False, True):
+        fastest = 0.0
         for size in sizes:
             given = GivenPolicy(gpu_attention=gpu_attention, gpu_ffn=True, micro_batch_size=size)
             task = Search(cost=cost, given=given, min_micro_batches=1 if gpu_attention else 2)
-            try:
-                policy = search(task)
-            except ConfigError:  # larger micro-batches fit even less
-                break
-            yield task.rate(policy), policy
+            if policy := better_policy(task, fastest * (1 - _SAME_RATE)):
+                yield task.rate(policy), policy
+                fastest = max(fastest, task.rate(policy))
 
 
 def best(scale: float, link_gb_s: float, sizes: Sequence[int] = SIZES) -> dict[str, Any]:
