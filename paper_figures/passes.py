@@ -1,18 +1,16 @@
-"""Simulate runs pass by pass: record what happened in each and how long every lane was busy, without keeping their
-spans."""
+"""Simulate runs pass by pass: what happened in each and how long every lane was busy, without keeping their spans."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from harness.engine import loop
-from harness.machine.base import Machine, Span
 from harness.plan.planning import Plan, make_plan
-from harness.record.metrics import pass_activity
+from harness.record.meter import PassMeter
 from harness.record.passes import PassRecord
 from harness.record.store import Run
 from paper_figures.support import composed
@@ -25,53 +23,30 @@ def planned(arguments: Sequence[str]) -> Plan:
     return make_plan(composed(*arguments), simulate=False)
 
 
-class Recorder:
-    """A recorder of passes with each lane's busy time. Spans are folded into it pass by pass: a run has millions of
-    them."""
-
-    def __init__(self, machine: Machine) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self._machine = machine
-        self._last: PassRecord | None = None
-        self._reaching_over: list[Span] = []  # into the next pass
-
-    def on_pass(self, record: PassRecord) -> None:
-        """Settle the pass before: transfers of it that reach into this pass have ended and are recorded."""
-        self.settle()
-        self._last = record
-
-    def settle(self) -> None:
-        if self._last is None:
-            return
-        window = (self._last.start_s, self._last.end_s)
-        spans = [*self._reaching_over, *self._machine.spans]
-        self.rows.append({**asdict(self._last), "busy_s": pass_activity(spans, window)["busy_s"]})
-        self._reaching_over = [span for span in spans if span.end_s > window[1]]
-        self._machine.spans.clear()
-        self._last = None
-
-
 class _Enough(Exception):
     """The signal that nothing behind this pass is asked for."""
 
 
 def simulated_passes(plan: Plan, *, until: Callable[[PassRecord], bool] = lambda record: False) -> list[dict[str, Any]]:
-    """Simulate all passes, or those before the first one for which `until` holds. A plan is simulated once."""
+    """Simulate all passes, or those before the first one for which `until` holds. A plan is simulated once.
+
+    Rows are those of `PassMeter`: what happened in each pass, and how long each lane was busy.
+    """
     plan.machine.drain()
     plan.machine.spans.clear()  # set-up is not part of what is simulated
-    recorder = Recorder(plan.machine)
+    meter = PassMeter(plan.machine.spans, clears=True)  # a run has millions of spans
+    rows: list[dict[str, Any]] = []
 
     def on_pass(record: PassRecord) -> None:
-        recorder.on_pass(record)
+        rows.extend(meter.add(record))
         if until(record):
             raise _Enough
 
     try:
         loop.run(plan.engine, plan.strategy, on_pass)
     except _Enough:
-        return recorder.rows
-    recorder.settle()
-    return recorder.rows
+        return rows
+    return rows + meter.finish()
 
 
 def continued_s(simulated_s: Sequence[float], num_steps: int, *, fitted: int) -> float:

@@ -27,8 +27,8 @@ class SpanSequence(MutableSequence[Span]):
     """A sequence of spans as a machine records them. It cannot be edited, only cleared."""
 
     @abstractmethod
-    def columns(self) -> tuple[np.ndarray, list[Lane], list[str]]:
-        """Return a copy of all rows, structured, and what their lane and kind codes mean."""
+    def columns(self, first: int = 0) -> tuple[np.ndarray, list[Lane], list[str]]:
+        """Return a copy of the rows from number `first` on, structured, and what their lane and kind codes mean."""
 
     @abstractmethod
     def _spans(self, first: int, last: int) -> Iterator[Span]: ...
@@ -82,13 +82,14 @@ class PackedSpans(SpanSequence):
         )  # fmt: skip
         self._length += 1  # last: whoever reads meanwhile sees whole rows
 
-    def columns(self) -> tuple[np.ndarray, list[Lane], list[str]]:
+    def columns(self, first: int = 0) -> tuple[np.ndarray, list[Lane], list[str]]:
         length = self._length
-        rows = np.empty(length, _DTYPE)
-        for number, chunk in enumerate(self._chunks[: -(-length // _ROWS_A_CHUNK)]):
-            first = number * _ROWS_A_CHUNK
-            rows[first : first + _ROWS_A_CHUNK] = np.frombuffer(chunk, _DTYPE)[: length - first]
-        return rows, list(self._lanes), list(self._kinds)
+        chunks = self._chunks[first // _ROWS_A_CHUNK : -(-length // _ROWS_A_CHUNK)]
+        rows = np.empty(len(chunks) * _ROWS_A_CHUNK, _DTYPE)
+        for number, chunk in enumerate(chunks):
+            rows[number * _ROWS_A_CHUNK : (number + 1) * _ROWS_A_CHUNK] = np.frombuffer(chunk, _DTYPE)
+        skipped = first // _ROWS_A_CHUNK * _ROWS_A_CHUNK
+        return rows[first - skipped : length - skipped], list(self._lanes), list(self._kinds)
 
     def _spans(self, first: int, last: int) -> Iterator[Span]:
         lanes, kinds = list(self._lanes), list(self._kinds)

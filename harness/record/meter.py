@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableSequence
 from dataclasses import asdict
 from typing import Any
 
 from harness.machine.base import Span
 from harness.record.metrics import pass_activity
 from harness.record.passes import PassRecord
+from harness.record.spans import SpanColumns
 
 
 class PassMeter:
@@ -18,11 +19,12 @@ class PassMeter:
     ends, so that the row of a pass that has just ended would miss it. Passes must come in the order of their starts.
     """
 
-    def __init__(self, spans: Sequence[Span]) -> None:
-        """Take the machine's own list `spans`, which grows while the run goes on."""
+    def __init__(self, spans: MutableSequence[Span], *, clears: bool = False) -> None:
+        """Take the machine's own list `spans`, which grows while the run goes on, or is cleared whenever it is read."""
         self._spans = spans
+        self._clears = clears
         self._num_read = 0
-        self._recent: list[Span] = []  # those that a pass still to be measured may overlap
+        self._recent = SpanColumns.of([])  # those that a pass still to be measured may overlap
         self._held: PassRecord | None = None
 
     def add(self, record: PassRecord) -> list[dict[str, Any]]:
@@ -32,7 +34,7 @@ class PassMeter:
         )
         rows = self.finish()
         self._held = record
-        self._recent = [span for span in self._recent if span.end_s >= record.start_s]
+        self._recent = self._recent.ending_from(record.start_s)
         return rows
 
     def finish(self) -> list[dict[str, Any]]:
@@ -40,8 +42,11 @@ class PassMeter:
         idle."""
         if self._held is None:
             return []
-        new = self._spans[self._num_read :]
+        new = SpanColumns.of(self._spans, self._num_read)
         self._num_read += len(new)
-        self._recent.extend(new)
+        if self._clears:
+            self._spans.clear()
+            self._num_read = 0
+        self._recent = self._recent.followed_by(new)
         held, self._held = self._held, None
         return [{**asdict(held), **pass_activity(self._recent, (held.start_s, held.end_s))}]

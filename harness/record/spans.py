@@ -71,12 +71,45 @@ class LaneSpans:
         return Work(**{column: self.total(column, window) for column in columns})
 
 
+@dataclass(frozen=True, eq=False)
+class SpanColumns:
+    """The columns of packets in the order of their recording, with lanes and kinds of op as codes."""
+
+    rows: NDArray[np.void]  # [packets]
+    lane: NDArray[np.int64]  # [packets] an index into `lanes`
+    kind: NDArray[np.int64]  # [packets] an index into `kinds`
+    lanes: list[Lane]
+    kinds: list[str]
+
+    @classmethod
+    def of(cls, spans: Iterable[Span], first: int = 0) -> SpanColumns:
+        """Copy the columns of the spans from number `first` on: a machine may append others meanwhile."""
+        if isinstance(spans, SpanLog):
+            return cls(*_of_log(spans, first))
+        return cls(*(_of_packed(spans, first) if isinstance(spans, PackedSpans) else _of_list(list(spans)[first:])))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def ending_from(self, start_s: float) -> SpanColumns:
+        """Return the packets that end at `start_s` or later."""
+        later = self.rows["end_s"] >= start_s
+        return SpanColumns(self.rows[later], self.lane[later], self.kind[later], self.lanes, self.kinds)
+
+    def followed_by(self, others: SpanColumns) -> SpanColumns:
+        lanes = list(dict.fromkeys([*self.lanes, *others.lanes]))
+        kinds = list(dict.fromkeys([*self.kinds, *others.kinds]))
+        lane = np.array([lanes.index(name) for name in others.lanes], dtype=np.int64)[others.lane]
+        kind = np.array([kinds.index(name) for name in others.kinds], dtype=np.int64)[others.kind]
+        rows = np.concatenate((self.rows, others.rows))
+        lane, kind = np.concatenate((self.lane, lane)), np.concatenate((self.kind, kind))
+        return SpanColumns(rows, lane, kind, lanes, kinds)
+
+
 _Columns = tuple[NDArray[np.void], NDArray[np.int64], NDArray[np.int64], list[Lane], list[str]]
 
 
 def _of_list(packets: list[Span]) -> _Columns:
-    """Return rows, the codes of their lanes and kinds, and what these mean. The list is a copy: lanes may still
-    append."""
     rows = np.fromiter(map(attrgetter(*_NUMBERS), packets), dtype=_ROW, count=len(packets))
     lane_codes: dict[Lane, int] = {}
     kind_codes: dict[str, int] = {}
@@ -85,9 +118,9 @@ def _of_list(packets: list[Span]) -> _Columns:
     return rows, lane, kind, list(lane_codes), list(kind_codes)
 
 
-def _of_log(log: SpanLog) -> _Columns:
+def _of_log(log: SpanLog, first: int) -> _Columns:
     """Return the columns of a span log, without making an object for each span."""
-    logged, lanes, kinds = log.columns()
+    logged, lanes, kinds = log.columns(first)
     rows = np.empty(len(logged), dtype=_ROW)
     for name in ("start_s", "end_s", "ticket"):
         rows[name] = logged[name]
@@ -98,19 +131,13 @@ def _of_log(log: SpanLog) -> _Columns:
     return rows, logged["lane"].astype(np.int64), logged["kind"].astype(np.int64), lanes, kinds
 
 
-def _of_packed(spans: PackedSpans) -> _Columns:
+def _of_packed(spans: PackedSpans, first: int) -> _Columns:
     """Return the columns of spans that are packed already."""
-    packed, lanes, kinds = spans.columns()
+    packed, lanes, kinds = spans.columns(first)
     rows = np.empty(len(packed), dtype=_ROW)
     for name in _ROW.names or ():
         rows[name] = packed[name]
     return rows, packed["lane"].astype(np.int64), packed["kind"].astype(np.int64), lanes, kinds
-
-
-def _columns(spans: Iterable[Span]) -> _Columns:
-    if isinstance(spans, SpanLog):
-        return _of_log(spans)
-    return _of_packed(spans) if isinstance(spans, PackedSpans) else _of_list(list(spans))
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,14 +151,14 @@ class SpanTable:
     def of(cls, spans: Spans) -> SpanTable:
         if isinstance(spans, SpanTable):
             return spans
-        rows, lane, kind, names, kinds = _columns(spans)
-        order = np.lexsort((rows["end_s"], rows["start_s"]))
-        rows, lane, kind = rows[order], lane[order], kind[order]
+        columns = spans if isinstance(spans, SpanColumns) else SpanColumns.of(spans)
+        order = np.lexsort((columns.rows["end_s"], columns.rows["start_s"]))
+        rows, lane, kind, names = columns.rows[order], columns.lane[order], columns.kind[order], columns.lanes
         lanes = {}
         for code in sorted(np.unique(lane), key=lambda code: lane_order(names[code])):
             mine = rows[lane == code]
             lanes[names[code]] = LaneSpans(mine, kind[lane == code], np.maximum.accumulate(mine["end_s"]))
-        return cls(lanes, tuple(kinds))
+        return cls(lanes, tuple(columns.kinds))
 
     def lane(self, lane: Lane) -> LaneSpans:
         empty = LaneSpans(np.empty(0, _ROW), np.empty(0, np.int64), np.empty(0))
@@ -143,7 +170,7 @@ class SpanTable:
         return [Lane(kind, rank) for rank in ranks for kind in LaneKind]
 
 
-Spans = Iterable[Span] | SpanTable
+Spans = Iterable[Span] | SpanColumns | SpanTable
 
 
 def lane_order(lane: Lane) -> tuple[int, int]:
