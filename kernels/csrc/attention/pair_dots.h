@@ -9,6 +9,7 @@ constexpr bool kOnlyBf16 = true;
 // more lines than the first.
 constexpr int kFetchedTiles = 1;
 constexpr int kFetchLocality = 2;
+constexpr bool kValuesBackwards = true;
 
 }  // namespace kernels::KERNELS_ISA_NS
 

@@ -71,6 +71,7 @@ class TilePrefetcher {
       lines = (lines + 1) / 2;
       second_half_ = uintptr_t(lines) * 64;
     }
+    last_line_ = uintptr_t(lines - 1) * 64;
     pairs_per_tile_ = (lines + kWindow - 1) / kWindow * kWindow;
     dot_pairs_ = std::max(1, kWidth * int(sizeof(T)) / 16 / num_units);
     value_pairs_ = std::max(1, kWidth * int(sizeof(T)) / 16 / num_units);
@@ -91,7 +92,8 @@ class TilePrefetcher {
     const uintptr_t offset = uintptr_t(position_ / kWindow * 64);
     Stream& newest = streams_[(oldest_ + kWindow - 1) % kWindow];
     newest.k = reinterpret_cast<uintptr_t>(tile.k) - offset;
-    newest.v = reinterpret_cast<uintptr_t>(tile.v) + second_half_ - offset;
+    newest.v = reinterpret_cast<uintptr_t>(tile.v) + second_half_;
+    newest.v += kValuesBackwards ? last_line_ + offset : -offset;
   }
 
   // To be called once per 2 vectors of 4 keys, and once per 4 vectors of 2 values.
@@ -99,25 +101,27 @@ class TilePrefetcher {
   KERNELS_INLINE void during_values() { fetch(value_pairs_); }
 
  private:
-  // A line of K and one of V in one tile, the next ones in the next tile, and so on round the window.
+  // A line of K and one of V in one tile, the next ones in the next tile, and so on round the window. Those of V may
+  // come from the tile's end: K and V that lie a large power of two apart, line beside line, share banks of the memory.
   KERNELS_INLINE void fetch(int num_pairs) {
     for (int i = 0; i < num_pairs && left_ > 0; ++i, --left_, ++position_) {
       const Stream& stream = streams_[position_ % kWindow];
       const uintptr_t offset = uintptr_t(position_ / kWindow * 64);
       __builtin_prefetch(reinterpret_cast<const char*>(stream.k + offset), 0, kFetchLocality);
-      __builtin_prefetch(reinterpret_cast<const char*>(stream.v + offset), 0, kFetchLocality);
+      const uintptr_t value = stream.v + (kValuesBackwards ? -offset : offset);
+      __builtin_prefetch(reinterpret_cast<const char*>(value), 0, kFetchLocality);
     }
   }
 
   struct Stream {
-    uintptr_t k = 0, v = 0;  // less the offset at which the tile entered the window
+    uintptr_t k = 0, v = 0;  // less the offset at which the tile entered the window; backwards, with it
   };
 
   TileStream<T> ahead_, after_;
   int pairs_per_tile_, dot_pairs_, value_pairs_;
   int left_ = 0, oldest_ = 0;
   uint64_t position_ = 0;
-  uintptr_t second_half_ = 0;
+  uintptr_t second_half_ = 0, last_line_;
   Stream streams_[kWindow];
 };
 

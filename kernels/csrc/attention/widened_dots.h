@@ -6,6 +6,7 @@ namespace kernels::KERNELS_ISA_NS {
 constexpr bool kOnlyBf16 = false;
 constexpr int kFetchedTiles = 8;   // lines of so many tiles are fetched in turn,
 constexpr int kFetchLocality = 3;  // into the first-level cache
+constexpr bool kValuesBackwards = false;
 
 }  // namespace kernels::KERNELS_ISA_NS
 
