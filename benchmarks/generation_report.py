@@ -5,8 +5,9 @@
 
 Nothing moves over a link: what is left is the emulated GPU lane, which is one core, and the engine's own time. Prompts,
 weights and tokens to generate are the same for all; vLLM has one thread, then two. Contestants take turns, so that a
-disturbance of the machine meets all of them. `same_tokens` is how many of vLLM's greedy tokens are ours: both round to
-bfloat16, in other places, and a sequence that has parted stays apart.
+disturbance of the machine meets all of them. `same_first` and `same_tokens` are the shares of sequences whose first
+token, and of all tokens that are vLLM's as well as ours: both round to bfloat16, in other places, and a sequence that
+has parted stays apart.
 """
 
 from __future__ import annotations
@@ -59,14 +60,15 @@ def rows(python: str, num_rounds: int, results_dir: Path) -> Iterator[Row]:
     assert checkpoint is not None, "vLLM reads a checkpoint"
     ids = [list(request.prompt_ids) for request in prompts]
     peers = {n: Peer("vllm", python, "generate", Task(str(checkpoint.folder), ids, n)) for n in (1, 2)}
-    theirs, same = peers[2].output("greedy"), None
+    theirs, same = peers[2].output("greedy"), {}
     found: list[Row] = []
     for number in range(num_rounds):
         summary, folder = run(OURS, results_dir)
-        if same is None:
+        if not same:
             lines = map(json.loads, (folder / "requests.jsonl").read_text().splitlines())
             ours = {line["request_id"]: line["generated_ids"] for line in lines}
-            same = float((np.array([ours[i] for i in range(NUM_REQUESTS)]) == theirs).mean())
+            equal = np.array([ours[i] for i in range(NUM_REQUESTS)]) == theirs
+            same = {"same_first": float(equal[:, 0].mean()), "same_tokens": float(equal.mean())}
         row: Row = {"round": number, "ours_tok_s": summary["throughput_tok_s"]}
         for threads, peer in peers.items():
             seconds = peer.stopwatch("greedy", threads)()
@@ -77,7 +79,7 @@ def rows(python: str, num_rounds: int, results_dir: Path) -> Iterator[Row]:
     for peer in peers.values():
         peer.close()
     names = ("ours_tok_s", "vllm_1_tok_s", "vllm_2_tok_s", "of_vllm_1", "of_vllm_2")
-    yield {"round": "median", **{name: median(row[name] for row in found) for name in names}, "same_tokens": same}
+    yield {"round": "median", **{name: median(row[name] for row in found) for name in names}, **same}
 
 
 def _with_ratios(row: Row) -> Row:

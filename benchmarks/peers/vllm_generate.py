@@ -43,7 +43,9 @@ class Generation:
 def read(line: str) -> dict[str, Any]:
     task: dict[str, Any] = json.loads(line)
     cores = sorted(os.sched_getaffinity(0))[: task["num_threads"]]
+    os.sched_setaffinity(0, cores)
     os.environ |= {
+        "OMP_NUM_THREADS": str(len(cores)),
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
