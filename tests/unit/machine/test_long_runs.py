@@ -19,6 +19,7 @@ from harness.machine.shuffled import ShuffledMachine
 from harness.machine.simulated import SimulatedMachine
 from harness.machine.virtual.costs import LaneCost, Roofline
 from harness.record.metrics import kind_totals, utilization
+from harness.record.spans import SpanColumns
 from tests.unit.machine.ops import Quick
 
 LANES = (GPU, CPU, H2D, D2H)
@@ -130,6 +131,8 @@ def test_spans_are_kept_packed_and_read_as_they_were(emulated):
     window = (2000.0, 7000.0)
     assert kind_totals(packed, window) == kind_totals(listed, window)
     assert utilization(packed, window) == utilization(listed, window)
+    for first in (1, 4095, 4096, 5000, 8192, 10_000):
+        assert kind_totals(SpanColumns.of(packed, first), window) == kind_totals(listed[first:], window)
     assert isinstance(emulated().spans, PackedSpans)
     packed.clear()
     assert list(packed) == [] and len(packed) == 0
