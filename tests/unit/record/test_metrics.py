@@ -123,17 +123,11 @@ def test_the_bottleneck_is_true_to_the_numbers(spans, window):
             assert told == (share[lane] >= metrics.SATURATED)
 
 
-@given(
-    packets(), st.lists(st.integers(0, END), min_size=2, max_size=6, unique=True),
-    st.sampled_from((list, PackedSpans)), st.booleans(),
-)  # fmt: skip
-@settings(max_examples=150)
-def test_the_live_meter_gives_what_the_whole_trace_gives(spans, edges, kept, clears):
-    edges = sorted(edges)
-    passes = [PassRecord(index=i, start_s=a, end_s=b) for i, (a, b) in enumerate(pairwise(edges))]
-    recorded, arriving, rows = kept(), sorted(spans, key=lambda s: s.end_s), []
+def metered(spans, passes, recorded, *, clears=False):
+    """The meter's rows where every packet is recorded when it ends: what crosses a pass's end comes one pass late."""
+    arriving, rows = sorted(spans, key=lambda s: s.end_s), []
     meter = PassMeter(recorded, clears=clears)
-    for record in passes:  # every packet is recorded when it ends; what crosses a pass's end comes one pass late
+    for record in passes:
         while arriving and arriving[0].end_s <= record.end_s:
             recorded.append(arriving.pop(0))
         rows += meter.add(record)
@@ -141,6 +135,17 @@ def test_the_live_meter_gives_what_the_whole_trace_gives(spans, edges, kept, cle
         recorded.append(late)
     rows += meter.finish()
     assert not (clears and passes) or len(recorded) == 0
+    return rows
+
+
+@given(packets(), st.lists(st.integers(0, END), min_size=2, max_size=6, unique=True))
+@settings(max_examples=100)
+def test_the_live_meter_gives_what_the_whole_trace_gives(spans, edges):
+    edges = sorted(edges)
+    passes = [PassRecord(index=i, start_s=a, end_s=b) for i, (a, b) in enumerate(pairwise(edges))]
+    rows = metered(spans, passes, [])
+    for recorded, clears in (([], True), (PackedSpans(), False), (PackedSpans(), True)):
+        assert metered(spans, passes, recorded, clears=clears) == rows
     assert [row["index"] for row in rows] == [record.index for record in passes]
     longest = max((s.end_s - s.start_s for s in spans), default=0)
     exact_expected = all(p.end_s - p.start_s >= longest for p in passes)
