@@ -5,9 +5,9 @@
 
 Nothing moves over a link: what is left is the emulated GPU lane, which is one core, and the engine's own time. Prompts,
 weights and tokens to generate are the same for all; vLLM has one thread, then two. Contestants take turns, so that a
-disturbance of the machine meets all of them. `same_first` and `same_tokens` are the shares of sequences whose first
-token, and of all tokens that are vLLM's as well as ours: both round to bfloat16, in other places, and a sequence that
-has parted stays apart.
+disturbance of the machine meets all of them. `same_first` is the share of sequences whose first token is vLLM's as well
+as ours, `same_tokens` that of all tokens: both round to bfloat16, in other places, and a sequence that has parted stays
+apart.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -59,27 +60,32 @@ def rows(python: str, num_rounds: int, results_dir: Path) -> Iterator[Row]:
     checkpoint, prompts = session.load_model().checkpoint, session.load_workload().requests
     assert checkpoint is not None, "vLLM reads a checkpoint"
     ids = [list(request.prompt_ids) for request in prompts]
-    peers = {n: Peer("vllm", python, "generate", Task(str(checkpoint.folder), ids, n)) for n in (1, 2)}
-    theirs, same = peers[2].output("greedy"), {}
-    found: list[Row] = []
-    for number in range(num_rounds):
-        summary, folder = run(OURS, results_dir)
-        if not same:
-            lines = map(json.loads, (folder / "requests.jsonl").read_text().splitlines())
-            ours = {line["request_id"]: line["generated_ids"] for line in lines}
-            equal = np.array([ours[i] for i in range(NUM_REQUESTS)]) == theirs
-            same = {"same_first": float(equal[:, 0].mean()), "same_tokens": float(equal.mean())}
-        row: Row = {"round": number, "ours_tok_s": summary["throughput_tok_s"]}
-        for threads, peer in peers.items():
-            seconds = peer.stopwatch("greedy", threads)()
-            row[f"vllm_{threads}_tok_s"] = NUM_REQUESTS * NEW_TOKENS / seconds
-        others = summary["others_core_share"]
-        found.append(_with_ratios(row) | {"others_had_cores": others, "vllm": peers[1].version})
-        yield found[-1]
-    for peer in peers.values():
-        peer.close()
+    peers = {}
+    with ExitStack() as running:
+        for n in (1, 2):
+            peers[n] = Peer("vllm", python, "generate", Task(str(checkpoint.folder), ids, n))
+            running.callback(peers[n].close)
+        theirs, same = peers[2].output("greedy"), {}
+        found: list[Row] = []
+        for number in range(num_rounds):
+            summary, folder = run(OURS, results_dir)
+            same = same or _same(folder, theirs)
+            row: Row = {"round": number, "ours_tok_s": summary["throughput_tok_s"]}
+            for threads, peer in peers.items():
+                seconds = peer.stopwatch("greedy", threads)()
+                row[f"vllm_{threads}_tok_s"] = NUM_REQUESTS * NEW_TOKENS / seconds
+            others = summary["others_core_share"]
+            found.append(_with_ratios(row) | {"others_had_cores": others, "vllm": peers[1].version})
+            yield found[-1]
     names = ("ours_tok_s", "vllm_1_tok_s", "vllm_2_tok_s", "of_vllm_1", "of_vllm_2")
     yield {"round": "median", **{name: median(row[name] for row in found) for name in names}, **same}
+
+
+def _same(folder: Path, theirs: np.ndarray) -> Row:
+    lines = map(json.loads, (folder / "requests.jsonl").read_text().splitlines())
+    ours = {line["request_id"]: line["generated_ids"] for line in lines}
+    equal = np.array([ours[i] for i in range(NUM_REQUESTS)]) == theirs
+    return {"same_first": float(equal[:, 0].mean()), "same_tokens": float(equal.mean())}
 
 
 def _with_ratios(row: Row) -> Row:
