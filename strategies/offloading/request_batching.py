@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from harness.engine.batch import PassPlan
 from harness.engine.sequences import Sequence, State
 from harness.memory.kv_cache import Blocks
+from kernels import fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +40,7 @@ class Batching:
     """The result of batching: each request of the queue is in exactly one of these lists."""
 
     micro_batches: list[list[Sequence]] = field(default_factory=list)  # none is empty; in order of completion
-    aborted: list[Sequence] = field(default_factory=list)  # for the next batch
-    rejected: list[tuple[Sequence, str]] = field(default_factory=list)  # with the reason
+    aborted: list[Sequence] = field(default_factory=list)  # for the next batch, longest first
 
 
 class _Partition:
@@ -51,43 +52,47 @@ class _Partition:
         self.cached_tokens = 0
 
 
-def prompt_and_generation(sequence: Sequence, padding: int) -> int:
-    """Return the tokens that Algorithm 2 counts: those of the padded prompt and those to generate."""
-    return sequence.prompt_len + padding + sequence.request.max_new_tokens
+def prompt_and_generation(num_tokens: int) -> int:
+    """Return the tokens that Algorithm 2 counts: those of the prompt and those to generate, of which the last one is
+    not among the `num_tokens` that a request brings to the cache."""
+    return num_tokens + 1
 
 
 def batch_requests(
     queue: Iterable[Sequence],
     limits: BatchLimits,
     *,
-    cached_tokens: Callable[[Sequence, int], int] = prompt_and_generation,
+    cached_tokens: Callable[[int], int] = prompt_and_generation,
     padded: bool = False,
     take: Callable[[Sequence, int], bool] = lambda sequence, padding: True,
 ) -> Batching:
-    """Make one batch of the longest requests.
+    """Make one batch of the longest requests. Each must fit a batch of its own (`never_fits`).
 
-    With `padded` each prompt counts as long as the longest of the batch. The tokens that it lacks of that, its padding,
-    are the second argument of the functions. `take` is asked for each request that is within all limits: it puts the
-    request into the cache, or refuses it for this batch where there is no room. It must not refuse the first one.
+    `cached_tokens` says what the tokens that a request brings to the cache count as; more of them count no less. With
+    `padded` each prompt counts as long as the longest of the batch. `take` is asked for each request that is within all
+    limits, with the tokens that its prompt lacks of that length: it puts the request into the cache, or refuses it for
+    this batch where there is no room. It must not refuse the first one.
     """
+    waiting = sorted(queue, key=attrgetter("prompt_len"), reverse=True)  # line 4; of equal length in their order
     result = Batching()
+    if not waiting:
+        return result
+    lens = fields.values(waiting, "prompt_len")
+    paddings = (lens[0] - lens) * padded
+    prompts, tokens = lens + paddings, fields.values(waiting, "max_tokens") + paddings
+    shortest, least = int(prompts[-1]), cached_tokens(int(tokens.min()))
     partitions = [_Partition() for _ in range(limits.num_micro_batches)]
-    taken, total, total_prompts, longest = 0, 0, 0, 0
-    for sequence in sorted(queue, key=lambda s: s.prompt_len, reverse=True):  # line 4; of equal length in their order
-        prompt, cached = sequence.prompt_len, cached_tokens(sequence, 0)
-        if reason := _never_fits(prompt, cached, limits):
-            result.rejected.append((sequence, reason))
-            continue
-        longest = longest or prompt  # the first that fits an empty micro-batch is taken
-        padding = longest - prompt if padded else 0
-        prompt, cached = prompt + padding, cached_tokens(sequence, padding)
-        if not partitions or taken == limits.batch_size:  # line 6
-            result.aborted.append(sequence)
-            continue
-        lightest = min(partitions, key=lambda p: p.prompt_tokens)  # line 8
+    taken, total, total_prompts = 0, 0, 0
+    for at, (sequence, prompt, num_tokens) in enumerate(zip(waiting, prompts.tolist(), tokens.tolist(), strict=True)):
+        room = _within(total + least, limits.cache_tokens) and _within(total_prompts + shortest, limits.prompt_tokens)
+        if not room or not partitions or taken == limits.batch_size:  # line 6
+            result.aborted += waiting[at:]
+            break
+        cached = cached_tokens(num_tokens)
         fits = _within(total + cached, limits.cache_tokens) and _within(total_prompts + prompt, limits.prompt_tokens)
+        lightest = min(partitions, key=attrgetter("prompt_tokens")) if fits else partitions[0]  # line 8
         fits = fits and _fits(lightest, prompt, cached, limits)
-        if not fits or not take(sequence, padding):  # line 9
+        if not fits or not take(sequence, prompt - sequence.prompt_len):  # line 9
             result.aborted.append(sequence)
             continue
         lightest.requests.append(sequence)
@@ -111,8 +116,8 @@ def _fits(partition: _Partition, prompt: int, cached: int, limits: BatchLimits) 
     )
 
 
-def _never_fits(prompt: int, cached: int, limits: BatchLimits) -> str | None:
-    """Return why a request does not fit even a batch of its own; None where it does."""
+def never_fits(prompt: int, cached: int, limits: BatchLimits) -> str | None:
+    """Return why a request of these tokens does not fit even a batch of its own; None where it does."""
     for limit in (limits.micro_batch_cache_tokens, limits.cache_tokens):
         if not _within(cached, limit):
             return f"needs the KV cache of {cached} tokens, there is one of {limit}"
@@ -183,10 +188,14 @@ class BatchScheduler:
 
     def _reject_what_never_fits(self) -> None:
         """Reject what does not fit even alone: in the whole cache, or in the buffers of a prefill."""
-        alone, kept = self._limits(), []
+        limits, most = self._limits(), self._allocator.max_sequence_blocks
+        prompt, cached = int(fields.values(self._queue, "prompt_len").max(initial=0)), self._most_cached()
+        if cached <= most * self._allocator.block_size and never_fits(prompt, cached, limits) is None:
+            return  # a queue of thousands is not gone through for each batch
+        kept = []
         for sequence in self._queue:
-            needed, most = self._allocator.blocks_for(sequence.max_tokens), self._allocator.max_sequence_blocks
-            reason = _never_fits(sequence.prompt_len, self._cached_tokens(sequence), alone)
+            needed = self._allocator.blocks_for(sequence.max_tokens)
+            reason = never_fits(sequence.prompt_len, self._in_blocks(sequence.max_tokens), limits)
             if needed > most:
                 reason = f"needs {needed} KV blocks, the cache has {most}"
             if reason is None:
@@ -199,11 +208,11 @@ class BatchScheduler:
         batching = batch_requests(
             self._queue,
             self._limits(),
-            cached_tokens=self._cached_tokens,
+            cached_tokens=self._in_blocks,
             padded=self._padded,
             take=self._take_blocks,
         )
-        assert batching.micro_batches and not batching.rejected, "what can run alone makes a batch"
+        assert batching.micro_batches, "what can run alone makes a batch"
         self._queue = batching.aborted
         self._running = batching.micro_batches
         for number, micro_batch in enumerate(self._running):
@@ -227,17 +236,20 @@ class BatchScheduler:
         wanted = -(-len(self._queue) // self._micro_batch_size)
         number = min(self._num_micro_batches, max(wanted, self._min_micro_batches))
         cache_tokens = self._allocator.num_free * self._allocator.block_size
-        longest = max(map(self._cached_tokens, self._queue), default=0)
         return BatchLimits(
             num_micro_batches=number,
             micro_batch_size=self._micro_batch_size,
             batch_size=self._batch_size,
-            micro_batch_cache_tokens=self._micro_batch_cache_tokens or max(cache_tokens // number, longest),
+            micro_batch_cache_tokens=self._micro_batch_cache_tokens or max(cache_tokens // number, self._most_cached()),
             cache_tokens=cache_tokens,
             micro_batch_prompt_tokens=self._micro_batch_prompt_tokens,
             prompt_tokens=self._prompt_tokens,
         )
 
-    def _cached_tokens(self, sequence: Sequence, padding: int = 0) -> int:
-        """Return the tokens that a request's whole blocks hold."""
-        return self._allocator.blocks_for(sequence.max_tokens + padding) * self._allocator.block_size
+    def _most_cached(self) -> int:
+        """Return the most tokens that a waiting request's blocks hold, without padding."""
+        return self._in_blocks(int(fields.values(self._queue, "max_tokens").max(initial=0)))
+
+    def _in_blocks(self, num_tokens: int) -> int:
+        """Return the tokens that whole blocks for so many hold."""
+        return self._allocator.blocks_for(num_tokens) * self._allocator.block_size

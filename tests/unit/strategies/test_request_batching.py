@@ -17,6 +17,7 @@ from strategies.offloading.request_batching import (
     BatchLimits,
     BatchScheduler,
     batch_requests,
+    never_fits,
     prompt_and_generation,
 )
 from tests.unit.engine.fakes import sequences
@@ -51,14 +52,52 @@ def longest_taken(batching: Batching) -> int:
 @given(cases())
 def test_every_request_goes_where_the_limits_allow(case):
     queue, limits, padded = case
+    queue = [s for s in queue if never_fits(s.prompt_len, prompt_and_generation(s.max_tokens), limits) is None]
     result = batch_requests(queue, limits, padded=padded)
     each_goes_to_exactly_one_place(queue, result)
     limits_hold(result, limits, padded)
-    only_what_fits_no_empty_micro_batch_is_rejected(queue, result, limits)
+    assert [s.prompt_len for s in result.aborted] == sorted((s.prompt_len for s in result.aborted), reverse=True)
+
+
+@settings(max_examples=300)
+@given(cases())
+def test_what_no_longer_fits_is_left_without_being_asked(case):
+    """The batch is that of Algorithm 2 gone through to the last request of the queue."""
+    queue, limits, padded = case
+    queue = [s for s in queue if never_fits(s.prompt_len, prompt_and_generation(s.max_tokens), limits) is None]
+    result = batch_requests(queue, limits, padded=padded)
+    to_the_end = to_the_last_request(queue, limits, padded)
+    assert {frozenset(m) for m in result.micro_batches} == to_the_end
+
+
+def to_the_last_request(queue, limits, padded) -> set[frozenset[Sequence]]:
+    """Algorithm 2 in few words: every request goes to the lightest open micro-batch if all limits hold with it."""
+    micro_batches: list[list[Sequence]] = [[] for _ in range(limits.num_micro_batches)]
+    longest = max((s.prompt_len for s in queue), default=0)
+
+    def prompts(some: list[Sequence]) -> int:
+        return sum(longest if padded else s.prompt_len for s in some)
+
+    def within(some: list[Sequence], cache: int | None, most_prompts: int | None) -> bool:
+        cached = prompts(some) + sum(s.request.max_new_tokens for s in some)
+        return (cache is None or cached <= cache) and (most_prompts is None or prompts(some) <= most_prompts)
+
+    for sequence in sorted(queue, key=lambda s: -s.prompt_len):
+        everyone = [s for m in micro_batches for s in m]
+        still_open = [m for m in micro_batches if len(m) < limits.micro_batch_size]
+        if not still_open or len(everyone) == limits.batch_size:
+            continue
+        lightest = min(still_open, key=prompts)
+        fits_all = within([*everyone, sequence], limits.cache_tokens, limits.prompt_tokens)
+        if fits_all and within(
+            [*lightest, sequence], limits.micro_batch_cache_tokens, limits.micro_batch_prompt_tokens
+        ):
+            lightest.append(sequence)
+    return {frozenset(m) for m in micro_batches if m}
 
 
 def each_goes_to_exactly_one_place(queue, result) -> None:
-    places = [*result.aborted, *(s for s, _ in result.rejected), *(s for m in result.micro_batches for s in m)]
+    places = [*result.aborted, *(s for m in result.micro_batches for s in m)]
     assert sorted(s.request.request_id for s in places) == [s.request.request_id for s in queue]
     assert all(result.micro_batches), "an empty micro-batch was returned"
     assert result.micro_batches or not result.aborted, "a batch of nobody puts requests off for ever"
@@ -80,15 +119,16 @@ def limits_hold(result, limits, padded) -> None:
     assert limits.prompt_tokens is None or all_prompts <= limits.prompt_tokens
 
 
-def only_what_fits_no_empty_micro_batch_is_rejected(queue, result, limits) -> None:
-    rejected = {s.request.request_id for s, _ in result.rejected}
+@given(cases())
+def test_what_never_fits_is_what_passes_a_limit_alone(case):
+    queue, limits, _ = case
     for sequence in queue:
-        cached = prompt_and_generation(sequence, 0)
+        cached, prompt = prompt_and_generation(sequence.max_tokens), sequence.prompt_len
         longest = min(limits.micro_batch_prompt_tokens or 10**9, limits.prompt_tokens or 10**9)
-        too_long = sequence.prompt_len > longest
         too_much = cached > min(limits.micro_batch_cache_tokens, limits.cache_tokens or 10**9)
-        assert (sequence.request.request_id in rejected) == (too_long or too_much)
-    assert all(str(s.prompt_len) in why or str(prompt_and_generation(s, 0)) in why for s, why in result.rejected)
+        reason = never_fits(prompt, cached, limits)
+        assert (reason is not None) == (prompt > longest or too_much)
+        assert reason is None or str(prompt) in reason or str(cached) in reason
 
 
 @settings(max_examples=200)
@@ -255,4 +295,4 @@ def test_a_batch_of_all_requests_leaves_none_over_for_its_length(lengths, micro_
         micro_batch_cache_tokens=ceil(micro_batch_kv_tokens(shape, micro_batch_size)),
         micro_batch_prompt_tokens=ceil(shape.prompts_of(micro_batch_size) + shape.longest_prompt),
     )
-    assert not batch_requests(queue, limits, cached_tokens=lambda s, padding: s.max_tokens).aborted
+    assert not batch_requests(queue, limits, cached_tokens=lambda num_tokens: num_tokens).aborted
