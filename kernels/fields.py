@@ -29,10 +29,14 @@ def lengths(objects: Objects, name: str) -> np.ndarray:
     return found
 
 
-def joined(objects: Objects, name: str) -> np.ndarray:
-    """Return the entries of the lists that the field holds, whole numbers, one list after another: int64 [entries]."""
-    found = np.empty(int(lengths(objects, name).sum()), np.int64)
-    native().field_joined(objects, name, _address(found))
+def joined(lists: list[list[int]], counts: np.ndarray) -> np.ndarray:
+    """Return the first `counts` entries of the lists, int64 [lists], one list after another: int64 [entries]. Raises
+    IndexError where a list is shorter, and ValueError without a count for each."""
+    if counts.shape != (len(lists),) or counts.dtype != np.int64:
+        raise ValueError(f"one int64 count for each of {len(lists)} lists, got {counts.dtype} {counts.shape}")
+    counts = np.ascontiguousarray(counts)
+    found = np.empty(int(counts.sum()), np.int64)
+    native().lists_joined(lists, _address(counts), _address(found))
     return found
 
 

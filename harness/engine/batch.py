@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -52,7 +52,7 @@ class MicroBatch:
     sequence will ever have, where a decoding sequence's context does not reach.
 
     A micro-batch never changes, and its arrays are read-only: ops that run later, and those of other GPUs, refer to
-    them.
+    them. What lies in which block is put together when it is asked for, which no machine does that computes nothing.
     """
 
     index: int
@@ -60,7 +60,7 @@ class MicroBatch:
     decode: tuple[Sequence, ...]
     token_ids: np.ndarray  # int64 [tokens]
     positions: np.ndarray  # int64 [tokens]
-    slots: np.ndarray  # int64 [tokens], KV slot = block * block_size + offset
+    find_slots: Callable[[], np.ndarray]  # gives `slots`
     prefill_lens: tuple[int, ...]  # padding included
     kv_reads: KvReads  # of the decoding rows
     last_rows: np.ndarray  # int64 [sequences], the row whose hidden state gives the next token
@@ -86,6 +86,11 @@ class MicroBatch:
     @property
     def num_prefill_tokens(self) -> int:
         return len(self.token_ids) - len(self.decode)
+
+    @cached_property
+    def slots(self) -> np.ndarray:
+        """The KV slot of each token, block * block_size + offset: int64 [tokens]."""
+        return _read_only(self.find_slots())
 
     @cached_property
     def num_padding_tokens(self) -> int:
@@ -181,7 +186,7 @@ class KvReads:
     """
 
     queries: np.ndarray  # int64 [entries], decoding rows
-    tables: np.ndarray  # int32 [entries, blocks]
+    find_tables: Callable[[], np.ndarray]  # gives `tables`
     lens: np.ndarray  # int32 [entries], of a context with the new token
     num_rows: int
     block_size: int  # tokens of a KV block
@@ -206,7 +211,13 @@ class KvReads:
         return self._take(kept, start, stop - start)
 
     def _take(self, kept: Any, start: int, num_rows: int) -> KvReads:
-        return KvReads(self.queries[kept] - start, self.tables[kept], self.lens[kept], num_rows, self.block_size)
+        lens = self.lens[kept]
+        return KvReads(self.queries[kept] - start, lambda: self.tables[kept], lens, num_rows, self.block_size)
+
+    @cached_property
+    def tables(self) -> np.ndarray:
+        """The blocks of each entry: int32 [entries, blocks]."""
+        return _read_only(self.find_tables())
 
     @property
     def positions(self) -> np.ndarray:
@@ -301,17 +312,16 @@ def assemble(index: int, prefill: Seq[Sequence], decode: Seq[Sequence], allocato
     prefill, decode = _host_first(prefill), _host_first(decode)
     prompts, contexts = _Held(prefill, allocator.block_size), _Held(decode, allocator.block_size)
     lens, paddings = num_tokens(prefill), fields.values(prefill, "padding")
-    rows = zip(_prefill_rows(prompts, lens, paddings), _decode_rows(contexts), strict=True)
-    token_ids, positions, slots = map(np.concatenate, rows)
+    texts, newest = _prefill_rows(prompts, lens, paddings), _decode_rows(contexts)
     lens = lens + paddings
     ends = np.cumsum(lens)
     return MicroBatch(
         index=index,
         prefill=tuple(prefill),
         decode=tuple(decode),
-        token_ids=token_ids,
-        positions=positions,
-        slots=slots,
+        token_ids=np.concatenate((texts.token_ids, newest.token_ids)),
+        positions=np.concatenate((texts.positions, newest.positions)),
+        find_slots=lambda: np.concatenate((texts.find_slots(), newest.find_slots())),
         prefill_lens=tuple(lens.tolist()),
         kv_reads=_kv_reads(contexts),
         last_rows=np.concatenate((ends - 1 - paddings, lens.sum() + np.arange(len(decode)))),
@@ -326,23 +336,41 @@ def _on_device(sequences: Seq[Sequence]) -> np.ndarray:
 
 
 class _Held:
-    """The blocks of some sequences, one sequence after another."""
+    """The blocks that some sequences hold now, one sequence after another. Raises IndexError where a token has none.
+
+    Until blocks are asked for, only the sequences' lists of them are kept. These grow, but never change otherwise.
+    """
 
     def __init__(self, sequences: list[Sequence], block_size: int) -> None:
         self.sequences, self.block_size = sequences, block_size
         self.counts = fields.lengths(sequences, "blocks")
-        self.blocks = fields.joined(sequences, "blocks")
-        self._firsts = np.cumsum(self.counts) - self.counts
+        self._lists = list(map(attrgetter("blocks"), sequences))
+
+    def require(self, num_tokens: np.ndarray) -> None:
+        """Assert that each sequence has blocks for its `num_tokens`, int64 [sequences]. Raises IndexError."""
+        if (num_tokens > self.counts * self.block_size).any():
+            raise IndexError("a token has no block")
+
+    @cached_property
+    def blocks(self) -> np.ndarray:
+        """The blocks: int64."""
+        return fields.joined(self._lists, self.counts)
 
     def slots(self, which: np.ndarray, at: np.ndarray) -> np.ndarray:
-        """Return the KV slots of tokens `at` of the sequences `which`. Raises IndexError where there is no block."""
-        number = at // self.block_size
-        if (number >= self.counts[which]).any():
-            raise IndexError("a token has no block")
-        return self.blocks[self._firsts[which] + number] * self.block_size + at % self.block_size
+        """Return the KV slots of tokens `at` of the sequences `which`."""
+        firsts = np.cumsum(self.counts) - self.counts
+        return self.blocks[firsts[which] + at // self.block_size] * self.block_size + at % self.block_size
+
+    def behind(self, row: int, num_tokens: int) -> list[int]:
+        """Return a sequence's blocks from that on which holds token `num_tokens`."""
+        return self._lists[row][num_tokens // self.block_size : self.counts[row]]
 
 
-_Rows = tuple[np.ndarray, np.ndarray, np.ndarray]  # token ids, positions and KV slots, each int64 [tokens]
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    token_ids: np.ndarray  # int64 [tokens]
+    positions: np.ndarray  # int64 [tokens]
+    find_slots: Callable[[], np.ndarray]  # int64 [tokens]
 
 
 def _prefill_rows(held: _Held, own: np.ndarray, paddings: np.ndarray) -> _Rows:
@@ -356,15 +384,19 @@ def _prefill_rows(held: _Held, own: np.ndarray, paddings: np.ndarray) -> _Rows:
     token_ids[~pads] = np.fromiter(chain.from_iterable(s.pending_ids() for s in held.sequences), np.int64)
     if pads.any():
         behind = fields.values(held.sequences, "max_tokens") - own
+        held.require(np.where(paddings > 0, lens + behind, own))
         at = positions + np.where(pads, behind[which], 0)
-    return token_ids, positions, held.slots(which, at)
+    else:
+        held.require(own)
+    return _Rows(token_ids, positions, partial(held.slots, which, at))
 
 
 def _decode_rows(held: _Held) -> _Rows:
     """Return the row of each sequence's newest token."""
     cached = fields.values(held.sequences, "num_cached")
     assert (num_tokens(held.sequences) - cached == 1).all(), "a decoding sequence has exactly one new token"
-    return fields.last(held.sequences, "generated"), cached, held.slots(np.arange(len(cached)), cached)
+    held.require(cached + 1)
+    return _Rows(fields.last(held.sequences, "generated"), cached, partial(held.slots, np.arange(len(cached)), cached))
 
 
 def _kv_reads(held: _Held) -> KvReads:
@@ -372,15 +404,21 @@ def _kv_reads(held: _Held) -> KvReads:
     which the padding begins."""
     decode, paddings = held.sequences, fields.values(held.sequences, "padding")
     padded = np.flatnonzero(paddings)
-    shadows = [decode[row].blocks[decode[row].max_tokens // held.block_size :] for row in padded]
-    used = np.concatenate((held.counts, np.asarray([len(blocks) for blocks in shadows], dtype=np.int64)))
-    tables = np.zeros((len(used), used.max(initial=0)), dtype=np.int32)
-    behind = np.fromiter(chain.from_iterable(shadows), np.int64)
-    tables[np.arange(tables.shape[1]) < used[:, None]] = np.concatenate((held.blocks, behind))
+    starts = [decode[row].max_tokens for row in padded]
     return KvReads(
         queries=np.concatenate((np.arange(len(decode)), padded)),
-        tables=tables,
+        find_tables=partial(_tables, held, padded, starts),
         lens=np.concatenate((fields.values(decode, "num_cached") + 1, paddings[padded])).astype(np.int32),
         num_rows=len(decode),
         block_size=held.block_size,
     )
+
+
+def _tables(held: _Held, padded: np.ndarray, starts: list[int]) -> np.ndarray:
+    """Return the blocks of all contexts, and then those of the padding of the rows `padded` from tokens `starts` on."""
+    shadows = [held.behind(row, start) for row, start in zip(padded, starts, strict=True)]
+    used = np.concatenate((held.counts, np.asarray([len(blocks) for blocks in shadows], dtype=np.int64)))
+    tables = np.zeros((len(used), used.max(initial=0)), dtype=np.int32)
+    behind = np.fromiter(chain.from_iterable(shadows), np.int64)
+    tables[np.arange(tables.shape[1]) < used[:, None]] = np.concatenate((held.blocks, behind))
+    return tables

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,9 +34,14 @@ def test_reading_is_what_a_loop_reads(objects, in_tuple):
     assert fields.values(many, "number").tolist() == [one.number for one in objects]
     assert fields.values(many, "flag").tolist() == [int(one.flag) for one in objects]
     assert fields.lengths(many, "entries").tolist() == [len(one.entries) for one in objects]
-    assert fields.joined(many, "entries").tolist() == [entry for one in objects for entry in one.entries]
     some = [one for one in objects if one.entries]
     assert fields.last(some, "entries").tolist() == [one.entries[-1] for one in some]
+
+
+@given(st.lists(st.lists(numbers, max_size=4).flatmap(lambda one: st.tuples(st.just(one), st.integers(0, len(one))))))
+def test_joining_takes_the_first_of_each_list(cut):
+    lists, counts = [one for one, _ in cut], np.array([count for _, count in cut], dtype=np.int64)
+    assert fields.joined(lists, counts).tolist() == [entry for one, count in cut for entry in one[:count]]
 
 
 @given(things)
@@ -58,7 +64,11 @@ def test_writing_is_what_a_loop_writes(objects):
         (lambda: fields.values([Thing(number=None)], "number"), TypeError, "int"),
         (lambda: fields.values([Thing(number=2**63)], "number"), OverflowError, "int too"),
         (lambda: fields.lengths([Thing(entries=(1,))], "entries"), TypeError, "must be a list"),
-        (lambda: fields.joined([Thing(entries=["a"])], "entries"), TypeError, "int"),
+        (lambda: fields.joined([["a"]], np.array([1])), TypeError, "int"),
+        (lambda: fields.joined([(1,)], np.array([1])), TypeError, "must be lists"),
+        (lambda: fields.joined([[1]], np.array([2])), IndexError, "shorter"),
+        (lambda: fields.joined([[1]], np.array([1, 1])), ValueError, "one int64 count"),
+        (lambda: fields.joined([[1]], np.array([1], dtype=np.int32)), ValueError, "one int64 count"),
         (lambda: fields.last([Thing()], "entries"), IndexError, "entries is empty"),
         (lambda: fields.assign([Thing()], "number", []), ValueError, "one value"),
         (lambda: fields.append([Thing()], "entries", [1, 2]), ValueError, "one entry"),

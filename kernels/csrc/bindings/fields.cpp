@@ -68,13 +68,15 @@ void lengths(py::handle objects, const char* name, uintptr_t to) {
   for (Py_ssize_t i = 0; i < fields.size(); ++i) out[i] = PyList_GET_SIZE(fields.list(i));
 }
 
-// `to` has room for as many entries as all lists have.
-void joined(py::handle objects, const char* name, uintptr_t to) {
-  const Fields fields(objects, name);
+// `to` has room for the sum of `counts`, one for each list.
+void lists_joined(const py::list& lists, uintptr_t counts, uintptr_t to) {
+  const auto* count = kernels::pointer_to<int64_t>(counts);
   auto* out = kernels::pointer_to<int64_t>(to);
-  for (Py_ssize_t i = 0; i < fields.size(); ++i) {
-    PyObject* const list = fields.list(i);
-    for (Py_ssize_t j = 0; j < PyList_GET_SIZE(list); ++j) *out++ = whole(PyList_GET_ITEM(list, j));
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(lists.ptr()); ++i) {
+    PyObject* const list = PyList_GET_ITEM(lists.ptr(), i);
+    if (!PyList_CheckExact(list)) throw py::type_error("what is joined must be lists");
+    if (PyList_GET_SIZE(list) < count[i]) throw py::index_error("a list is shorter than its count");
+    for (Py_ssize_t j = 0; j < count[i]; ++j) *out++ = whole(PyList_GET_ITEM(list, j));
   }
 }
 
@@ -109,7 +111,7 @@ namespace kernels {
 void bind_fields(py::module_& m) {
   m.def("field_values", &values);
   m.def("field_lengths", &lengths);
-  m.def("field_joined", &joined);
+  m.def("lists_joined", &lists_joined);
   m.def("field_last", &last);
   m.def("field_assign", &assign);
   m.def("field_append", &append);
