@@ -53,8 +53,8 @@ class _Partition:
 
 
 def prompt_and_generation(num_tokens: int) -> int:
-    """Return the tokens that Algorithm 2 counts: those of the prompt and those to generate, of which the last one is
-    not among the `num_tokens` that a request brings to the cache."""
+    """Return the tokens that Algorithm 2 counts: those of the prompt and those to generate. The last of these is not
+    among the `num_tokens` that a request brings to the cache."""
     return num_tokens + 1
 
 
