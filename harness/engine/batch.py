@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.engine.held_blocks import HeldBlocks
 from harness.engine.sequences import Sequence, num_tokens
 from harness.memory.kv_cache import Blocks
 from harness.model.spec import ModelSpec
@@ -310,7 +311,7 @@ def assemble(index: int, prefill: Seq[Sequence], decode: Seq[Sequence], allocato
     """Lay out the pending tokens of the given sequences, whose blocks have been taken, as a micro-batch. All rows are
     made at once, since sequences are many."""
     prefill, decode = _host_first(prefill), _host_first(decode)
-    prompts, contexts = _Held(prefill, allocator.block_size), _Held(decode, allocator.block_size)
+    prompts, contexts = HeldBlocks(prefill, allocator.block_size), HeldBlocks(decode, allocator.block_size)
     lens, paddings = num_tokens(prefill), fields.values(prefill, "padding")
     texts, newest = _prefill_rows(prompts, lens, paddings), _decode_rows(contexts)
     lens = lens + paddings
@@ -335,37 +336,6 @@ def _on_device(sequences: Seq[Sequence]) -> np.ndarray:
     return fields.values(sequences, "kv_on_device").astype(bool)
 
 
-class _Held:
-    """The blocks that some sequences hold now, one sequence after another. Raises IndexError where a token has none.
-
-    Until blocks are asked for, only the sequences' lists of them are kept. These grow, but never change otherwise.
-    """
-
-    def __init__(self, sequences: list[Sequence], block_size: int) -> None:
-        self.sequences, self.block_size = sequences, block_size
-        self.counts = fields.lengths(sequences, "blocks")
-        self._lists = list(map(attrgetter("blocks"), sequences))
-
-    def require(self, num_tokens: np.ndarray) -> None:
-        """Assert that each sequence has blocks for its `num_tokens`, int64 [sequences]. Raises IndexError."""
-        if (num_tokens > self.counts * self.block_size).any():
-            raise IndexError("a token has no block")
-
-    @cached_property
-    def blocks(self) -> np.ndarray:
-        """The blocks: int64."""
-        return fields.joined(self._lists, self.counts)
-
-    def slots(self, which: np.ndarray, at: np.ndarray) -> np.ndarray:
-        """Return the KV slots of tokens `at` of the sequences `which`."""
-        firsts = np.cumsum(self.counts) - self.counts
-        return self.blocks[firsts[which] + at // self.block_size] * self.block_size + at % self.block_size
-
-    def behind(self, row: int, num_tokens: int) -> list[int]:
-        """Return a sequence's blocks from that on which holds token `num_tokens`."""
-        return self._lists[row][num_tokens // self.block_size : self.counts[row]]
-
-
 @dataclass(frozen=True, slots=True)
 class _Rows:
     token_ids: np.ndarray  # int64 [tokens]
@@ -373,7 +343,7 @@ class _Rows:
     find_slots: Callable[[], np.ndarray]  # int64 [tokens]
 
 
-def _prefill_rows(held: _Held, own: np.ndarray, paddings: np.ndarray) -> _Rows:
+def _prefill_rows(held: HeldBlocks, own: np.ndarray, paddings: np.ndarray) -> _Rows:
     """Return the rows of each sequence's whole text, `own` tokens, and of the padding behind it."""
     assert not fields.values(held.sequences, "num_cached").any(), "a prefill starts from an empty cache"
     lens = own + paddings
@@ -391,7 +361,7 @@ def _prefill_rows(held: _Held, own: np.ndarray, paddings: np.ndarray) -> _Rows:
     return _Rows(token_ids, positions, partial(held.slots, which, at))
 
 
-def _decode_rows(held: _Held) -> _Rows:
+def _decode_rows(held: HeldBlocks) -> _Rows:
     """Return the row of each sequence's newest token."""
     cached = fields.values(held.sequences, "num_cached")
     assert (num_tokens(held.sequences) - cached == 1).all(), "a decoding sequence has exactly one new token"
@@ -399,7 +369,7 @@ def _decode_rows(held: _Held) -> _Rows:
     return _Rows(fields.last(held.sequences, "generated"), cached, partial(held.slots, np.arange(len(cached)), cached))
 
 
-def _kv_reads(held: _Held) -> KvReads:
+def _kv_reads(held: HeldBlocks) -> KvReads:
     """Return the reads of decoding sequences: their contexts, and the padding of those that have any, from the block in
     which the padding begins."""
     decode, paddings = held.sequences, fields.values(held.sequences, "padding")
@@ -414,7 +384,7 @@ def _kv_reads(held: _Held) -> KvReads:
     )
 
 
-def _tables(held: _Held, padded: np.ndarray, starts: list[int]) -> np.ndarray:
+def _tables(held: HeldBlocks, padded: np.ndarray, starts: list[int]) -> np.ndarray:
     """Return the blocks of all contexts, and then those of the padding of the rows `padded` from tokens `starts` on."""
     shadows = [held.behind(row, start) for row, start in zip(padded, starts, strict=True)]
     used = np.concatenate((held.counts, np.asarray([len(blocks) for blocks in shadows], dtype=np.int64)))

@@ -124,6 +124,16 @@ def num_tokens(sequences: Seq[Sequence]) -> np.ndarray:
     return fields.values(sequences, "prompt_len") + fields.lengths(sequences, "generated")
 
 
+def prompt_lens(sequences: Seq[Sequence]) -> np.ndarray:
+    """Return the length of each sequence's prompt, int64 [sequences]."""
+    return fields.values(sequences, "prompt_len")
+
+
+def max_tokens(sequences: Seq[Sequence]) -> np.ndarray:
+    """Return the most tokens of each sequence that ever lie in the KV cache, int64 [sequences]."""
+    return fields.values(sequences, "max_tokens")
+
+
 def without_room(sequences: Seq[Sequence], block_size: int) -> list[Sequence]:
     """Return the sequences whose blocks, of `block_size` tokens, do not hold all their tokens."""
     room = fields.lengths(sequences, "blocks") * block_size

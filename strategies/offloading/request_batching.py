@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from harness.engine.batch import PassPlan
-from harness.engine.sequences import Sequence, State
+from harness.engine.sequences import Sequence, State, max_tokens, prompt_lens
 from harness.memory.kv_cache import Blocks
-from kernels import fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +76,9 @@ def batch_requests(
     result = Batching()
     if not waiting:
         return result
-    lens = fields.values(waiting, "prompt_len")
+    lens = prompt_lens(waiting)
     paddings = (lens[0] - lens) * padded
-    prompts, tokens = lens + paddings, fields.values(waiting, "max_tokens") + paddings
+    prompts, tokens = lens + paddings, max_tokens(waiting) + paddings
     shortest, least = int(prompts[-1]), cached_tokens(int(tokens.min()))
     partitions = [_Partition() for _ in range(limits.num_micro_batches)]
     taken, total, total_prompts = 0, 0, 0
@@ -189,7 +188,7 @@ class BatchScheduler:
     def _reject_what_never_fits(self) -> None:
         """Reject what does not fit even alone: in the whole cache, or in the buffers of a prefill."""
         limits, most = self._limits(), self._allocator.max_sequence_blocks
-        prompt, cached = int(fields.values(self._queue, "prompt_len").max(initial=0)), self._most_cached()
+        prompt, cached = int(prompt_lens(self._queue).max(initial=0)), self._most_cached()
         if cached <= most * self._allocator.block_size and never_fits(prompt, cached, limits) is None:
             return  # a queue of thousands is not gone through for each batch
         kept = []
@@ -248,7 +247,7 @@ class BatchScheduler:
 
     def _most_cached(self) -> int:
         """Return the most tokens that a waiting request's blocks hold, without padding."""
-        return self._in_blocks(int(fields.values(self._queue, "max_tokens").max(initial=0)))
+        return self._in_blocks(int(max_tokens(self._queue).max(initial=0)))
 
     def _in_blocks(self, num_tokens: int) -> int:
         """Return the tokens that whole blocks for so many hold."""
