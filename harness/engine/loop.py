@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from harness.engine.batch import PassPlan
 from harness.engine.engine import Engine
+from harness.engine.garbage import collecting_rarely
 from harness.engine.in_flight import InFlight
 from harness.engine.ops.data import RecordedLayer
 from harness.engine.sequences import Life, Sequence, State, accept
@@ -27,7 +26,7 @@ def run(engine: Engine, strategy: Strategy, on_pass: Callable[[PassRecord], None
     the strategy allows. If it first needs one of them to end, it is asked again after that.
     """
     index, under_way = 0, deque[_UnderWay]()
-    with _collecting_rarely():
+    with collecting_rarely():
         while True:
             started = None
             if len(under_way) < strategy.passes_in_flight:
@@ -44,20 +43,6 @@ def run(engine: Engine, strategy: Strategy, on_pass: Callable[[PassRecord], None
         strategy.pipeline.finish()
         engine.machine.drain()
     _check_conservation(engine)
-
-
-@contextmanager
-def _collecting_rarely() -> Iterator[None]:
-    """Let Python search for unreachable cycles less often, and not among what was there before. Ops and tickets are
-    gone when nobody refers to them; searching takes a fifth of the time in which they are submitted."""
-    thresholds = gc.get_threshold()
-    gc.freeze()
-    gc.set_threshold(100 * thresholds[0], *thresholds[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from typing import Any
 from harness.config import ConfigError, require
 from harness.engine.assembly import assemble_engine, host_weight_bytes, rank_sources
 from harness.engine.engine import Engine
+from harness.engine.garbage import collecting_rarely
 from harness.engine.limits import least_bytes, least_device_bytes, most_tokens
 from harness.engine.sequences import Sequence
 from harness.engine.strategy import (
@@ -204,7 +205,8 @@ class Session:
     def build_strategy(self) -> Strategy:
         """Let the strategy plan on the engine and take its own memory there."""
         assert self.loaded_strategy is not None and self.engine is not None, "a strategy plans on an engine"
-        self.strategy = self.loaded_strategy.build(self.engine)
+        with collecting_rarely():
+            self.strategy = self.loaded_strategy.build(self.engine)
         return self.strategy
 
 
