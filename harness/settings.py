@@ -56,6 +56,7 @@ class Settings:
     record_hidden_mb: float
     exclusive: bool
     stop_after_decode_passes: int | None
+    keep_spans: Literal["all", "totals"]
     trace_slices: int | None
     results_dir: str
     progress: bool
@@ -74,6 +75,8 @@ class Settings:
         require(wanted is None or wanted >= 1, "stop_after_decode_passes", told)
         told = "must be off where stop_after_decode_passes ends a run before its requests have"
         require(wanted is None or self.verify == "off", "verify", told)
+        told = f"must be all on machine={self.machine.get('name')}: spans are only forgotten on machine=simulated"
+        require(self.keep_spans == "all" or self.machine.get("name") == "simulated", "keep_spans", told)
         slices = self.trace_slices
         require(slices is None or slices >= 1, "trace_slices", f"must be at least 1 or null, got {slices}")
         require(self.verify_requests >= 1, "verify_requests", f"must be >= 1, got {self.verify_requests}")

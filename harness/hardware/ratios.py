@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from harness.hardware.profile import HardwareConfig
-from harness.machine.base import LaneKind, Span
 
 # GPU FLOP per byte over the link, and host memory bytes per byte over the link: numbers of conf/hardware/{a40,t4}.yaml.
 REFERENCES: dict[str, dict[str, float]] = {
@@ -17,14 +15,10 @@ REFERENCES: dict[str, dict[str, float]] = {
 }
 
 
-def ratios(hardware: HardwareConfig, spans: Sequence[Span], h2d_gb_s: float | None) -> dict[str, Any] | None:
-    """Return the run's own ratios (GPU rate as achieved over all gpu spans) next to the references; None without link
-    rate. Where the link is not the profile's, only its real host memory counts, not what is chosen for the cpu lane."""
-    busy_s = flops = 0.0
-    for span in spans:
-        if span.lane.kind is LaneKind.GPU and span.work.flops:
-            busy_s += span.end_s - span.start_s
-            flops += span.work.flops
+def ratios(hardware: HardwareConfig, flops: float, busy_s: float, h2d_gb_s: float | None) -> dict[str, Any] | None:
+    """Return the run's own ratios next to the references; None without link rate. Its GPU rate is that of all gpu ops
+    that had FLOPs. Where the link is not the profile's, only its real host memory counts, not what is chosen for the
+    cpu lane."""
     if not h2d_gb_s or busy_s <= 0:
         return None
     link_bytes_s = h2d_gb_s * 1e9

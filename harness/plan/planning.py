@@ -15,6 +15,8 @@ from harness.engine.sequences import State
 from harness.engine.strategy import Strategy
 from harness.machine.base import Machine
 from harness.memory.tiers import MemoryCapacityError
+from harness.record.measured import Fold
+from harness.record.meter import PassMeter
 from harness.record.passes import PassRecord
 from harness.record.steady import EnoughPasses, require_more
 from harness.record.summary import RunFacts, build_summary
@@ -103,15 +105,18 @@ def simulated(
     engine.machine.drain()
     spans.clear()
     passes: list[PassRecord] = []
+    fold = Fold()
+    meter = PassMeter(spans, clears=settings.keep_spans == "totals", fold=fold)
     num_finished = num_generated = 0
 
     def on_pass(record: PassRecord) -> None:
         nonlocal num_finished, num_generated
         passes.append(record)
+        meter.add(record)
         num_finished += record.num_finished
         num_generated += record.generated_tokens
         on_progress(num_finished, num_generated / max(record.end_s - passes[0].start_s, 1e-9))
-        if max_ops is not None and len(spans) >= max_ops:
+        if max_ops is not None and meter.num_spans >= max_ops:
             raise _Stop
         require_more(passes, settings.stop_after_decode_passes)
 
@@ -123,7 +128,8 @@ def simulated(
     except _Stop:
         if any(s.state not in (State.FINISHED, State.REJECTED) for s in engine.sequences):
             done = f"{len(passes)} passes, {num_finished} of {len(engine.sequences)} requests finished"
-            stopped = f"stopped after {len(spans):,} ops: {done}"
+            stopped = f"stopped after {meter.num_spans:,} ops: {done}"
+    meter.finish()
     facts = RunFacts(
         status="ok",
         label=engine.machine.label,
@@ -139,4 +145,5 @@ def simulated(
         ceilings_gb_s=settings.hardware.link_ceilings_gb_s,
         token_times_s=[s.token_times_s for s in engine.sequences if s.state is State.FINISHED],
     )
-    return replace(plan, summary=build_summary(facts, passes, spans, {"counted": strategy.counted()}), stopped=stopped)
+    summary = build_summary(facts, passes, fold.measured(), {"counted": strategy.counted()})
+    return replace(plan, summary=summary, stopped=stopped)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.machine.base import H2D, EstimatedShares, LaneKind
+from harness.machine.base import H2D, EstimatedShares, LaneKind, Span
+from harness.record.activity import Activity
 from harness.record.files import plain
 from harness.record.latency import latency
+from harness.record.measured import Measured
 from harness.record.metrics import (
     bottleneck,
     estimated,
@@ -21,7 +23,7 @@ from harness.record.metrics import (
     utilization,
 )
 from harness.record.passes import PassRecord
-from harness.record.spans import Spans, SpanTable, Window
+from harness.record.spans import Window
 from harness.record.steady import steady_decode
 
 
@@ -68,22 +70,26 @@ class RunFacts:
 
 
 def build_summary(
-    facts: RunFacts, passes: Sequence[PassRecord], spans: Spans, extra: Mapping[str, Any] | None = None
+    facts: RunFacts,
+    passes: Sequence[PassRecord],
+    spans: Iterable[Span] | Measured,
+    extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Build the summary from all of `facts`, and what follows from passes and spans; `extra` is added as it is.
+    """Build the summary from all of `facts`, and what follows from passes and spans. Instead of these, what was
+    measured of them will do; `extra` is added as it is.
 
     Throughput covers all passes, from the start of the first to the end of the last: `throughput_tok_s` counts
     generated tokens, `processed_tok_s` prefilled and decoded ones. Shares, rates and the bottleneck cover the steady
     window only.
     """
-    table = SpanTable.of(spans)
-    window = steady_window(passes) if facts.clock != "none" else (0.0, 0.0)
+    window = _window(facts.clock, passes)
+    measured = spans if isinstance(spans, Measured) else measure(facts.clock, passes, spans)
     summary = {
         **_identity(facts),
         **_requests(facts, passes),
         **_throughput(facts, passes),
         "latency": _latency(facts, passes),
-        **_steady(facts, passes, table, window),
+        **_steady(facts, passes, measured.steady, window),
         "steady_decode": None if facts.clock == "none" else steady_decode(passes),
         "peak_bytes": {tier: facts.peak_bytes.get(tier) for tier in ("device", "pinned", "host")}
         | dict(facts.peak_bytes),
@@ -91,13 +97,22 @@ def build_summary(
         "memory_holders": facts.memory_holders,
         "verify": facts.verify,
         "plan": facts.plan,
-        "num_spans": sum(len(lane.rows) for lane in table.lanes.values()),
+        "num_spans": measured.num_spans,
         "window": {"start_s": window[0], "end_s": window[1], "covers": _covers(passes)},
         **(extra or {}),
     }
     result = plain(summary)
     assert isinstance(result, dict)
     return result
+
+
+def measure(clock: str, passes: Sequence[PassRecord], spans: Iterable[Span]) -> Measured:
+    """Measure what the lanes of a run on `clock` did in its steady window; an empty one where times are no seconds."""
+    return Measured.of(spans, _window(clock, passes))
+
+
+def _window(clock: str, passes: Sequence[PassRecord]) -> Window:
+    return steady_window(passes) if clock != "none" else (0.0, 0.0)
 
 
 def accuracy(predicted: float | None, observed: float | None) -> float | None:
@@ -150,28 +165,28 @@ def _latency(facts: RunFacts, passes: Sequence[PassRecord]) -> dict[str, Any] | 
     return None if timeless else latency(facts.token_times_s, min(p.start_s for p in passes))
 
 
-def _steady(facts: RunFacts, passes: Sequence[PassRecord], table: SpanTable, window: Window) -> dict[str, Any]:
+def _steady(facts: RunFacts, passes: Sequence[PassRecord], did: Activity, window: Window) -> dict[str, Any]:
     length_s = window[1] - window[0]
     inside = [p for p in passes if window[0] <= p.start_s and p.end_s <= window[1]]
     processed_tok_s = sum(p.num_tokens for p in inside) / length_s if length_s > 0 else None
-    h2d = link_rate(table, H2D, window)
-    ranks = {lane.rank for lane in table.lanes}
-    totals = kind_totals(table, window)
+    h2d = link_rate(did, H2D)
+    ranks = {lane.rank for lane in did.lanes}
+    totals = kind_totals(did)
     return {
         "window_s": length_s,
-        "utilization": utilization(table, window),
+        "utilization": utilization(did),
         "tokens_per_t_gpu": processed_tok_s / facts.gpu_tok_s
         if processed_tok_s is not None and facts.gpu_tok_s
         else None,
         "h2d_gb_s": h2d.window_gb_s,
         "h2d_busy_gb_s": h2d.busy_gb_s,
         "h2d_ceiling_gb_s": facts.ceilings_gb_s.get(LaneKind.H2D.value),
-        "overlap_ratio": overlap_ratio(table, window),
-        "idle_share": idle_share(table, window) if length_s > 0 else None,
-        "stolen_core_share": None if facts.clock == "virtual" else stolen_core_share(table, window),
+        "overlap_ratio": overlap_ratio(did),
+        "idle_share": idle_share(did) if length_s > 0 else None,
+        "stolen_core_share": None if facts.clock == "virtual" else stolen_core_share(did),
         "where_time_goes": totals,
         "estimated": None if facts.estimated_shares is None else estimated(totals, facts.estimated_shares),
-        "bottleneck": bottleneck(table, window, facts.ceilings_gb_s),
+        "bottleneck": bottleneck(did, facts.ceilings_gb_s),
         "num_ranks": len(ranks) or 1,
     }
 

@@ -25,6 +25,7 @@ from harness.machine.turn import Turn
 from harness.memory.tiers import MemoryCapacityError
 from harness.model.loading import LoadedModel
 from harness.record.files import plain, read_json, write_json
+from harness.record.measured import Fold
 from harness.record.meter import PassMeter
 from harness.record.passes import PassRecord
 from harness.record.provenance import checkout, code_version, environment
@@ -168,7 +169,9 @@ def _generate(
     label, clock = engine.machine.label, engine.machine.clock
     stage = "generation" if clock == "none" else f"generation, {label}"
     progress.stage(stage, rate=f"tok/s {label}" if clock == "virtual" else "tok/s")
-    meter = PassMeter(engine.machine.spans)
+    if state.session.settings.keep_spans == "totals":
+        state.fold = Fold()
+    meter = PassMeter(engine.machine.spans, clears=state.fold is not None, fold=state.fold)
     history = PassRows(strategy.prediction.throughput_tok_s if strategy.prediction else None, timed=clock != "none")
     finished = generated = 0
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, MutableSequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from harness.calibration.undisturbed import MAX_TAKEN_SHARE
@@ -17,9 +18,10 @@ from harness.machine.base import Span
 from harness.machine.turn import Turn
 from harness.memory.tiers import MemoryCapacityError
 from harness.record.files import RecordError
+from harness.record.measured import Fold
 from harness.record.passes import PassRecord
 from harness.record.store import RunFolder
-from harness.record.summary import RunFacts, build_summary
+from harness.record.summary import RunFacts, build_summary, measure
 from harness.record.trace import excerpt, write_trace
 from harness.record.wandb_sink import WandbSink
 from harness.run.session import Session
@@ -57,6 +59,7 @@ class RunState:
     stopped: str | None = None  # why generation ended before its requests did, though nothing went wrong
     verify: VerifyReport | None = None
     warnings: list[str] = field(default_factory=list)
+    fold: Fold | None = None  # of spans that are not kept
 
     @property
     def verify_mode(self) -> str:
@@ -151,24 +154,31 @@ def record_failure(error: BaseException, state: RunState, folder: RunFolder, sin
 def report_run(state: RunState, folder: RunFolder, sink: WandbSink, status: str, error: str | None) -> dict[str, Any]:
     """Write summary, trace and status, then hand the first two to W&B, which may take its time. The summary comes first
     since a disk may have room for it alone."""
-    session = state.session
-    spans, label = _spans(session), session.machine.label if session.machine else "none"
     summary = _summary(state, folder, status, error)
     folder.write_summary(summary)
-    trace_path = folder.path / "trace.json"
-    try:
-        only = excerpt(spans, state.passes, session.settings.trace_slices)
-        write_trace(trace_path, spans, state.passes, label=label, meta={"run_id": folder.run_id}, only=only)
-        summary["trace_excerpt"] = only and only.told
-    except RecordError as failure:
-        if status == "ok":
-            folder.write_summary(summary | {"status": "failed", "error": f"RecordError: {failure}"})
-        raise
+    trace_path = None
+    if state.fold is None:
+        trace_path = folder.path / "trace.json"
+        try:
+            summary["trace_excerpt"] = _write_trace(state, trace_path, folder.run_id)
+        except RecordError as failure:
+            if status == "ok":
+                folder.write_summary(summary | {"status": "failed", "error": f"RecordError: {failure}"})
+            raise
     folder.finish(status, error)
-    shown = [request_row(sequence, state) for sequence in session.sequences[:NUM_TABLE_REQUESTS]]
+    shown = [request_row(sequence, state) for sequence in state.session.sequences[:NUM_TABLE_REQUESTS]]
     summary["wandb"] = sink.finish(summary, trace_path, [{k: v for k, v in r.items() if k not in _IDS} for r in shown])
     folder.write_summary(summary)
     return summary
+
+
+def _write_trace(state: RunState, path: Path, run_id: str) -> str | None:
+    """Write the trace and return, of a run too long for it, which part it shows."""
+    machine, spans = state.session.machine, _spans(state.session)
+    only = excerpt(spans, state.passes, state.session.settings.trace_slices)
+    label = machine.label if machine else "none"
+    write_trace(path, spans, state.passes, label=label, meta={"run_id": run_id}, only=only)
+    return only.told if only else None
 
 
 def write_first_summary(state: RunState, folder: RunFolder, error: str) -> None:
@@ -182,16 +192,19 @@ def _spans(session: Session) -> MutableSequence[Span]:
 
 def _summary(state: RunState, folder: RunFolder, status: str, error: str | None) -> dict[str, Any]:
     session, others = state.session, state.others
-    spans = _spans(session)
+    facts = _facts(state, status, error)
+    measured = state.fold.measured() if state.fold else measure(facts.clock, state.passes, _spans(session))
     unseen = [state.turn.warning] if state.turn and state.turn.warning else []
     extra: dict[str, Any] = {"run_id": folder.run_id, "warnings": [*state.warnings, *unseen]}
-    extra["hardware_ratios"] = ratios(session.settings.hardware, spans, _ceilings_gb_s(session).get("h2d"))
+    extra["hardware_ratios"] = ratios(
+        session.settings.hardware, measured.gpu_flops, measured.gpu_s, _ceilings_gb_s(session).get("h2d")
+    )
     extra |= {"host_steal_share": others.host_steal_share, "others_core_share": others.others_core_share}
     if session.strategy and session.strategy.prediction:
         extra["prediction"] = asdict(session.strategy.prediction)
     extra["counted"] = session.strategy.counted() if session.strategy else {}
     extra["stopped"] = state.stopped
-    summary = build_summary(_facts(state, status, error), state.passes, spans, extra)
+    summary = build_summary(facts, state.passes, measured, extra)
     if state.stopped:
         summary["prediction_accuracy"] = None  # predicted is the whole run
     summary["disturbed"] = disturbed(others.beside, others.others_core_share, summary["stolen_core_share"])

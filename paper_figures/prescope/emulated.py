@@ -22,8 +22,8 @@ from harness.config import ConfigError
 from harness.interrupts import exit_code
 from harness.machine.base import H2D
 from harness.model.cache import make_writable
+from harness.record.activity import moved_bytes
 from harness.record.files import RecordError
-from harness.record.metrics import moved_bytes
 from harness.record.store import Run, list_runs
 from harness.record.trace import TraceError, read_trace
 from paper_figures.passes import records_of

@@ -171,3 +171,44 @@ def test_a_run_on_the_simulated_machine_is_recorded_like_any_other(tmp_path):
     assert (summary["status"], summary["label"], summary["verify"]["mode"]) == ("ok", "simulated", "off")
     assert summary["num_finished"] == 8
     assert {p.name for p in folder.iterdir()} >= {"summary.json", "trace.json", "passes.jsonl", "requests.jsonl"}
+
+
+def test_a_run_that_forgets_its_spans_tells_the_same_without_a_trace(tmp_path):
+    from harness.record.files import read_lines
+    from harness.run.experiment import run_experiment
+
+    found, rows = {}, {}
+    for kept in ("all", "totals"):
+        values = composed(
+            "machine=simulated", "model=mixtral-8x7b", "hardware=a40", "kv_cache_gb=2", "dataset.num_requests=24",
+            "strategy=moelightning", "dataset.max_new_tokens=6", "wandb.mode=disabled", "progress=false",
+            f"keep_spans={kept}", f"results_dir={tmp_path}",
+        )  # fmt: skip
+        summary, folder = run_experiment(values)
+        assert summary["num_passes"] > 4 and (folder / "trace.json").exists() == (kept == "all")
+        found[kept] = {name: value for name, value in summary.items() if name not in ONLY_OF_A_RUN}
+        rows[kept] = read_lines(folder / "passes.jsonl")
+    assert rows["totals"] == rows["all"]
+    totals, whole = (flat(found[kept]) for kept in ("totals", "all"))
+    assert set(totals) == set(whole) and totals["/num_spans"] > 500
+    for name, value in whole.items():
+        assert totals[name] == (pytest.approx(value, rel=1e-9) if isinstance(value, float) else value), name
+
+
+def test_only_the_simulated_machine_forgets_spans():
+    from harness.config import ConfigError
+    from harness.settings import parse_settings
+
+    with pytest.raises(ConfigError, match=r"keep_spans: must be all on machine=shuffled"):
+        parse_settings(composed("machine=shuffled", "keep_spans=totals"))
+
+
+ONLY_OF_A_RUN = {"run_id", "wall_s", "setup_s", "warnings", "trace_excerpt", "host_steal_share", "others_core_share"}
+
+
+def flat(values, name=""):
+    """All numbers and texts of nested mappings and lists, by their paths."""
+    if not isinstance(values, dict | list):
+        return {name: values}
+    pairs = values.items() if isinstance(values, dict) else enumerate(values)
+    return {path: leaf for key, value in pairs for path, leaf in flat(value, f"{name}/{key}").items()}

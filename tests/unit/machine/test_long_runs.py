@@ -18,6 +18,7 @@ from harness.machine.queues import Board
 from harness.machine.shuffled import ShuffledMachine
 from harness.machine.simulated import SimulatedMachine
 from harness.machine.virtual.costs import LaneCost, Roofline
+from harness.record.activity import Activity
 from harness.record.metrics import kind_totals, utilization
 from harness.record.spans import SpanColumns
 from tests.unit.machine.ops import Quick
@@ -129,10 +130,10 @@ def test_spans_are_kept_packed_and_read_as_they_were(emulated):
     assert len(packed) == 10_000 and packed == listed
     assert packed[4095:4100] == listed[4095:4100] and packed[-1] == listed[-1] and packed[::3000] == listed[::3000]
     window = (2000.0, 7000.0)
-    assert kind_totals(packed, window) == kind_totals(listed, window)
-    assert utilization(packed, window) == utilization(listed, window)
+    assert kind_totals(Activity.of(packed, window)) == kind_totals(Activity.of(listed, window))
+    assert utilization(Activity.of(packed, window)) == utilization(Activity.of(listed, window))
     for first in (1, 4095, 4096, 5000, 8192, 10_000):
-        assert kind_totals(SpanColumns.of(packed, first), window) == kind_totals(listed[first:], window)
+        assert Activity.of(SpanColumns.of(packed, first), window) == Activity.of(listed[first:], window)
     assert isinstance(emulated().spans, PackedSpans)
     packed.clear()
     assert list(packed) == [] and len(packed) == 0

@@ -10,6 +10,7 @@ from recorded import link_bound_run, span
 
 from harness.machine.base import GPU, H2D, Lane, LaneKind, Work
 from harness.record import metrics
+from harness.record.activity import Activity
 from harness.record.passes import PassRecord
 from harness.record.trace import TraceError, excerpt, read_trace, trace_label, write_trace
 
@@ -55,8 +56,10 @@ def test_metrics_of_the_file_are_those_of_the_run(tmp_path):
     write_trace(tmp_path / "trace.json", spans, passes, label="emulated")
     window = metrics.steady_window(passes)
     again = read_trace(tmp_path / "trace.json")
-    assert metrics.utilization(again, window) == pytest.approx(metrics.utilization(spans, window), abs=1e-7)
-    assert metrics.bottleneck(again, window) == metrics.bottleneck(spans, window)
+    assert metrics.utilization(Activity.of(again, window)) == pytest.approx(
+        metrics.utilization(Activity.of(spans, window)), abs=1e-7
+    )
+    assert metrics.bottleneck(Activity.of(again, window)) == metrics.bottleneck(Activity.of(spans, window))
 
 
 def test_one_row_a_lane_in_order_and_one_for_passes(tmp_path):
