@@ -83,11 +83,14 @@ def test_matches_the_oracle(
 
 
 @pytest.mark.parametrize("num_tokens", [1, 6, 7, 65, 66, 67, 140, 530])
-@pytest.mark.parametrize(("hidden", "dtype"), [(64, torch.bfloat16), (1100, torch.bfloat16), (1100, torch.float16)])
-def test_many_tokens_and_deep_rows(isa, num_tokens, hidden, dtype):
+@pytest.mark.parametrize(
+    ("hidden", "expert_dim", "dtype"),
+    [(64, 70, torch.bfloat16), (1100, 70, torch.bfloat16), (1100, 70, torch.float16), (64, 2150, torch.bfloat16)],
+)
+def test_many_tokens_and_deep_rows(isa, num_tokens, hidden, expert_dim, dtype):
     """Across the borders of register groups, cache chunks, panels and slabs of tokens."""
     generator = torch.Generator().manual_seed(num_tokens)
-    gate, up, down = weights(hidden, 70, "stacked", generator, dtype)
+    gate, up, down = weights(hidden, expert_dim, "stacked", generator, dtype)
     x = torch.randn(num_tokens, hidden, generator=generator)
     row_weights = torch.rand(num_tokens, generator=generator)
     out = torch.empty(num_tokens, hidden)

@@ -69,7 +69,7 @@ def test_float32_inputs_lose_no_bit(isa, rows):
     [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16), (torch.float16, torch.float16)],
 )
 def test_rows_deeper_than_a_chunk(isa, rows, x_dtype, w_dtype):
-    """Chunks are up to 4096 deep and shallower for more rows; outputs fill no register tile."""
+    """Chunks are up to 4096 deep and shallower for some numbers of rows; outputs fill no register tile."""
     generator = torch.Generator().manual_seed(rows)
     for depth in (1030, 8500):
         x = torch.randn(rows, depth, generator=generator).to(x_dtype)

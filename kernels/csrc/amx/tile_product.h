@@ -15,7 +15,6 @@ constexpr int kPanelRows = kPanelTiles * kTileSide;
 constexpr int kMaxPanels = 4;         // of a block
 constexpr int64_t kChunkDepth = 2048;  // 4 KiB of a weight row: the hardware fetches ahead within a page
 static_assert(kPanelRows == kMaxBlockRows);
-using TilePrefetcher = ChunkPrefetcher<8, 3>;
 
 // Up to 16 rows; those beyond `num_rows` count as zeros.
 struct WeightTile {
@@ -91,7 +90,7 @@ KERNELS_INLINE void resume(const Depth& depth, const float* sums) {
 // C tiles 0 to 3: all tiles of the panel with one group of tokens.
 template <int kTerms>
 inline void one_group(const TokenTiles& x, const Panel& panel, const Depth& depth, int64_t group, PanelSums sums,
-                      TilePrefetcher& prefetch) {
+                      ChunkPrefetcher& prefetch) {
   resume<0>(depth, sums.tile(0, group)), resume<1>(depth, sums.tile(1, group));
   resume<2>(depth, sums.tile(2, group)), resume<3>(depth, sums.tile(3, group));
   for (int64_t k = depth.first; k < depth.last; k += kTileDepth) {
@@ -115,7 +114,7 @@ inline void one_group(const TokenTiles& x, const Panel& panel, const Depth& dept
 // Two tiles of the panel with two groups of tokens: half the loads for each product.
 template <int kTerms>
 inline void two_groups(const TokenTiles& x, const Panel& panel, int tile, const Depth& depth, int64_t group,
-                       PanelSums sums, TilePrefetcher& prefetch) {
+                       PanelSums sums, ChunkPrefetcher& prefetch) {
   resume<0>(depth, sums.tile(tile, group)), resume<1>(depth, sums.tile(tile, group + 1));
   resume<2>(depth, sums.tile(tile + 1, group)), resume<3>(depth, sums.tile(tile + 1, group + 1));
   for (int64_t k = depth.first; k < depth.last; k += kTileDepth) {
@@ -136,7 +135,7 @@ inline void two_groups(const TokenTiles& x, const Panel& panel, int tile, const 
 
 template <int kTerms>
 __attribute__((noinline)) void panel_chunk(const TokenTiles& x, const Panel& panel, const Depth& depth, PanelSums sums,
-                                           TilePrefetcher& prefetch) {
+                                           ChunkPrefetcher& prefetch) {
   int64_t group = 0;
   for (; group + 2 <= x.num_groups; group += 2)
     for (int tile = 0; tile < kPanelTiles; tile += 2) two_groups<kTerms>(x, panel, tile, depth, group, sums, prefetch);
@@ -162,7 +161,7 @@ inline void multiply_panels(const TokenTiles& x, const Panel* panels, int num_pa
       const int64_t start = same_chunk ? first : same_block ? depth.last : 0;
       const WeightBlock rows = same_block ? panels[same_chunk ? i + 1 : 0].rows() : first_rows(next);
       const int64_t end = std::min(same_block ? x.depth : next.depth, start + kChunkDepth);
-      TilePrefetcher prefetch(rows, start, end, num_steps);
+      ChunkPrefetcher prefetch(rows, start, end, num_steps);
       if (x.num_terms == 1)
         panel_chunk<1>(x, panels[i], depth, panel_sums(i), prefetch);
       else

@@ -23,12 +23,13 @@ Vec with_bias(const float* sums, const float* bias, int count) {
 template <class W>
 void activate_row(const FfnRequest& r, const float* gate, const float* up, Range range, int64_t token,
                   const PackedRows<float, W>& h) {
+  const Range group = h.group_of(token);
   for (int64_t unit = range.first; unit < range.last; unit += kWidth, gate += kWidth, up += kWidth) {
     const int count = int(std::min<int64_t>(kWidth, range.last - unit));
     alignas(64) float values[kWidth];
     store(values, activate(r, with_bias(gate, r.gate_bias ? r.gate_bias + unit : nullptr, count),
                            with_bias(up, r.up_bias ? r.up_bias + unit : nullptr, count)));
-    for (int i = 0; i < count; ++i) h.at(token, unit + i) = values[i];
+    h.set(group, token, unit, values, count);
   }
 }
 

@@ -1,10 +1,9 @@
-// Rows of x in the order in which they are multiplied: chunk by chunk of the depth, in a chunk row by row. Rows that
-// lay far apart would compete for the same sets of the cache.
+// Rows of x in the order in which they are multiplied: chunk by chunk of the depth, in a chunk group by group, in a
+// group (the rows that a register tile takes) pair by pair of each row in turn. One pointer then serves all rows of a
+// tile: with one for each, the loop runs out of registers.
 #pragma once
 
 namespace kernels::KERNELS_ISA_NS {
-
-constexpr int kPair = 2 * kWidth;  // weights in a vector
 
 // What rows of the weights' own type are packed as.
 template <class W>
@@ -15,6 +14,19 @@ template <class W>
 constexpr bool is_natural = std::is_same<W, fp16>::value;
 
 inline int64_t padded_depth(int64_t depth) { return (depth + kPair - 1) / kPair * kPair; }
+
+// Rows of x that pass by a chunk of weights: a panel.
+template <class X>
+constexpr int panel_rows() { return 66 / most_tile_rows<X>() * most_tile_rows<X>(); }
+
+// Groups of rows [first, last) of a panel, of equal size, so that fetches are evenly spread.
+struct RowGroups {
+  int64_t first, last, num_groups;
+  Range operator[](int64_t group) const {
+    return {first + (last - first) * group / num_groups, first + (last - first) * (group + 1) / num_groups};
+  }
+  Range of_row(int64_t row) const { return (*this)[((row - first + 1) * num_groups - 1) / (last - first)]; }
+};
 
 // X: float, in a row as load_first and load_second split weights of W (what does not fill a pair stays in natural
 // order); or bf16, in natural order, filled up with zeros.
@@ -32,43 +44,68 @@ struct PackedRows {
 
   int64_t chunk_end(int64_t first) const { return std::min(depth, first + chunk); }
 
-  // A row's elements from `first`, the start of a chunk, to the chunk's end.
-  X* chunk_of(int64_t row, int64_t first) const {
-    return start + num_rows * first + row * padded_depth(chunk_end(first) - first);
+  RowGroups panel(int64_t first_row) const {
+    const int64_t last_row = std::min<int64_t>(num_rows, first_row + panel_rows<X>());
+    return {first_row, last_row, (last_row - first_row + most_tile_rows<X>() - 1) / most_tile_rows<X>()};
   }
 
-  X& at(int64_t row, int64_t k) const {
+  // The group of `row`.
+  Range group_of(int64_t row) const { return panel(row / panel_rows<X>() * panel_rows<X>()).of_row(row); }
+
+  // The group's elements from `first`, the start of a chunk, to the chunk's end: kPair of each row in turn.
+  X* chunk_of(Range group, int64_t first) const {
+    return start + num_rows * first + group.first * padded_depth(chunk_end(first) - first);
+  }
+
+  // The pair that holds a row's element `k`.
+  X* pair_of(Range group, int64_t row, int64_t k) const {
+    const int64_t first = k / chunk * chunk, pair = (k - first) / kPair;
+    return chunk_of(group, first) + (pair * (group.last - group.first) + row - group.first) * kPair;
+  }
+
+  // Sets elements [k, k + count) of a row, k a multiple of kWidth and `count` at most that.
+  void set(Range group, int64_t row, int64_t k, const float* values, int count) const {
     static_assert(std::is_same<X, float>::value, "the order of load_first and load_second");
-    const int64_t first = k / chunk * chunk, pair = k / kPair * kPair;
-    const bool natural = is_natural<W> || pair + kPair > depth;
-    const int64_t in_pair = natural ? k - pair : (k % 2 ? kWidth : 0) + (k - pair) / 2;
-    return chunk_of(row, first)[pair - first + in_pair];
+    float* const pair = pair_of(group, row, k);
+    const int64_t in_pair = k % kPair;
+    if (is_natural<W> || k - in_pair + kPair > depth) {
+      for (int i = 0; i < count; ++i) pair[in_pair + i] = values[i];
+    } else {
+      for (int i = 0; i < count; ++i) pair[in_pair / 2 + i / 2 + (i % 2) * kWidth] = values[i];
+    }
   }
 };
 
+// Packs `length` elements, pairs `step` apart.
 template <class W, class T>
-inline void pack_row(const T* x, int64_t length, float* out) {
-  const int64_t whole = is_natural<W> ? 0 : length / kPair * kPair;
-  for (int64_t k = 0; k < whole; k += kPair)
+inline void pack_row(const T* x, int64_t length, float* out, int64_t step) {
+  int64_t k = 0;
+  for (; !is_natural<W> && k + kPair <= length; k += kPair, out += step)
     for (int i = 0; i < kWidth; ++i) {
-      out[k + i] = to_float(x[k + 2 * i]);
-      out[k + kWidth + i] = to_float(x[k + 2 * i + 1]);
+      out[i] = to_float(x[k + 2 * i]);
+      out[kWidth + i] = to_float(x[k + 2 * i + 1]);
     }
-  for (int64_t k = whole; k < length; ++k) out[k] = to_float(x[k]);
+  for (; k < length; k += kPair, out += step)
+    for (int64_t i = 0; i < std::min<int64_t>(kPair, length - k); ++i) out[i] = to_float(x[k + i]);
 }
 
 template <class W>
-inline void pack_row(const bf16* x, int64_t length, bf16* out) {
+inline void pack_row(const bf16* x, int64_t length, bf16* out, int64_t step) {
+  for (; length >= kPair; x += kPair, length -= kPair, out += step) std::memcpy(out, x, kPair * sizeof(bf16));
+  if (length == 0) return;
   std::memcpy(out, x, size_t(length) * sizeof(bf16));
-  std::memset(out + length, 0, size_t(padded_depth(length) - length) * sizeof(bf16));
+  std::memset(out + length, 0, size_t(kPair - length) * sizeof(bf16));
 }
 
 template <class T, class X, class W>
 inline void pack_rows(const InputRows& x, const PackedRows<X, W>& packed) {
-  for (int64_t row = 0; row < x.num_rows; ++row)
+  for (int64_t row = 0; row < x.num_rows; ++row) {
+    const Range group = packed.group_of(row);
+    const T* const from = static_cast<const T*>(x.start) + row * x.stride;
     for (int64_t first = 0; first < x.depth; first += packed.chunk)
-      pack_row<W>(static_cast<const T*>(x.start) + row * x.stride + first, packed.chunk_end(first) - first,
-               packed.chunk_of(row, first));
+      pack_row<W>(from + first, packed.chunk_end(first) - first, packed.pair_of(group, row, first),
+                  (group.last - group.first) * kPair);
+  }
 }
 
 inline int64_t packed_floats(DType dtype, int64_t num_rows, int64_t depth) {

@@ -15,41 +15,94 @@ using PackedBf16 = bf16;
 
 constexpr int kMostTileOutputs = 8;
 template <class X>
-constexpr int tile_outputs(int num_rows) { return num_rows <= 2 ? 8 : num_rows <= 6 ? 4 : 2; }
+constexpr int tile_outputs(int num_rows) { return num_rows <= 2 ? 8 : 4; }
 
 template <class X>
-constexpr int most_tile_rows() { return sizeof(X) == sizeof(bf16) ? 8 : 6; }
+constexpr int most_tile_rows() { return 6; }
 
-// The part of x that a register tile reads fills half of the first-level cache.
+// Between two chunks sums go through memory: with many rows, where arithmetic is the limit, long chunks save time. With
+// few, what is fetched ahead must not fill the second-level cache.
 template <class X>
 constexpr int64_t chunk_depth(int64_t num_rows) {
-  const int64_t rows = std::min<int64_t>(num_rows, most_tile_rows<X>());
-  return std::clamp<int64_t>((16 << 10) / (rows * int64_t(sizeof(X))) / 512 * 512, 512, 4096);
+  return (num_rows <= 2 || num_rows > 8 ? 8192 : 4096) / int64_t(sizeof(X));
 }
 
-using RowPrefetcher = ChunkPrefetcher<1, 2>;
+// Fetches elements [first, last) of a block's rows in equal shares a tile, a row after the other, into the second-level
+// cache.
+class RowPrefetcher {
+ public:
+  RowPrefetcher(const WeightBlock& block, int64_t first, int64_t last, int64_t num_tiles, int64_t) {
+    if (block.num_rows == 0 || num_tiles == 0 || first == last) return;
+    next_row_ = block.rows, end_rows_ = block.rows + block.num_rows;
+    offset_ = first * kWeightBytes;
+    lines_of_row_ = ((last - first) * kWeightBytes + 63) / 64;
+    lines_of_tile_ = (block.num_rows * lines_of_row_ + num_tiles - 1) / num_tiles;
+  }
+
+  void start_tile(int64_t num_pairs) {
+    lines_due_ += lines_of_tile_;
+    rate_ = num_pairs ? (lines_due_ * kLine + num_pairs - 1) / num_pairs : 0;
+  }
+
+  // Lines that follow each other, equally many with each pair.
+  struct Run {
+    const char* line;
+    int64_t rate, credit, num_pairs;
+
+    KERNELS_INLINE void step() {
+      for (credit += rate; credit >= kLine; credit -= kLine, line += 64) {
+        __builtin_prefetch(line, 0, 2);
+        // The next address only after some cycles: products wait for registers and fetches do not, which would run
+        // ahead until all places for missing lines were theirs.
+        asm volatile("" : "+m"(line));
+        asm volatile("imul $1, %0, %0\n\timul $1, %0, %0" : "+r"(line) : : "cc");
+      }
+    }
+  };
+
+  Run next_run(int64_t most_pairs) {
+    if (lines_left_ == 0 && next_row_ != end_rows_) {
+      line_ = static_cast<const char*>(*next_row_++) + offset_;
+      lines_left_ = lines_of_row_;
+    }
+    const int64_t num_lines = std::min(lines_due_, lines_left_);
+    if (num_lines == 0) return {nullptr, 0, 0, most_pairs};
+    const int64_t num_pairs = std::min(most_pairs, (num_lines * kLine + rate_ - 1) / rate_);
+    const Run run{line_, rate_, 0, num_pairs};  // may run over the row's end, into what is fetched then
+    const int64_t fetched = std::min(num_lines, num_pairs * rate_ / kLine);
+    line_ += 64 * fetched, lines_left_ -= fetched, lines_due_ -= fetched;
+    return run;
+  }
+
+ private:
+  static constexpr int64_t kLine = 1 << 10;  // lines are counted in such parts
+
+  const void *const *next_row_ = nullptr, *const *end_rows_ = nullptr;
+  const char* line_ = nullptr;
+  int64_t offset_ = 0, lines_of_row_ = 0, lines_of_tile_ = 0, lines_left_ = 0, lines_due_ = 0, rate_ = 0;
+};
 
 // sum[m][n] += x[m] . w[n] for 32 elements or the first `count` of them; x has zeros beyond.
 template <int M, int N, class Load>
-KERNELS_INLINE void add_pairs(const bf16* x, int64_t x_stride, const Load& load_weights, Vec (&sum)[M][N]) {
+KERNELS_INLINE void add_pairs(const bf16* x, const Load& load_weights, Vec (&sum)[M][N]) {
   __m512i weight[N];
   for (int n = 0; n < N; ++n) weight[n] = load_weights(n);
   for (int m = 0; m < M; ++m) {
-    const __m512i row = _mm512_loadu_si512(x + m * x_stride);
+    const __m512i row = _mm512_loadu_si512(x + m * kPair);
     for (int n = 0; n < N; ++n) sum[m][n] = _mm512_dpbf16_ps(sum[m][n], (__m512bh)row, (__m512bh)weight[n]);
   }
 }
 
 template <int M, int N>
-KERNELS_INLINE void add_pair(const bf16* x, int64_t x_stride, const bf16* const (&w)[N], int64_t k, Vec (&sum)[M][N]) {
-  add_pairs<M, N>(x, x_stride, [&](int n) { return _mm512_loadu_si512(w[n] + k); }, sum);
+KERNELS_INLINE void add_pair(const bf16* x, const bf16* const (&w)[N], int64_t k, Vec (&sum)[M][N]) {
+  add_pairs<M, N>(x, [&](int n) { return _mm512_loadu_si512(w[n] + k); }, sum);
 }
 
 template <int M, int N>
-KERNELS_INLINE void add_rest(const bf16* x, int64_t x_stride, const bf16* const (&w)[N], int64_t k, int count,
+KERNELS_INLINE void add_rest(const bf16* x, const bf16* const (&w)[N], int64_t k, int count,
                              Vec (&sum)[M][N]) {
   const __mmask32 mask = (1u << count) - 1;
-  add_pairs<M, N>(x, x_stride, [&](int n) { return _mm512_maskz_loadu_epi16(mask, w[n] + k); }, sum);
+  add_pairs<M, N>(x, [&](int n) { return _mm512_maskz_loadu_epi16(mask, w[n] + k); }, sum);
 }
 
 }  // namespace kernels::KERNELS_ISA_NS

@@ -3,6 +3,7 @@
 
 namespace kernels::KERNELS_ISA_NS {
 
+constexpr int kPair = 2 * kWidth;  // weights in a vector
 constexpr int kMaxBlockRows = 64;
 constexpr int64_t kWeightBytes = 2;
 
@@ -29,9 +30,8 @@ inline WeightBlock first_rows(const NextWeights& next) {
   return block;
 }
 
-// Fetches elements [first, last) of a block's rows in equal shares a step, a line of each of kStreams rows in turn,
-// into the second-level cache (kLocality 2) or the first (3).
-template <int kStreams, int kLocality>
+// Fetches elements [first, last) of a block's rows in equal shares a step, a line of each of 8 rows in turn, into the
+// first-level cache.
 class ChunkPrefetcher {
  public:
   ChunkPrefetcher(const WeightBlock& block, int64_t first, int64_t last, int64_t num_steps) {
@@ -47,12 +47,14 @@ class ChunkPrefetcher {
 
   KERNELS_INLINE void step() {
     for (int i = 0; i < lines_per_step_; ++i) {
-      __builtin_prefetch(static_cast<const char*>(rows_[stream_]) + offset_, 0, kLocality);
+      __builtin_prefetch(static_cast<const char*>(rows_[stream_]) + offset_, 0, 3);
       if (++stream_ == num_streams_) next_line();
     }
   }
 
  private:
+  static constexpr int kStreams = 8;
+
   void next_line() {
     stream_ = 0;
     offset_ += 64;

@@ -19,6 +19,23 @@ constexpr int most_tile_rows() { return kWidth == 16 ? 6 : 2; }
 template <class X>
 constexpr int64_t chunk_depth(int64_t) { return 512; }
 
-using RowPrefetcher = ChunkPrefetcher<8, 3>;
+// Fetches with each pair; see paired.h for what tiles ask.
+class RowPrefetcher {
+ public:
+  RowPrefetcher(const WeightBlock& block, int64_t first, int64_t last, int64_t, int64_t num_pairs)
+      : lines_(block, first, last, num_pairs) {}
+
+  void start_tile(int64_t) {}
+
+  struct Run {
+    ChunkPrefetcher& lines;
+    int64_t num_pairs;
+    KERNELS_INLINE void step() { lines.step(); }
+  };
+  Run next_run(int64_t most_pairs) { return {lines_, most_pairs}; }
+
+ private:
+  ChunkPrefetcher lines_;
+};
 
 }  // namespace kernels::KERNELS_ISA_NS
