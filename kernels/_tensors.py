@@ -90,8 +90,8 @@ def _span(name: str, tensor: torch.Tensor) -> Span:
     else:
         num_rows = tensor.shape[0]  # not contiguous, hence not empty
         num_bytes = ((num_rows - 1) * tensor.stride(0) + tensor.numel() // num_rows) * tensor.itemsize
-    held_bytes = tensor.untyped_storage().nbytes()
-    if num_bytes > held_bytes - tensor.storage_offset() * tensor.itemsize and num_bytes:
+    held_bytes, offset = tensor.untyped_storage().nbytes(), tensor.storage_offset()
+    if num_bytes > (held_bytes - offset * tensor.itemsize if offset else held_bytes) and num_bytes:
         raise ValueError(f"{name}: reaches beyond its storage, which was freed or resized to {held_bytes} bytes")
     start = tensor.data_ptr()
     return start, start + num_bytes

@@ -245,15 +245,15 @@ def _decode(
 
     q_stride, out_stride = check.rows("q", q), check.rows("out", out)
     k_stride, table_stride = check.rows(cache_name, k_cache), check.rows("block_tables", block_tables)
-    tensors = {"out": out, "q": q, cache_name: k_cache, values.name: values.tensor, "block_tables": block_tables}
-    tensors |= {"context_lens": context_lens, **options.tensors}
-    check.disjoint("out", check.spans(**tensors))
+    tensors = {cache_name: k_cache, values.name: values.tensor, **options.tensors}
+    spans = check.spans(out=out, q=q, block_tables=block_tables, context_lens=context_lens, **tensors)
+    check.disjoint("out", spans)
     num_threads = _options.num_threads(options.num_threads)
     if not out.numel():
         return
     native().decode_attention(
-        q.data_ptr(), out.data_ptr(), k_cache.data_ptr(), values.tensor.data_ptr(), block_tables.data_ptr(),
-        context_lens.data_ptr(), options.sinks_address, *codes, num_seqs, num_heads, num_kv_heads, head_dim, values.dim,
-        num_blocks, block_size, max_blocks, q_stride, out_stride, k_stride, values.block_stride, table_stride,
-        options.scale, options.sliding_window, _MODES[options.mode], num_threads,
+        spans["q"][0], spans["out"][0], spans[cache_name][0], spans[values.name][0], spans["block_tables"][0],
+        spans["context_lens"][0], options.sinks_address, *codes, num_seqs, num_heads, num_kv_heads, head_dim,
+        values.dim, num_blocks, block_size, max_blocks, q_stride, out_stride, k_stride, values.block_stride,
+        table_stride, options.scale, options.sliding_window, _MODES[options.mode], num_threads,
     )  # fmt: skip

@@ -51,8 +51,8 @@ class ExpertWeights:
                 tensors[name] = bias
         self._tensors, self._spans = tensors, check.spans(**tensors)
         self._memory: check.Memory | None = None
-        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in (gate, up, down, *self.biases))
-        self._matrices = (*addresses, *strides)
+        names = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+        self._matrices = (*[self._spans[name][0] if name in tensors else 0 for name in names], *strides)
 
     def require_in_place(self) -> None:
         """Raise ValueError where a matrix or a bias was freed or resized since."""
