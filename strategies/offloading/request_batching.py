@@ -9,10 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import TypeVar
+
+import numpy as np
 
 from harness.engine.batch import PassPlan
 from harness.engine.sequences import Sequence, State, max_tokens, prompt_lens
 from harness.memory.kv_cache import Blocks
+
+Tokens = TypeVar("Tokens", int, np.ndarray)
+_NO_LIMIT = 1 << 62
+_LOOKED_AT = 64  # requests at once, and twice as many each further time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +58,7 @@ class _Partition:
         self.cached_tokens = 0
 
 
-def prompt_and_generation(num_tokens: int) -> int:
+def prompt_and_generation(num_tokens: Tokens) -> Tokens:
     """Return the tokens that Algorithm 2 counts: those of the prompt and those to generate. The last of these is not
     among the `num_tokens` that a request brings to the cache."""
     return num_tokens + 1
@@ -61,13 +68,13 @@ def batch_requests(
     queue: Iterable[Sequence],
     limits: BatchLimits,
     *,
-    cached_tokens: Callable[[int], int] = prompt_and_generation,
+    cached_tokens: Callable[[np.ndarray], np.ndarray] = prompt_and_generation,
     padded: bool = False,
     take: Callable[[Sequence, int], bool] = lambda sequence, padding: True,
 ) -> Batching:
     """Make one batch of the longest requests. Each must fit a batch of its own (`never_fits`).
 
-    `cached_tokens` says what the tokens that a request brings to the cache count as; more of them count no less. With
+    `cached_tokens` says what the tokens that requests bring to the cache count as; more of them count no less. With
     `padded` each prompt counts as long as the longest of the batch. `take` is asked for each request that is within all
     limits, with the tokens that its prompt lacks of that length: it puts the request into the cache, or refuses it for
     this batch where there is no room. It must not refuse the first one.
@@ -78,50 +85,61 @@ def batch_requests(
         return result
     lens = prompt_lens(waiting)
     paddings = (lens[0] - lens) * padded
-    prompts, tokens = lens + paddings, max_tokens(waiting) + paddings
-    shortest, least = int(prompts[-1]), cached_tokens(int(tokens.min()))
+    prompts, cached = lens + paddings, cached_tokens(max_tokens(waiting) + paddings)
+    shortest, least = int(prompts[-1]), int(cached.min())
     partitions = [_Partition() for _ in range(limits.num_micro_batches)]
-    taken, total, total_prompts = 0, 0, 0
-    for at, (sequence, prompt, num_tokens) in enumerate(zip(waiting, prompts.tolist(), tokens.tolist(), strict=True)):
-        room = _within(total + least, limits.cache_tokens) and _within(total_prompts + shortest, limits.prompt_tokens)
-        if not room or not partitions or taken == limits.batch_size:  # line 6
-            result.aborted += waiting[at:]
+    at, taken, total, total_prompts = 0, 0, 0, 0
+    while at < len(waiting) and partitions and taken != limits.batch_size:  # line 6
+        cache_room, prompt_room = _left(limits.cache_tokens, total), _left(limits.prompt_tokens, total_prompts)
+        if least > cache_room or shortest > prompt_room:
             break
-        cached = cached_tokens(num_tokens)
-        fits = _within(total + cached, limits.cache_tokens) and _within(total_prompts + prompt, limits.prompt_tokens)
-        lightest = min(partitions, key=attrgetter("prompt_tokens")) if fits else partitions[0]  # line 8
-        fits = fits and _fits(lightest, prompt, cached, limits)
-        if not fits or not take(sequence, prompt - sequence.prompt_len):  # line 9
+        lightest = min(partitions, key=attrgetter("prompt_tokens"))  # line 8
+        cache_room = min(cache_room, _left(limits.micro_batch_cache_tokens, lightest.cached_tokens))
+        prompt_room = min(prompt_room, _left(limits.micro_batch_prompt_tokens, lightest.prompt_tokens))
+        found = _first_within(prompts, prompt_room, cached, cache_room, at)
+        result.aborted += waiting[at:found]  # line 9: none of them fits
+        at = found + 1
+        if found == len(waiting):
+            break
+        sequence = waiting[found]
+        if not take(sequence, int(paddings[found])):
             result.aborted.append(sequence)
             continue
         lightest.requests.append(sequence)
-        lightest.prompt_tokens += prompt
-        lightest.cached_tokens += cached
-        taken, total, total_prompts = taken + 1, total + cached, total_prompts + prompt
+        lightest.prompt_tokens += int(prompts[found])
+        lightest.cached_tokens += int(cached[found])
+        taken, total, total_prompts = taken + 1, total + int(cached[found]), total_prompts + int(prompts[found])
         if len(lightest.requests) == limits.micro_batch_size:  # line 14
             result.micro_batches.append(lightest.requests)
             partitions.remove(lightest)
+    result.aborted += waiting[at:]
     result.micro_batches += [p.requests for p in partitions if p.requests]
     return result
 
 
-def _within(tokens: int, limit: int | None) -> bool:
-    return limit is None or tokens <= limit
+def _left(limit: int | None, taken: int) -> int:
+    return _NO_LIMIT if limit is None else limit - taken
 
 
-def _fits(partition: _Partition, prompt: int, cached: int, limits: BatchLimits) -> bool:
-    return _within(partition.cached_tokens + cached, limits.micro_batch_cache_tokens) and _within(
-        partition.prompt_tokens + prompt, limits.micro_batch_prompt_tokens
-    )
+def _first_within(prompts: np.ndarray, most_prompt: int, cached: np.ndarray, most_cached: int, first: int) -> int:
+    """Return the first request from number `first` on that is within both; how many there are where none is."""
+    step = _LOOKED_AT
+    while first < len(prompts):
+        piece = slice(first, first + step)
+        within = (prompts[piece] <= most_prompt) & (cached[piece] <= most_cached)
+        if within.any():
+            return first + int(within.argmax())
+        first, step = first + step, 2 * step
+    return len(prompts)
 
 
 def never_fits(prompt: int, cached: int, limits: BatchLimits) -> str | None:
     """Return why a request of these tokens does not fit even a batch of its own; None where it does."""
     for limit in (limits.micro_batch_cache_tokens, limits.cache_tokens):
-        if not _within(cached, limit):
+        if cached > _left(limit, 0):
             return f"needs the KV cache of {cached} tokens, there is one of {limit}"
     for limit in (limits.micro_batch_prompt_tokens, limits.prompt_tokens):
-        if not _within(prompt, limit):
+        if prompt > _left(limit, 0):
             return f"prompt of {prompt} tokens exceeds the {limit} that a prefill can hold"
     return None
 
@@ -249,6 +267,7 @@ class BatchScheduler:
         """Return the most tokens that a waiting request's blocks hold, without padding."""
         return self._in_blocks(int(max_tokens(self._queue).max(initial=0)))
 
-    def _in_blocks(self, num_tokens: int) -> int:
+    def _in_blocks(self, num_tokens: Tokens) -> Tokens:
         """Return the tokens that whole blocks for so many hold."""
-        return self._allocator.blocks_for(num_tokens) * self._allocator.block_size
+        size = self._allocator.block_size
+        return -(-num_tokens // size) * size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from harness.engine.sequences import Sequence, State
 from strategies.common.workload_shape import WorkloadShape
+from strategies.offloading import request_batching
 from strategies.offloading.planning.memory import micro_batch_kv_tokens
 from strategies.offloading.request_batching import (
     Batching,
@@ -60,12 +62,14 @@ def test_every_request_goes_where_the_limits_allow(case):
 
 
 @settings(max_examples=300)
-@given(cases())
-def test_what_no_longer_fits_is_left_without_being_asked(case):
-    """The batch is that of Algorithm 2 gone through to the last request of the queue."""
+@given(cases(), st.integers(1, 4))
+def test_what_no_longer_fits_is_left_without_being_asked(case, looked_at):
+    """The batch is that of Algorithm 2 gone through to the last request of the queue, however many of them are looked
+    at together."""
     queue, limits, padded = case
     queue = [s for s in queue if never_fits(s.prompt_len, prompt_and_generation(s.max_tokens), limits) is None]
-    result = batch_requests(queue, limits, padded=padded)
+    with mock.patch.object(request_batching, "_LOOKED_AT", looked_at):
+        result = batch_requests(queue, limits, padded=padded)
     to_the_end = to_the_last_request(queue, limits, padded)
     assert {frozenset(m) for m in result.micro_batches} == to_the_end
 
