@@ -18,8 +18,6 @@ from harness.calibration.table import (
 )
 from harness.machine.base import Lane, LaneKind, MachineError, Op, Work
 
-_SHORT_S = 1e-3  # of an op whose lane hands the interpreter over more often than others can bear
-
 
 @dataclass
 class _Told:
@@ -41,7 +39,7 @@ class CalibratedCosts:
     _gpu_bytes: float = 0.0  # that ops of the gpu lane have read and written
     # Where in these bytes weights were read last; None: they have come over the link since.
     _last_read: dict[Hashable, float | None] = field(default_factory=dict)
-    _is_short: dict[LaneKind, bool] = field(default_factory=dict)  # the op that began last on a lane
+    _last_s: dict[LaneKind, float] = field(default_factory=dict)  # of the op that began last on a lane
     _told: dict[tuple[LaneKind, str], _Told] = field(default_factory=lambda: defaultdict(_Told))
 
     def seconds(self, lane: Lane, op: Op, work: Work) -> float:
@@ -51,10 +49,12 @@ class CalibratedCosts:
         link_s = work.link_bytes / self.link_bytes_s[kind] if kind in LINKS else 0.0
         found = self._found(kind, op, work)
         measured = self.table.seconds(lane, op, company, found=found)
-        if measured is not None and self._is_crowded(kind):
-            measured = max(measured, self.table.crowded_s(lane, op, found=found) or 0.0)
+        other = LaneKind.CPU if kind is LaneKind.GPU else LaneKind.GPU  # in whose company ops of this lane lose most
+        if measured is not None and other in self._last_s and self.is_busy(other):
+            crowded_s = self.table.crowded_s(lane, op, other, self._last_s[other], company, found=found)
+            measured = max(measured, crowded_s or 0.0)
         seconds = link_s + (self._estimated(lane, op, work, company) if measured is None else measured)
-        self._is_short[kind] = seconds < _SHORT_S
+        self._last_s[kind] = seconds
         told = self._told[kind, op.kind]
         told.all_s += seconds
         told.estimated_s += seconds if measured is None else 0.0
@@ -79,11 +79,6 @@ class CalibratedCosts:
                 f"such work ({work}) from which to estimate it"
             )
         return seconds or 0.0
-
-    def _is_crowded(self, kind: LaneKind) -> bool:
-        """Return whether the lane in whose company ops of this lane lose most has short ops at this moment."""
-        other = LaneKind.CPU if kind is LaneKind.GPU else LaneKind.GPU
-        return self._is_short.get(other, False) and self.is_busy(other)
 
     def _found(self, kind: LaneKind, op: Op, work: Work) -> str:
         """Return where an op of the gpu lane finds its weights; it must be called for each op as the op starts.

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import numpy as np
 
 from harness.bench.fitting import typical
 from harness.bench.shapes import Shape
-from harness.calibration.op_costs import Recording
+from harness.calibration.op_costs import BetweenOps, Recording
 from harness.calibration.probes import LayerProbes
 from harness.calibration.table import HostTimes
 from harness.calibration.undisturbed import Undisturbed
 from harness.engine.batch import assemble
 from harness.engine.engine import Engine
 from harness.engine.sequences import accept
+from harness.machine.base import LaneKind
 
 
 def measure_host(
     engine: Engine, probes: LayerProbes, undisturbed: Undisturbed, *, repeats: int, max_tokens: int, max_context: int,
-    handovers_s: Sequence[float],
+    between: BetweenOps,
 ) -> HostTimes:  # fmt: skip
-    """Measure the times of the strategy's own thread. Ops are submitted while the lanes work, as they are in a run."""
+    """Measure the times of the strategy's own thread. Ops are submitted while the lanes work, as they are in a run.
+    What lanes take `between` ops was seen while these were measured."""
     pairs = [
         undisturbed("submissions", lambda: _submit_and_wake(engine, probes, max_tokens)) for _ in range(4 * repeats)
     ]
@@ -35,7 +36,9 @@ def measure_host(
         wake_s=float(np.median([wake_s for _, wake_s in pairs])),
         pass_s=float(max(fixed, 0.0)),
         sequence_s=float(max(slope, 0.0)),
-        handover_s=max(typical(handovers_s), 0.0),
+        handover_s=max(typical(between.handovers_s), 0.0),
+        handover_beside_s=max(typical(between.handovers_beside_s), 0.0),
+        turns_s={kind: max(typical(between.turns_s[kind]), 0.0) for kind in (LaneKind.GPU, LaneKind.CPU)},
     )
 
 

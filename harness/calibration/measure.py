@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from harness.bench.fitting import typical
 from harness.calibration.host_times import measure_host
 from harness.calibration.memory import last_cache_bytes, measure_memory
 from harness.calibration.op_costs import OpCosts
@@ -51,7 +52,7 @@ def measure_all(
         log("the strategy's own thread")
         host = measure_host(
             engine, probes, undisturbed, repeats=repeats, max_tokens=max_tokens, max_context=max_context,
-            handovers_s=ops.handovers_s,
+            between=ops.between,
         )  # fmt: skip
     finally:
         probes.close()
@@ -65,5 +66,6 @@ def measure_all(
         memory=memory,
         host=host,
         crowded=ops.crowded,
+        short_s={kind: typical(all_s) for kind, all_s in ops.short_s.items()},
         cache_bytes=last_cache_bytes(),
     )

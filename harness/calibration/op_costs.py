@@ -9,9 +9,14 @@ matters: gpu ops alone and with a busy link; ops of all other lanes also with a 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise, product
+from threading import Event
+from typing import ClassVar
 
 import numpy as np
 
@@ -32,7 +37,7 @@ from harness.calibration.table import (
 from harness.calibration.undisturbed import Undisturbed
 from harness.engine.emitter import Emitter
 from harness.engine.engine import Engine
-from harness.machine.base import CPU, GPU, Lane, LaneKind, Op, Ticket, Work
+from harness.machine.base import CPU, D2H, GPU, Context, Lane, LaneKind, Op, Ticket, Work
 from harness.memory.weights import WeightStream
 
 _LAYERS_BESIDE_LINK = 3
@@ -41,9 +46,8 @@ _FEED_EVERY_S = 2e-3
 
 class OpCosts:
     """Measures what ops take, alone and in company. `samples` has their seconds by company, `crowded` those beside a
-    lane that runs one short op after another, `works` their work.
-    `handovers_s` has the seconds from the end of an op until another one, which had waited for it on an idle lane,
-    began."""
+    lane that runs one short op after another, each of `short_s` seconds by that lane, `works` their work.
+    `between` has what lanes took from op to op meanwhile."""
 
     def __init__(
         self, engine: Engine, probes: LayerProbes, *, link_bytes_s: dict[LaneKind, float], undisturbed: Undisturbed,
@@ -55,9 +59,10 @@ class OpCosts:
         self._max_tokens, self._max_context = max_tokens, max_context
         self.samples: dict[Company, dict[str, Points]] = {ALONE: {}}
         self.works: dict[str, dict[tuple[float, ...], Work]] = {}
-        self.crowded: dict[str, Points] = {}
+        self.crowded: dict[Company, dict[str, Points]] = {ALONE: {}, BESIDE_LINK: {}}
+        self.short_s: dict[LaneKind, list[float]] = {}
         self._spare: dict[Company, dict[str, Points]] = {}
-        self.handovers_s: list[float] = []
+        self.between = BetweenOps()
 
     def measure(self, repeats: int, log: Callable[[str], None]) -> None:
         """Measure all shapes once, and then again: what changes with the time of day must not look like a difference of
@@ -66,17 +71,19 @@ class OpCosts:
             log(f"ops alone and in company: {repeat + 1} of {repeats}")
             for shape in self._shapes():
                 self._keep(ALONE, self._undisturbed(f"ops alone, {shape}", partial(self._serial, shape)))
-                tickets = self._undisturbed(f"ops with weights at rest, {shape}", partial(self._at_rest, shape))
-                self._keep(ALONE, tickets, at_rest=True)
+                for company in (ALONE, BESIDE_LINK):
+                    name = f"ops with weights at rest, {_beside(company)}{shape}"
+                    tickets = self._undisturbed(name, partial(self._at_rest, shape, company))
+                    self._keep(company, tickets, at_rest=True)
                 tickets = self._undisturbed(f"gpu ops beside the link, {shape}", partial(self._overlapped, shape))
                 self._keep(BESIDE_LINK, [t for t in tickets if t.lane == GPU])
                 for company in (BESIDE_LINK, BESIDE_GPU, BESIDE_GPU_AND_LINK):
                     name = f"ops beside {'+'.join(sorted(company))}, {shape}"
                     self._keep(company, self._undisturbed(name, partial(self._host_side, shape, company)))
-            for shape, lane in product(self._short_shapes(), (CPU, GPU)):
-                beside = partial(self._beside_short_ones, shape, lane)
-                tickets = self._undisturbed(f"ops beside short ones on {lane}, {shape}", beside)
-                self._add(self.crowded, tickets, at_rest=lane == CPU)
+            for shape, lane, company in product(self._short_shapes(), (CPU, GPU), (ALONE, BESIDE_LINK)):
+                measure = partial(self._beside_short_ones, shape, lane, company)
+                name = f"ops beside short ones on {lane}, {_beside(company)}{shape}"
+                self._add(self.crowded[company], self._undisturbed(name, measure), at_rest=lane == CPU)
         self._fill_gaps()
 
     def _keep(self, company: Company, tickets: list[Ticket], *, at_rest: bool = False) -> None:
@@ -145,12 +152,15 @@ class OpCosts:
         emit = Recording(self._engine, serial=True)
         its = self._probes.pair(shape)
         for first, apart in self._probes.chains:
-            for it in its:
-                emit.embed(it)
-            self._probes.serial(emit, its, first, experts_apart=apart)
-            self._engine.machine.wait(emit.head(its[0]))
-        self._end()
-        self.handovers_s += [_gap_s(a, b) for a, b in pairwise(emit.tickets) if a.lane != b.lane]
+            begun = len(emit.tickets)
+            with self._held(emit):
+                for it in its:
+                    emit.embed(it)
+                self._probes.serial(emit, its, first, experts_apart=apart)
+                last = emit.head(its[0])
+            self._engine.machine.wait(last)
+            self._end()
+            self.between.add(emit.tickets[begun:])
         return emit.tickets
 
     def _overlapped(self, shape: Shape) -> list[Ticket]:
@@ -171,15 +181,18 @@ class OpCosts:
             emit.tickets.clear()
         return counting
 
-    def _at_rest(self, shape: Shape) -> list[Ticket]:
-        """Run one micro-batch's ops on the gpu lane, with experts apart, over weights that came before."""
-        emit, probes = Recording(self._engine), self._probes
+    def _at_rest(self, shape: Shape, company: Company) -> list[Ticket]:
+        """Run one micro-batch's ops on the gpu lane, with experts apart, over weights that came before. Meanwhile the
+        link is idle or not, as `company` says."""
+        emit, probes = Recording(self._engine, serial=True), self._probes
         it = probes.batch(0, shape)
         probes.stream.request_layer(probes.layer)
         probes.ops.emit.embed(it)
         self._engine.machine.drain()
-        probes.gpu_side(emit, it, probes.layer)
-        self._engine.machine.drain()
+        with probes.background(link=LaneKind.H2D in company) as background:
+            with self._held(emit):
+                probes.gpu_side(emit, it, probes.layer)
+            self._fed(background, emit)
         self._end()
         return emit.tickets
 
@@ -191,26 +204,43 @@ class OpCosts:
         probes = self._probes
         with probes.background(gpu=LaneKind.GPU in company, link=LaneKind.H2D in company) as background:
             emit = Recording(self._engine, serial=True)
-            probes.host_side(emit, probes.batch(0, shape), probes.layer)
+            with self._held(emit):
+                probes.host_side(emit, probes.batch(0, shape), probes.layer)
             self._fed(background, emit)
         self._end()
+        self.between.add(emit.tickets, beside=company)
         return emit.tickets
 
-    def _beside_short_ones(self, shape: Shape, lane: Lane) -> list[Ticket]:
-        """Run a micro-batch's ops beside single experts on `lane`. Threads then hand the interpreter to one another
-        several times an op. Beside the cpu lane the ops are those of the gpu lane, beside that all others."""
+    def _beside_short_ones(self, shape: Shape, lane: Lane, company: Company) -> list[Ticket]:
+        """Run a micro-batch's ops beside single experts on `lane`, with a busy link or an idle one, as `company` says.
+        Threads then hand the interpreter to one another several times an op. Beside the cpu lane the ops are those of
+        the gpu lane, beside that all others."""
         probes = self._probes
         emit = Recording(self._engine, serial=True)
         if lane == CPU:
             probes.stream.request_layer(probes.layer)
             probes.ops.emit.embed(probes.batch(0, shape))
             self._engine.machine.drain()
-        with probes.background(short=lane) as background:
-            side = probes.gpu_side if lane == CPU else probes.host_side
-            side(emit, probes.batch(0, shape), probes.layer)
+        with probes.background(short=lane, link=LaneKind.H2D in company) as background:
+            with self._held(emit):
+                side = probes.gpu_side if lane == CPU else probes.host_side
+                side(emit, probes.batch(0, shape), probes.layer)
             self._fed(background, emit)
         self._end()
+        self.between.add(emit.tickets, beside=company | {lane.kind})
+        self.short_s.setdefault(lane.kind, []).extend(self._seconds(ticket) for ticket in background.computed)
         return emit.tickets
+
+    @contextmanager
+    def _held(self, emit: Recording) -> Iterator[None]:
+        """Let no op of a serial chain begin before all are submitted: the first ones would share the interpreter with
+        the thread that submits the others."""
+        gate = Gate()
+        emit.tail = (self._engine.machine.submit(D2H, gate),)
+        try:
+            yield
+        finally:
+            gate.open()
 
     def _fed(self, background: Background, emit: Recording) -> None:
         """Keep the background supplied until all that was recorded has run."""
@@ -223,6 +253,46 @@ class OpCosts:
         self._probes.stream.cancel_all()
         self._engine.machine.drain()
         self._engine.machine.now()
+
+
+class Gate(Op):
+    """Occupies its lane until it is opened."""
+
+    kind: ClassVar[str] = "gate"
+
+    def __init__(self) -> None:
+        self._opened = Event()
+
+    def open(self) -> None:
+        self._opened.set()
+
+    def work(self) -> Work:
+        """Return no work: nobody measures it."""
+        return Work()
+
+    def run(self, ctx: Context, packet: int) -> None:
+        self._opened.wait()
+
+
+@dataclass
+class BetweenOps:
+    """Holds seconds from the end of an op until the one began that had waited for it alone: hand-overs to another lane,
+    which had nothing to do, while no third lane works and while one does; and turns of a lane that computes, by kind.
+    Links make up for their turns."""
+
+    handovers_s: list[float] = field(default_factory=list)
+    handovers_beside_s: list[float] = field(default_factory=list)
+    turns_s: dict[LaneKind, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, chain: Sequence[Ticket], *, beside: Company = ALONE) -> None:
+        """Add a serial chain. The lanes `beside` it had other things to do, so that what began there says nothing."""
+        for before, after in pairwise(chain):
+            assert before.finished_s is not None and after.started_s is not None
+            seconds, kind = after.started_s - before.finished_s, after.lane.kind
+            if before.lane != after.lane and kind not in beside:
+                (self.handovers_beside_s if beside else self.handovers_s).append(seconds)
+            elif before.lane == after.lane and kind not in LINKS:
+                self.turns_s[kind].append(seconds)
 
 
 class Recording(Emitter):
@@ -243,10 +313,9 @@ class Recording(Emitter):
         return ticket
 
 
+def _beside(company: Company) -> str:
+    return "".join(f"beside {kind}, " for kind in sorted(company))
+
+
 def _mean(rows: Iterable[Sequence[float]]) -> tuple[float, ...]:
     return tuple(float(each) for each in np.mean(list(rows), axis=0))
-
-
-def _gap_s(before: Ticket, after: Ticket) -> float:
-    assert before.finished_s is not None and after.started_s is not None
-    return after.started_s - before.finished_s

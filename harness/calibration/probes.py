@@ -29,6 +29,7 @@ Pair = tuple[InFlight, InFlight]  # the second one finds weights that the first 
 _STAGING_BYTES = 4_000_000  # keys and values of one layer on the device: longer contexts are not probed there
 _DEVICE_KV_BYTES = 16_000_000  # the cache in device memory, all layers: longer contexts are not probed in it
 _HOST_EXPERTS = 3  # that one chain runs on the cpu lane
+_FEW_TOKENS = 100  # of a micro-batch whose experts all run on the cpu lane besides
 _RUN = 1_000_003  # random numbers, a prime: no two blocks of a cache begin at the same place of the run
 _TABLES_BYTES = 64_000  # block tables for that cache and two micro-batches, with blocks of 2 KB or more
 
@@ -255,7 +256,8 @@ class LayerProbes:
         source, target = self.acts[0].host_normed, self.acts[0].host_moe_out
         for _ in range(_HOST_EXPERTS):
             emit.submit(CPU, self.expert_on_host(share))
-        emit.experts_on_host(it, self.layer, [0, 1])  # most often nobody's, which is soon told
+        # All of them where many are nobody's, which is soon told: a pass with experts on the host has these too.
+        emit.experts_on_host(it, self.layer, None if num_tokens <= _FEW_TOKENS else [0, 1])
         tokens, ones = np.arange(share), np.ones(share, dtype=np.float32)
         emit.submit(CPU, expert_rows.ClearSums(spec, self.sums, num_tokens, self.layer))
         emit.submit(CPU, expert_rows.Gather(spec, source, self.kept, tokens, self.layer))
@@ -346,6 +348,7 @@ class Background:
     def __init__(self, probes: LayerProbes, *, gpu: bool, link: bool, short: Lane | None) -> None:
         self._probes, self._link, self._short = probes, link, short
         self._computing: list[Ticket] = []
+        self.computed: list[Ticket] = []  # that have ended
         self._transfer: list[Ticket] = []
         self._it: InFlight | None = None
         if short == GPU:
@@ -361,6 +364,7 @@ class Background:
 
     def feed(self) -> None:
         """Submit more work; this must be called more often than what is queued lasts."""
+        self.computed += [t for t in self._computing if t.done]
         self._computing = [t for t in self._computing if not t.done]
         while self._it is not None and len(self._computing) < self.AHEAD:
             self._computing += self._probes.ops.layer(self._it, self._probes.layer)

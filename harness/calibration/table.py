@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -24,7 +24,7 @@ ALONE: Company = frozenset()
 BESIDE_LINK: Company = frozenset({LaneKind.H2D})
 BESIDE_GPU: Company = frozenset({LaneKind.GPU})
 BESIDE_GPU_AND_LINK: Company = BESIDE_GPU | BESIDE_LINK
-VERSION = 11
+VERSION = 12
 # What ends the key of an op with weights, by where it finds them: just come over the link (nothing), in a cache
 # since the op before it has read them, or in memory, where they have been for long.
 AGAIN, AT_REST = ", again", ", at rest"
@@ -39,7 +39,20 @@ class HostTimes:
     wake_s: float  # from the end of what is awaited until the strategy goes on
     pass_s: float  # of one pass: to schedule, lay out and retire it
     sequence_s: float  # more for each sequence in the pass
-    handover_s: float  # from the end of what an op waits for until its lane, idle until then, begins
+    handover_s: float  # from the end of what an op waits for until its lane, idle until then, begins: nothing else runs
+    handover_beside_s: float  # the same while another lane runs something
+    turns_s: Mapping[str, float]  # by kind of lane that computes: from the end of its op until it begins the next one
+
+    @classmethod
+    def mean(cls, hosts: Sequence[HostTimes]) -> HostTimes:
+        """Average times that were measured on one machine."""
+        turns = {kind: fmean(host.turns_s[kind] for host in hosts) for kind in hosts[0].turns_s}
+        rest = {
+            each.name: fmean(getattr(host, each.name) for host in hosts)
+            for each in fields(cls)
+            if each.name != "turns_s"
+        }
+        return cls(**rest, turns_s=turns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +61,8 @@ class CalibrationTable:
     one op takes. On the links the seconds are those beyond bytes / rate, so that the table serves other link rates too.
     In company short ops lose most, to threads that hand the interpreter to each other and to caches that streams sweep.
     `crowded` are such samples beside the one lane that costs most: the cpu lane for gpu ops and the gpu lane for all
-    others, with one short op after another. `cache_bytes` is the size of the last cache, 0 where it is unknown.
+    others, with one short op after another, of `short_s` seconds by that lane; by whether the link is busy too.
+    `cache_bytes` is the size of the last cache, 0 where it is unknown.
     `works` has, by the same key and features, the work of such an op: from it follow the rates at which a lane's ops of
     other kinds are estimated. `together` has, by the lanes active at the same time ("cpu+gpu+h2d"), how many times
     longer *long* ops of each lane take than alone. `memory` is GB/s of host memory as measured, for the reader."""
@@ -59,7 +73,8 @@ class CalibrationTable:
     together: Mapping[str, Mapping[str, float]]
     memory: Mapping[str, list[float]]
     host: HostTimes
-    crowded: Mapping[str, Points] = field(default_factory=dict)
+    crowded: Mapping[Company, Mapping[str, Points]] = field(default_factory=dict)
+    short_s: Mapping[str, float] = field(default_factory=dict)
     cache_bytes: int = 0
     version: int = VERSION
 
@@ -81,22 +96,30 @@ class CalibrationTable:
         return None
 
     @cached_property
-    def crowding_s(self) -> dict[str, float]:
-        """The seconds that an op takes longer beside a lane with one short op after another than alone, by key: the
-        mean over all shapes. These seconds go to hand-overs of the interpreter, of which a kind of op has so many."""
-        found = {}
-        for key, points in self.crowded.items():
-            alone = self.functions[ALONE].get(key)
-            if alone is not None:
-                typical = typical_by_features(points)
-                found[key.removesuffix(AT_REST)] = max(fmean(s - alone(at) for at, s in typical.items()), 0.0)
-        return found
+    def crowding_s(self) -> dict[tuple[Company, str, bool], float]:
+        """The seconds that an op takes longer beside a lane with one short op after another than alone: the mean over
+        all shapes, by the link's company, by key, and by whether there was anything to do. They go to hand-overs of the
+        interpreter, of which a kind of op has so many, and one that finds nothing to do fewer."""
+        more_s: dict[tuple[Company, str, bool], list[float]] = defaultdict(list)
+        for company, by_key in self.crowded.items():
+            for key, points in by_key.items():
+                alone = self.functions[ALONE].get(key)
+                if alone is not None:
+                    for at, seconds in typical_by_features(points).items():
+                        more_s[company, key.removesuffix(AT_REST), any(at)].append(seconds - alone(at))
+        return {which: max(fmean(all_s), 0.0) for which, all_s in more_s.items()}
 
-    def crowded_s(self, lane: Lane, op: Op, *, found: str = "") -> float | None:
-        """Return the seconds of an op alone, and those of `crowding_s`, both without the link's own time. The result is
-        None for an op that was not measured so."""
-        alone, more_s = self.seconds(lane, op, found=found), self.crowding_s.get(table_key(lane, op))
-        return None if alone is None or more_s is None else alone + more_s
+    def crowded_s(
+        self, lane: Lane, op: Op, beside: LaneKind, beside_s: float, company: Company = ALONE, *, found: str = ""
+    ) -> float | None:
+        """Return the seconds of an op alone, and those of `crowding_s`, both without the link's own time. Where ops of
+        the lane `beside`, of `beside_s` seconds, are longer than those beside which it was measured, the interpreter is
+        asked for that much more seldom. The result is None for an op that was not measured so."""
+        which, seconds = (table_key(lane, op), any(op.cost_features())), self.seconds(lane, op, found=found)
+        more_s = self.crowding_s.get((company & BESIDE_LINK, *which), self.crowding_s.get((ALONE, *which)))
+        if seconds is None or more_s is None:
+            return None
+        return seconds + more_s * min(1.0, self.short_s.get(beside, 0.0) / max(beside_s, 1e-9))
 
     @cached_property
     def rates(self) -> dict[Company, dict[LaneKind, LaneRates]]:
@@ -155,18 +178,17 @@ class CalibrationTable:
         typical values over all of them; factors and host times are averaged."""
         first = tables[0]
         samples: dict[Company, dict[str, Points]] = {}
-        crowded: dict[str, Points] = defaultdict(list)
+        crowded: dict[Company, dict[str, Points]] = {}
         for table in tables:
-            for key, points in table.crowded.items():
-                crowded[key].extend(points)
-            for company, by_key in table.samples.items():
-                for key, points in by_key.items():
-                    samples.setdefault(company, {}).setdefault(key, []).extend(points)
+            for merged, own in ((crowded, table.crowded), (samples, table.samples)):
+                for company, by_key in own.items():
+                    for key, points in by_key.items():
+                        merged.setdefault(company, {}).setdefault(key, []).extend(points)
         works: dict[str, dict[tuple[float, ...], Work]] = defaultdict(dict)
         for table in tables:
             for key, by_features in table.works.items():
                 works[key].update(by_features)
-        hosts = [asdict(table.host) for table in tables]
+        hosts = [table.host for table in tables]
         disturbed = [name for table in tables for name in table.meta.get("disturbed", [])]
         return cls(
             meta={**first.meta, "merged": len(tables), "disturbed": disturbed},
@@ -177,8 +199,9 @@ class CalibrationTable:
                 for group, factors in first.together.items()
             },
             memory={name: [value for t in tables for value in t.memory[name]] for name in first.memory},
-            host=HostTimes(**{name: fmean(host[name] for host in hosts) for name in hosts[0]}),
+            host=HostTimes.mean(hosts),
             crowded=crowded,
+            short_s={kind: fmean(t.short_s[kind] for t in tables) for kind in first.short_s},
             cache_bytes=first.cache_bytes,
         )
 
@@ -191,12 +214,10 @@ class CalibrationTable:
             "together": self.together,
             "memory_gb_s": self.memory,
             "cache_bytes": self.cache_bytes,
-            "crowded": {key: _grouped(points) for key, points in self.crowded.items()},
+            "crowded": _written(self.crowded),
+            "short_s": self.short_s,
             "spread": self.spread(),
-            "samples": {
-                _company_name(company): {key: _grouped(points) for key, points in by_key.items()}
-                for company, by_key in self.samples.items()
-            },
+            "samples": _written(self.samples),
             "works": {key: list(by_features.items()) for key, by_features in self.works.items()},
         }
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -216,20 +237,15 @@ class CalibrationTable:
 
     @classmethod
     def _of(cls, values: Mapping[str, Any]) -> CalibrationTable:
-        def points(rows: list[Any]) -> Points:
-            return [(tuple(features), s) for features, all_s in rows for s in all_s]
-
         return cls(
             meta=values["meta"],
-            samples={
-                _company(name): {key: points(rows) for key, rows in by_key.items()}
-                for name, by_key in values["samples"].items()
-            },
+            samples=_read(values["samples"]),
             works={key: {tuple(f): Work(*work) for f, work in rows} for key, rows in values["works"].items()},
             together=values["together"],
             memory=values["memory_gb_s"],
             host=HostTimes(**values["host"]),
-            crowded={key: points(rows) for key, rows in values["crowded"].items()},
+            crowded=_read(values["crowded"]),
+            short_s=values["short_s"],
             cache_bytes=values["cache_bytes"],
         )
 
@@ -269,6 +285,22 @@ def _company_name(company: Company) -> str:
 
 def _company(name: str) -> Company:
     return ALONE if name == "alone" else frozenset(LaneKind(kind) for kind in name.split("+"))
+
+
+def _written(samples: Mapping[Company, Mapping[str, Points]]) -> dict[str, Any]:
+    return {
+        _company_name(company): {key: _grouped(points) for key, points in by_key.items()}
+        for company, by_key in samples.items()
+    }
+
+
+def _read(values: Mapping[str, Mapping[str, Any]]) -> dict[Company, dict[str, Points]]:
+    return {
+        _company(name): {
+            key: [(tuple(features), s) for features, all_s in rows for s in all_s] for key, rows in by_key.items()
+        }
+        for name, by_key in values.items()
+    }
 
 
 def _grouped(points: Sequence[tuple[tuple[float, ...], float]]) -> list[tuple[tuple[float, ...], list[float]]]:

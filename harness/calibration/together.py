@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from itertools import combinations
@@ -119,10 +120,14 @@ class Together:
         return supply
 
     def _median_s(self, lane: Lane, end_s: float) -> float:
-        """Return the median seconds of the lane's packets, on links per byte."""
+        """Return the median seconds of the lane's packets, on links per byte: the mean over sizes, of which a group's
+        window may hold more of one or of another."""
         spans = self._spans(lane, end_s)
         assert spans, f"lane {lane} ended nothing in {_MOST_S:g} s"
-        return float(np.median([_per_unit(span) for span in spans]))
+        by_size: dict[float, list[float]] = defaultdict(list)
+        for span in spans:
+            by_size[span.work.link_bytes if lane.kind in LINKS else 0.0].append(_per_unit(span))
+        return float(np.mean([np.median(alike) for alike in by_size.values()]))
 
     def _spans(self, lane: Lane, end_s: float) -> list[Span]:
         """Return the spans of the lane's op that ended by `end_s`."""

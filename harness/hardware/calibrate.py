@@ -85,8 +85,9 @@ def _host(table: CalibrationTable) -> str:
     host = table.host
     return (
         f"a submission takes {host.submit_s * 1e6:.0f} us, a wake-up {host.wake_s * 1e6:.0f} us, "
-        f"a hand-over {host.handover_s * 1e6:.0f} us, a pass {host.pass_s * 1e3:.2f} ms and "
-        f"{host.sequence_s * 1e6:.0f} us a sequence; {table.meta['rejected']} disturbed measurements were repeated"
+        f"a hand-over {host.handover_s * 1e6:.0f} us and beside another lane {host.handover_beside_s * 1e6:.0f}, "
+        f"a pass {host.pass_s * 1e3:.2f} ms and {host.sequence_s * 1e6:.0f} us a sequence; "
+        f"{table.meta['rejected']} disturbed measurements were repeated"
     )
 
 

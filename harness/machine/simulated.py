@@ -41,13 +41,17 @@ _MAX_ALIASES = 256  # equal lanes that are different objects, remembered by iden
 class HostTimes(Protocol):
     """The seconds that the strategy's thread and its wake-ups take.
 
-    They are for a submission, a wake-up, a pass, and each sequence in it; and until a lane that had nothing to do
-    begins with an op that has become ready.
+    They are for a submission, a wake-up, a pass, and each sequence in it; until a lane that had nothing to do begins
+    with an op that has become ready, while no other lane runs anything and while one does; and, by kind of lane, from
+    one of its ops to the next.
     """
 
     @property
     def handover_s(self) -> float: ...
-
+    @property
+    def handover_beside_s(self) -> float: ...
+    @property
+    def turns_s(self) -> Mapping[str, float]: ...
     @property
     def submit_s(self) -> float: ...
     @property
@@ -109,7 +113,7 @@ class SimulatedMachine(Machine):
         self._measured: MeasuredCosts | None = None
         log.name(self._lane_names, self._lanes.kinds())
         self._take(costs, contention or SharedMemory(host_bytes_s or 0.0))
-        self._lanes.host_times(submit_s, wake_s, 0.0)
+        self._lanes.host_times(submit_s, wake_s, 0.0, 0.0)
         self.world = world
 
     def calibrate(self, costs: MeasuredCosts, together: Mapping[str, Mapping[str, float]], host: HostTimes) -> None:
@@ -118,7 +122,8 @@ class SimulatedMachine(Machine):
         assert not self._num_submitted, "ops have run already"
         self._measured = costs
         self._take(costs, MeasuredTogether.of_slowdowns(together))
-        self._lanes.host_times(host.submit_s, host.wake_s, host.handover_s)
+        self._lanes.host_times(host.submit_s, host.wake_s, host.handover_s, host.handover_beside_s)
+        self._lanes.turns(dict(host.turns_s))
         self._pass_s, self._sequence_s = host.pass_s, host.sequence_s
 
     def _take(self, costs: Costs | Roofline, contention: Contention) -> None:

@@ -78,6 +78,7 @@ void bind_simulation(py::module_& m) {
       .def("cost_rates", &VirtualLanes::cost_rates, py::arg("rates"), py::arg("of_ops") = VirtualLanes::RatesOfOps())
       .def("cost_function", &VirtualLanes::cost_function)
       .def("host_times", &VirtualLanes::host_times)
+      .def("turns", &VirtualLanes::turns)
       .def("add_lane", &VirtualLanes::add_lane)
       .def("submit", &VirtualLanes::submit)
       .def("withdraw", &VirtualLanes::withdraw)

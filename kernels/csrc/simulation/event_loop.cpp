@@ -50,10 +50,18 @@ void EventLoop::submit(Task& task) {
   if (task.ready) consider(task);
 }
 
+// A lane that has just ended an op looks for the next one by itself; only one that sleeps must be woken.
 void EventLoop::make_ready(Task& task) {
   task.ready = true;
-  if (!lanes_[task.lane]->running) task.submitted_s = std::max(task.submitted_s, clock_s_ + handover_s_);
+  const VirtualLane& lane = *lanes_[task.lane];
+  const bool sleeps = !lane.running && lane.ended_s + lane.turn_s < clock_s_ - kInstantS - kInstant * clock_s_;
+  if (sleeps) task.submitted_s = std::max(task.submitted_s, clock_s_ + handover_s());
   consider(task);
+}
+
+double EventLoop::handover_s() const {
+  const bool beside = std::any_of(order_.begin(), order_.end(), [](const VirtualLane* lane) { return lane->running; });
+  return beside ? handover_beside_s_ : handover_s_;
 }
 
 // A ready op may be the one that its lane runs next.
@@ -143,7 +151,10 @@ void EventLoop::leave(VirtualLane& lane, int32_t packets_done) {
 void EventLoop::finish(VirtualLane& lane) {
   Task& task = *lane.running;
   leave(lane, task.packets);
-  if (++task.pieces_done == task.pieces) return ops_.end(task);
+  if (++task.pieces_done == task.pieces) {
+    lane.ended_s = clock_s_;
+    return ops_.end(task);
+  }
   task.packets_done = 0;
   task.piece_begins = true;
   lane.paused = &task;
@@ -173,6 +184,7 @@ void EventLoop::start_ready() {
 // The urgent head, else what was interrupted, else the normal head: whichever is ready and was submitted.
 void EventLoop::choose(VirtualLane& lane) {
   double due_s = kNever;
+  const double free_s = lane.ended_s + lane.turn_s;
   for (auto* queue : {&lane.urgent, &lane.normal}) {
     if (queue == &lane.normal && lane.paused) {
       Task& task = *lane.paused;
@@ -185,12 +197,13 @@ void EventLoop::choose(VirtualLane& lane) {
     }
     if (queue->empty() || !queue->front()->ready) continue;
     Task& head = *queue->front();
-    if (head.submitted_s <= clock_s_) {
+    const double begin_s = std::max(head.submitted_s, free_s);
+    if (begin_s <= clock_s_) {
       queue->pop_front();
       ops_.begin(head);
       return begin(lane, head);
     }
-    due_s = std::min(due_s, head.submitted_s);
+    due_s = std::min(due_s, begin_s);
   }
   due_s_.set(lane.place, due_s);
 }

@@ -36,6 +36,8 @@ struct VirtualLane {
   int32_t boundary = -1;       // packets after which an urgent op takes over
   bool dirty = false;          // to be looked at before time goes on
   double left_s = 0, since_s = 0, speed = 1, span_start_s = 0;
+  double ended_s = -kNever;  // when its last op was over
+  double turn_s = 0;         // from then until it begins another one that is ready
 };
 
 class EventLoop {
@@ -56,8 +58,14 @@ class EventLoop {
 
   double clock_s() const { return clock_s_; }  // how far the lanes have come
   void share(std::shared_ptr<Sharing> sharing) { sharing_ = std::move(sharing); }  // before anything runs
-  // From the end of what an op waited for until its lane, idle until then, has noticed.
-  void set_handover_s(double seconds) { handover_s_ = seconds; }
+  // From the end of what an op waited for until its lane, idle until then, has noticed: while no other lane runs
+  // anything, and while one does.
+  void set_handover_s(double alone_s, double beside_s) {
+    handover_s_ = alone_s;
+    handover_beside_s_ = beside_s;
+  }
+  // From the end of a lane's op until it begins another one that is ready.
+  void set_turn_s(int id, double seconds) { lanes_[id]->turn_s = seconds; }
 
   int add_lane(const std::string& kind, int kind_number, int rank);
   const std::vector<VirtualLane*>& lanes() const { return order_; }
@@ -76,6 +84,7 @@ class EventLoop {
  private:
   template <class Whole>
   void insert(Tree<Whole>& tree, size_t place, double value);
+  double handover_s() const;
   void mark(VirtualLane& lane);
   void consider(Task& task);
   void leave(VirtualLane& lane, int32_t packets_done);
@@ -93,7 +102,7 @@ class EventLoop {
   Ops& ops_;
   SpanLog& log_;
   std::shared_ptr<Sharing> sharing_;
-  double clock_s_ = 0, handover_s_ = 0;
+  double clock_s_ = 0, handover_s_ = 0, handover_beside_s_ = 0;
   std::vector<std::unique_ptr<VirtualLane>> lanes_;  // by id
   std::vector<int> ranks_;                           // that lanes have; their places are the ranks in names_
   // By place:

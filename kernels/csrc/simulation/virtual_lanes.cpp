@@ -57,10 +57,10 @@ VirtualLanes::VirtualLanes(Classes classes, std::shared_ptr<SpanLog> log)
 
 VirtualLanes::~VirtualLanes() { clear(); }
 
-void VirtualLanes::host_times(double submit_s, double wake_s, double handover_s) {
+void VirtualLanes::host_times(double submit_s, double wake_s, double handover_s, double handover_beside_s) {
   submit_s_ = submit_s;
   wake_s_ = wake_s;
-  loop_.set_handover_s(handover_s);
+  loop_.set_handover_s(handover_s, handover_beside_s);
 }
 
 int VirtualLanes::add_lane(const std::string& kind, int rank) {
@@ -70,7 +70,10 @@ int VirtualLanes::add_lane(const std::string& kind, int rank) {
   if (!seconds_ && !rates_.count(kind)) throw py::value_error("no costs are known for lanes of kind " + kind);
   lane_kinds_.push_back(kind);
   known_.emplace_back();
-  return loop_.add_lane(kind, static_cast<int>(found - kinds.begin()), rank);
+  const int id = loop_.add_lane(kind, static_cast<int>(found - kinds.begin()), rank);
+  const auto turn = turns_s_.find(kind);
+  if (turn != turns_s_.end()) loop_.set_turn_s(id, turn->second);
+  return id;
 }
 
 // -- the strategy's side ---------------------------------------------------------------------------------------------

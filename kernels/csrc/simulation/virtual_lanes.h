@@ -49,7 +49,9 @@ class VirtualLanes : private EventLoop::Ops {
   }
   void cost_function(py::object seconds) { seconds_ = std::move(seconds); }
   // Sets what the strategy's thread pays for a submission and a wake-up, and a lane for a hand-over.
-  void host_times(double submit_s, double wake_s, double handover_s);
+  void host_times(double submit_s, double wake_s, double handover_s, double handover_beside_s);
+  // Sets by kind of lane what it takes from one op to the next; before any lane is added.
+  void turns(const std::map<std::string, double>& turns_s) { turns_s_ = turns_s; }
 
   int add_lane(const std::string& kind, int rank);
   void submit(int lane, py::handle ticket);
@@ -101,6 +103,7 @@ class VirtualLanes : private EventLoop::Ops {
   std::vector<std::vector<std::optional<Rates>>> known_;  // by lane, by kind of op
   py::object seconds_;  // null where rates are given
   double submit_s_ = 0, wake_s_ = 0, host_s_ = 0;
+  std::map<std::string, double> turns_s_;
   int64_t num_submitted_ = 0, num_settled_ = 0;
   std::deque<Task> tasks_;  // a ticket's `place` is that of its task, until it settles
   std::vector<size_t> free_;

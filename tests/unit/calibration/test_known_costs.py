@@ -3,6 +3,7 @@ core has to be quiet."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,17 +13,20 @@ from harness.calibration import host_times, op_costs, together, undisturbed
 from harness.calibration.measure import measure_all
 from harness.calibration.table import AGAIN, ALONE, AT_REST, BESIDE_GPU, BESIDE_LINK, LINKS, CalibrationTable
 from harness.machine.base import D2H, GPU, H2D, LaneKind, Work
+from harness.machine.emulated import EmulatedMachine
 from harness.machine.simulated import SimulatedMachine
 from harness.machine.virtual.contention import MeasuredTogether
 from harness.machine.virtual.world import World
 from harness.model.planned import PlannedModel
 from harness.routing.kinds.uniform import UniformRouting
 from tests.contract.running import CAPACITIES_BYTES, engine_on
+from tests.unit.machine.ops import Quick
 from tests.unit.record.recorded import span
 
 LINK_BYTES_S = {LaneKind.H2D: 2e8, LaneKind.D2H: 5e7, LaneKind.PIN: 1e9}
 FIXED_S = {LaneKind.GPU: 4e-3, LaneKind.CPU: 3e-3, LaneKind.H2D: 7e-4, LaneKind.D2H: 5e-4, LaneKind.PIN: 9e-4}
-SUBMIT_S, WAKE_S, HANDOVER_S = 3e-5, 2e-4, 1e-4
+SUBMIT_S, WAKE_S, HANDOVER_S, BESIDE_S = 3e-5, 2e-4, 1e-4, 3e-4
+TURNS_S = {LaneKind.GPU: 6e-5, LaneKind.CPU: 4e-5}
 PASS_S, LAY_OUT_S, ACCEPT_S = 2e-3, 3e-5, 1e-6  # of the strategy's thread: a pass, and each sequence in it
 SLOWDOWNS = {
     "cpu+gpu": {"cpu": 1.5, "gpu": 1.2},
@@ -49,7 +53,8 @@ def found(tiny, request) -> CalibrationTable:
     machine = SimulatedMachine(
         capacities_bytes=CAPACITIES_BYTES, costs=KnownCosts(), contention=MeasuredTogether.of_slowdowns(SLOWDOWNS)
     )
-    machine._lanes.host_times(SUBMIT_S, WAKE_S, HANDOVER_S)
+    machine._lanes.host_times(SUBMIT_S, WAKE_S, HANDOVER_S, BESIDE_S)
+    machine._lanes.turns({str(kind): seconds for kind, seconds in TURNS_S.items()})
     machine.world = World(UniformRouting(tiny.spec.num_experts, tiny.spec.experts_per_token, seed=0), 8)
     spent = [0.0]  # by the strategy's thread, outside the machine
 
@@ -92,8 +97,7 @@ def test_dense_layers_are_measured_apart_where_there_are_any(found, request):
     for company in (ALONE, BESIDE_LINK):
         measured = {key for key in found.samples[company] if key.startswith("gpu: attention out")}
         dense = {"gpu: attention out, dense", "gpu: attention out, dense, again"} if has_dense else set()
-        roles = ("", AGAIN, AT_REST) if company == ALONE else ("", AGAIN)
-        assert measured == {f"gpu: attention out{role}" for role in roles} | dense
+        assert measured == {f"gpu: attention out{role}" for role in ("", AGAIN, AT_REST)} | dense
 
 
 def test_company_costs_at_most_the_whole_slow_down(found):
@@ -109,10 +113,20 @@ def test_slow_downs_are_those_of_the_machine(found):
     assert found.together["h2d+pin"] == pytest.approx({"h2d": 1.0, "pin": 1.0}, rel=0.02)
 
 
+def test_short_ops_are_short_and_measured_beside_the_link_too(found):
+    assert found.short_s.keys() == {LaneKind.GPU, LaneKind.CPU}
+    assert all(own_s(kind, (0.0,)) <= seconds <= 2 * own_s(kind, (0.0,)) for kind, seconds in found.short_s.items())
+    for company in (ALONE, BESIDE_LINK):
+        assert {"gpu: experts x1, at rest", "cpu: experts x1", "d2h: fetch routing"} <= found.crowded[company].keys()
+    assert f"gpu: experts x1{AT_REST}" in found.samples[BESIDE_LINK]
+
+
 def test_host_times_are_those_of_the_machine(found):
     assert found.host.submit_s == pytest.approx(SUBMIT_S, rel=1e-6)
     assert found.host.wake_s == pytest.approx(WAKE_S, rel=1e-6)
     assert found.host.handover_s == pytest.approx(HANDOVER_S, rel=0.05)  # some ops are submitted late
+    assert found.host.handover_beside_s == pytest.approx(BESIDE_S, rel=0.15)  # the others may have nothing just then
+    assert found.host.turns_s == pytest.approx(TURNS_S, rel=0.05)
     assert found.host.pass_s == pytest.approx(PASS_S, rel=1e-3)
     assert found.host.sequence_s == pytest.approx(LAY_OUT_S + 2 * ACCEPT_S, rel=1e-3)
 
@@ -123,5 +137,19 @@ def test_packets_of_different_sizes_count_by_the_byte_on_links_alone():
     spans += [span(D2H, 0, 5, "offload qkv", work=Work(link_bytes=1)), span(H2D, 0, 50, "weights")]
     measured = together.Together.__new__(together.Together)
     measured._engine = SimpleNamespace(machine=SimpleNamespace(spans=spans))
-    assert measured._median_s(H2D, end_s=9.0) == pytest.approx(0.1)
+    assert measured._median_s(H2D, end_s=9.0) == pytest.approx((0.1 + 0.05 + 0.1) / 3)
     assert measured._median_s(GPU, end_s=9.0) == 2
+
+
+def test_no_op_of_a_chain_begins_before_all_are_submitted():
+    machine = EmulatedMachine(capacities_bytes={}, rates={})
+    measuring = op_costs.OpCosts.__new__(op_costs.OpCosts)
+    measuring._engine = SimpleNamespace(machine=machine)
+    emit = SimpleNamespace(tail=())
+    with measuring._held(emit):
+        ticket = machine.submit(GPU, Quick(), after=emit.tail)
+        time.sleep(0.05)
+        machine.now()
+        assert not ticket.done
+    machine.wait(ticket)
+    machine.close()

@@ -16,6 +16,7 @@ from harness.calibration import local, together, undisturbed
 from harness.calibration import probes as probes_module
 from harness.calibration.local import CalibrationTable, identity, link_rates, local_table, table_path
 from harness.calibration.measure import measure_all
+from harness.calibration.op_costs import Recording
 from harness.calibration.probes import LayerProbes
 from harness.calibration.table import ALONE, BESIDE_GPU, BESIDE_GPU_AND_LINK, BESIDE_LINK
 from harness.cli.overrides import composed_values
@@ -90,6 +91,18 @@ def test_the_router_of_probed_micro_batches_sends_tokens_everywhere(tiny):
         chosen = [machine.wait(emit.fetch_routing(it, 0)).expert_ids for it in pair]
         probes.close()
     assert [len(set(ids.ravel().tolist())) for ids in chosen] == [engine.spec.num_experts] * 2
+
+
+@pytest.mark.parametrize(("num_tokens", "num_ops"), [(4, 3 + 8), (101, 3 + 2)])
+def test_all_experts_run_on_the_host_where_tokens_are_few(num_tokens, num_ops, tiny):
+    """Some then have none, as in a pass with experts on the host, and take less than any other."""
+    with closing(emulated()) as machine:
+        engine = engine_on(machine, tiny, [], kv_blocks=400, block_size=16)
+        probes, emit = LayerProbes(engine, max_tokens=128, packet_bytes=100_000), Recording(engine, serial=True)
+        probes.host_side(emit, probes.batch(0, Shape(contexts=(20,) * num_tokens)), probes.layer)
+        machine.drain()
+        probes.close()
+    assert sum(t.lane == CPU and t.op.kind == "experts" for t in emit.tickets) == num_ops
 
 
 @pytest.mark.parametrize("count", [1, 6, 7, 8, 50])

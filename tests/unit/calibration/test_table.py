@@ -56,7 +56,9 @@ def table(**changes) -> CalibrationTable:
         "meta": {"code": "x"},
         "samples": {
             ALONE: {
-                "gpu: measured": LINE, "cpu: measured": LINE, "h2d: measured": [((2.0,), 0.01), ((6.0,), 0.01)],
+                "gpu: measured": LINE,
+                "cpu: measured": LINE,
+                "h2d: measured": [((2.0,), 0.01), ((6.0,), 0.01)],
             },
             BESIDE_LINK: {"gpu: measured": longer(2)},
             BESIDE_GPU: {"cpu: measured": longer(3)},
@@ -73,8 +75,16 @@ def table(**changes) -> CalibrationTable:
             "cpu+gpu+h2d": {"cpu": 1.8, "gpu": 2.0, "h2d": 1.2},
         },
         "memory": {"working_set_gb": [1.0], "read_1_thread": [10.0, 11.0]},
-        "host": HostTimes(submit_s=1e-5, wake_s=2e-5, pass_s=1e-3, sequence_s=1e-6, handover_s=5e-5),
-    }  # fmt: skip
+        "host": HostTimes(
+            submit_s=1e-5,
+            wake_s=2e-5,
+            pass_s=1e-3,
+            sequence_s=1e-6,
+            handover_s=5e-5,
+            handover_beside_s=7e-5,
+            turns_s={"gpu": 3e-5, "cpu": 2e-5},
+        ),
+    }
     return CalibrationTable(**(values | changes))
 
 
@@ -228,21 +238,42 @@ def test_what_was_never_measured_again_costs_as_the_first_time():
 
 
 def test_an_op_takes_longer_beside_short_ones():
-    """By as much as it did on average over all shapes when it was measured beside them, and beside no long ones."""
-    crowded = {"gpu: measured": [((2.0,), 0.3), ((4.0,), 0.6)]}
+    """By as much as it did on average over all shapes when it was measured beside them; beside longer ones by less."""
+    crowded = {ALONE: {"gpu: measured": [((2.0,), 0.3), ((4.0,), 0.6)]}}
     cpu = {"cpu: measured": [((4.0,), 0.5e-3), ((8.0,), 2.0)]}
     samples = {ALONE: {**table().samples[ALONE], **cpu}}
     is_busy = {LaneKind.CPU}
-    asked = CalibratedCosts(table(samples=samples, crowded=crowded), {}, is_busy.__contains__)
+    given = table(samples=samples, crowded=crowded, short_s={"cpu": 1e-3})
+    asked = CalibratedCosts(given, {}, is_busy.__contains__)
     op = Measured(4.0)
     assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4), "the cpu lane has begun nothing yet"
     asked.seconds(CPU, op, op.work())
     assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4 + (0.1 + 0.2) / 2)
     asked.seconds(CPU, Measured(8.0), op.work())
-    assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4)
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4 + 0.15 * 1e-3 / 2.0), "two seconds, not a thousandth"
     asked.seconds(CPU, op, op.work())
     is_busy.clear()
     assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4), "the cpu lane has nothing more to do"
+
+
+def test_an_op_that_finds_nothing_to_do_is_crowded_as_such_ops_were():
+    crowded = {ALONE: {"gpu: measured": [((0.0,), 0.35), ((4.0,), 0.9)]}}
+    asked = CalibratedCosts(table(crowded=crowded, short_s={"cpu": 9.0}), {}, lambda kind: kind is LaneKind.CPU)
+    asked.seconds(CPU, Measured(4.0), Work())
+    empty, full = Measured(0.0), Measured(4.0)
+    assert asked.seconds(GPU, empty, empty.work()) == pytest.approx(0.35)
+    assert asked.seconds(GPU, full, full.work()) == pytest.approx(0.9)
+
+
+def test_an_op_beside_short_ones_and_a_busy_link_takes_what_it_took_so():
+    crowded = {ALONE: {"gpu: measured": [((4.0,), 0.9)]}, BESIDE_LINK: {"gpu: measured": [((4.0,), 1.4)]}}
+    is_busy = {LaneKind.CPU, LaneKind.H2D}
+    asked = CalibratedCosts(table(crowded=crowded, short_s={"cpu": 9.0}), {}, is_busy.__contains__)
+    op = Measured(4.0)
+    asked.seconds(CPU, op, op.work())
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx(1.4)
+    is_busy.remove(LaneKind.H2D)
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.9)
 
 
 def test_slowdowns_hold_nothing_that_the_samples_hold():
