@@ -31,11 +31,13 @@ class _Told:
 class CalibratedCosts:
     """Tells the simulated machine what ops cost: by the table, and on links also by their stated rates. Ops of a kind
     that was not measured take what their lane's measured ops take for such work; ops without any work are free.
-    `is_busy` tells whether a kind of lane has something to run at the moment when an op starts."""
+    `is_busy` tells whether a kind of lane has something to run at the moment when an op starts, `strategy_left_s` for
+    how long the strategy's thread works on then."""
 
     table: CalibrationTable
     link_bytes_s: Mapping[LaneKind, float]
     is_busy: Callable[[LaneKind], bool]
+    strategy_left_s: Callable[[], float] = float
     _gpu_bytes: float = 0.0  # that ops of the gpu lane have read and written
     # Where in these bytes weights were read last; None: they have come over the link since.
     _last_read: dict[Hashable, float | None] = field(default_factory=dict)
@@ -49,10 +51,9 @@ class CalibratedCosts:
         link_s = work.link_bytes / self.link_bytes_s[kind] if kind in LINKS else 0.0
         found = self._found(kind, op, work)
         measured = self.table.seconds(lane, op, company, found=found)
-        other = LaneKind.CPU if kind is LaneKind.GPU else LaneKind.GPU  # in whose company ops of this lane lose most
-        if measured is not None and other in self._last_s and self.is_busy(other):
-            crowded_s = self.table.crowded_s(lane, op, other, self._last_s[other], company, found=found)
-            measured = max(measured, crowded_s or 0.0)
+        if measured is not None and (more_s := self._crowding_s(lane, op, company)):
+            alone_s = self.table.seconds(lane, op, found=found)
+            measured = max(measured, more_s + (alone_s or 0.0))
         seconds = link_s + (self._estimated(lane, op, work, company) if measured is None else measured)
         self._last_s[kind] = seconds
         told = self._told[kind, op.kind]
@@ -79,6 +80,17 @@ class CalibratedCosts:
                 f"such work ({work}) from which to estimate it"
             )
         return seconds or 0.0
+
+    def _crowding_s(self, lane: Lane, op: Op, company: Company) -> float:
+        """Return the seconds that an op takes longer than alone. Short ops take them on the lane in whose company ops
+        of this lane lose most, and so does the strategy's thread, for no longer than it works on."""
+        other = LaneKind.CPU if lane.kind is LaneKind.GPU else LaneKind.GPU
+        more_s = 0.0
+        if other in self._last_s and self.is_busy(other):
+            more_s += self.table.crowded_s(lane, op, other, self._last_s[other], company)
+        if left_s := self.strategy_left_s():
+            more_s += min(self.table.beside_strategy_s(lane, op), left_s)
+        return more_s
 
     def _found(self, kind: LaneKind, op: Op, work: Work) -> str:
         """Return where an op of the gpu lane finds its weights; it must be called for each op as the op starts.

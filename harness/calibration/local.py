@@ -132,5 +132,5 @@ def link_rates(hardware: HardwareConfig) -> dict[LaneKind, float]:
 def calibrate(machine: SimulatedMachine, settings: Settings, spec: ModelSpec, log: Log = print) -> None:
     """Give `machine` the costs that were measured on this computer; measure them now if they never were."""
     table = local_table(settings, spec, log)
-    costs = CalibratedCosts(table, link_rates(settings.hardware), machine.is_busy)
+    costs = CalibratedCosts(table, link_rates(settings.hardware), machine.is_busy, machine.strategy_left_s)
     machine.calibrate(costs, table.slowdowns(), table.host)

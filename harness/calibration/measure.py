@@ -66,6 +66,7 @@ def measure_all(
         memory=memory,
         host=host,
         crowded=ops.crowded,
+        beside_strategy=ops.beside_strategy,
         short_s={kind: typical(all_s) for kind, all_s in ops.short_s.items()},
         cache_bytes=last_cache_bytes(),
     )

@@ -42,12 +42,13 @@ from harness.memory.weights import WeightStream
 
 _LAYERS_BESIDE_LINK = 3
 _FEED_EVERY_S = 2e-3
+_AT_ONCE = 8  # submissions between two looks at whether an op has run
 
 
 class OpCosts:
     """Measures what ops take, alone and in company. `samples` has their seconds by company, `crowded` those beside a
-    lane that runs one short op after another, each of `short_s` seconds by that lane, `works` their work.
-    `between` has what lanes took from op to op meanwhile."""
+    lane that runs one short op after another, each of `short_s` seconds by that lane, `beside_strategy` those beside a
+    thread that submits, `works` their work. `between` has what lanes took from op to op meanwhile."""
 
     def __init__(
         self, engine: Engine, probes: LayerProbes, *, link_bytes_s: dict[LaneKind, float], undisturbed: Undisturbed,
@@ -61,6 +62,7 @@ class OpCosts:
         self.works: dict[str, dict[tuple[float, ...], Work]] = {}
         self.crowded: dict[Company, dict[str, Points]] = {ALONE: {}, BESIDE_LINK: {}}
         self.short_s: dict[LaneKind, list[float]] = {}
+        self.beside_strategy: dict[str, Points] = {}
         self._spare: dict[Company, dict[str, Points]] = {}
         self.between = BetweenOps()
 
@@ -84,6 +86,10 @@ class OpCosts:
                 measure = partial(self._beside_short_ones, shape, lane, company)
                 name = f"ops beside short ones on {lane}, {_beside(company)}{shape}"
                 self._add(self.crowded[company], self._undisturbed(name, measure), at_rest=lane == CPU)
+            for shape, lane in product(self._short_shapes(), (CPU, GPU)):
+                name = f"ops on {'other lanes' if lane == GPU else GPU} beside submissions, {shape}"
+                tickets = self._undisturbed(name, partial(self._beside_submissions, shape, lane))
+                self._add(self.beside_strategy, tickets, at_rest=lane == CPU)
         self._fill_gaps()
 
     def _keep(self, company: Company, tickets: list[Ticket], *, at_rest: bool = False) -> None:
@@ -215,25 +221,46 @@ class OpCosts:
         """Run a micro-batch's ops beside single experts on `lane`, with a busy link or an idle one, as `company` says.
         Threads then hand the interpreter to one another several times an op. Beside the cpu lane the ops are those of
         the gpu lane, beside that all others."""
-        probes = self._probes
-        emit = Recording(self._engine, serial=True)
-        if lane == CPU:
-            probes.stream.request_layer(probes.layer)
-            probes.ops.emit.embed(probes.batch(0, shape))
-            self._engine.machine.drain()
-        with probes.background(short=lane, link=LaneKind.H2D in company) as background:
+        emit, submit = self._prepared(shape, lane)
+        with self._probes.background(short=lane, link=LaneKind.H2D in company) as background:
             with self._held(emit):
-                side = probes.gpu_side if lane == CPU else probes.host_side
-                side(emit, probes.batch(0, shape), probes.layer)
+                submit()
             self._fed(background, emit)
         self._end()
         self.between.add(emit.tickets, beside=company | {lane.kind})
         self.short_s.setdefault(lane.kind, []).extend(self._seconds(ticket) for ticket in background.computed)
         return emit.tickets
 
+    def _beside_submissions(self, shape: Shape, lane: Lane) -> list[Ticket]:
+        """Run the ops that `_beside_short_ones` runs for this lane, while this thread submits experts that run after
+        them, as a strategy's does."""
+        emit, submit = self._prepared(shape, lane)
+        if lane == GPU:
+            self._probes.stream.request_layer(self._probes.layer)
+            self._engine.machine.drain()
+        with self._held(emit):
+            submit()
+        while not emit.tickets[-1].done:
+            for _ in range(_AT_ONCE):
+                self._engine.machine.submit(GPU, self._probes.expert_on_device(1), after=emit.tickets[-1:])
+            self._engine.machine.now()
+        self._end()
+        return emit.tickets
+
+    def _prepared(self, shape: Shape, beside: Lane) -> tuple[Recording, Callable[[], None]]:
+        """Return an emitter and a function that submits a micro-batch's ops to it. Beside the cpu lane these are those
+        of the gpu lane, whose weights lie on the device; beside the gpu lane all others."""
+        probes, emit = self._probes, Recording(self._engine, serial=True)
+        if beside == CPU:
+            probes.stream.request_layer(probes.layer)
+            probes.ops.emit.embed(probes.batch(0, shape))
+            self._engine.machine.drain()
+        side = probes.gpu_side if beside == CPU else probes.host_side
+        return emit, lambda: side(emit, probes.batch(0, shape), probes.layer)
+
     @contextmanager
     def _held(self, emit: Recording) -> Iterator[None]:
-        """Let no op of a serial chain begin before all are submitted: the first ones would share the interpreter with
+        """Let no op of a serial chain begin before all are submitted. The first ones would share the interpreter with
         the thread that submits the others."""
         gate = Gate()
         emit.tail = (self._engine.machine.submit(D2H, gate),)
@@ -276,9 +303,11 @@ class Gate(Op):
 
 @dataclass
 class BetweenOps:
-    """Holds seconds from the end of an op until the one began that had waited for it alone: hand-overs to another lane,
-    which had nothing to do, while no third lane works and while one does; and turns of a lane that computes, by kind.
-    Links make up for their turns."""
+    """Holds seconds from the end of an op until the one began that had waited for it alone.
+
+    These are hand-overs to another lane, which had nothing to do, while no third lane works and while one does; and
+    turns of a lane that computes, by kind. Links make up for their turns.
+    """
 
     handovers_s: list[float] = field(default_factory=list)
     handovers_beside_s: list[float] = field(default_factory=list)

@@ -45,7 +45,7 @@ class HostTimes:
 
     @classmethod
     def mean(cls, hosts: Sequence[HostTimes]) -> HostTimes:
-        """Average times that were measured on one machine."""
+        """Return the means of times that were measured on one machine."""
         turns = {kind: fmean(host.turns_s[kind] for host in hosts) for kind in hosts[0].turns_s}
         rest = {
             each.name: fmean(getattr(host, each.name) for host in hosts)
@@ -62,6 +62,7 @@ class CalibrationTable:
     In company short ops lose most, to threads that hand the interpreter to each other and to caches that streams sweep.
     `crowded` are such samples beside the one lane that costs most: the cpu lane for gpu ops and the gpu lane for all
     others, with one short op after another, of `short_s` seconds by that lane; by whether the link is busy too.
+    `beside_strategy` are such samples beside a thread that submits op after op.
     `cache_bytes` is the size of the last cache, 0 where it is unknown.
     `works` has, by the same key and features, the work of such an op: from it follow the rates at which a lane's ops of
     other kinds are estimated. `together` has, by the lanes active at the same time ("cpu+gpu+h2d"), how many times
@@ -75,6 +76,7 @@ class CalibrationTable:
     host: HostTimes
     crowded: Mapping[Company, Mapping[str, Points]] = field(default_factory=dict)
     short_s: Mapping[str, float] = field(default_factory=dict)
+    beside_strategy: Mapping[str, Points] = field(default_factory=dict)
     cache_bytes: int = 0
     version: int = VERSION
 
@@ -96,30 +98,40 @@ class CalibrationTable:
         return None
 
     @cached_property
-    def crowding_s(self) -> dict[tuple[Company, str, bool], float]:
-        """The seconds that an op takes longer beside a lane with one short op after another than alone: the mean over
-        all shapes, by the link's company, by key, and by whether there was anything to do. They go to hand-overs of the
-        interpreter, of which a kind of op has so many, and one that finds nothing to do fewer."""
-        more_s: dict[tuple[Company, str, bool], list[float]] = defaultdict(list)
-        for company, by_key in self.crowded.items():
-            for key, points in by_key.items():
-                alone = self.functions[ALONE].get(key)
-                if alone is not None:
-                    for at, seconds in typical_by_features(points).items():
-                        more_s[company, key.removesuffix(AT_REST), any(at)].append(seconds - alone(at))
+    def crowding_s(self) -> dict[Company, dict[tuple[str, bool], float]]:
+        """The seconds that ops take longer than alone, as `crowded` says, by company, in the form of `_longer`."""
+        return {company: self._longer(by_key) for company, by_key in self.crowded.items()}
+
+    @cached_property
+    def strategy_s(self) -> dict[tuple[str, bool], float]:
+        """The seconds that ops take longer than alone, as `beside_strategy` says, in the form of `_longer`."""
+        return self._longer(self.beside_strategy)
+
+    def _longer(self, by_key: Mapping[str, Points]) -> dict[tuple[str, bool], float]:
+        """Return the seconds that an op takes longer than alone: the mean over all shapes, by key, and by whether there
+        was anything to do. They go to hand-overs of the interpreter, of which a kind of op has so many, and one that
+        finds nothing to do fewer."""
+        more_s: dict[tuple[str, bool], list[float]] = defaultdict(list)
+        for key, points in by_key.items():
+            alone = self.functions[ALONE].get(key)
+            if alone is not None:
+                for at, seconds in typical_by_features(points).items():
+                    more_s[key.removesuffix(AT_REST), any(at)].append(seconds - alone(at))
         return {which: max(fmean(all_s), 0.0) for which, all_s in more_s.items()}
 
-    def crowded_s(
-        self, lane: Lane, op: Op, beside: LaneKind, beside_s: float, company: Company = ALONE, *, found: str = ""
-    ) -> float | None:
-        """Return the seconds of an op alone, and those of `crowding_s`, both without the link's own time. Where ops of
-        the lane `beside`, of `beside_s` seconds, are longer than those beside which it was measured, the interpreter is
-        asked for that much more seldom. The result is None for an op that was not measured so."""
-        which, seconds = (table_key(lane, op), any(op.cost_features())), self.seconds(lane, op, found=found)
-        more_s = self.crowding_s.get((company & BESIDE_LINK, *which), self.crowding_s.get((ALONE, *which)))
-        if seconds is None or more_s is None:
-            return None
-        return seconds + more_s * min(1.0, self.short_s.get(beside, 0.0) / max(beside_s, 1e-9))
+    def crowded_s(self, lane: Lane, op: Op, beside: LaneKind, beside_s: float, company: Company = ALONE) -> float:
+        """Return the seconds that an op takes longer than alone beside ops of the lane `beside`, of `beside_s` seconds
+        each. Where these are longer than those beside which it was measured, the interpreter is asked for that much
+        more seldom. The result is 0 for an op that was not measured so."""
+        which = (table_key(lane, op), any(op.cost_features()))
+        by_company = (self.crowding_s.get(each, {}).get(which) for each in (company & BESIDE_LINK, ALONE))
+        more_s = next((seconds for seconds in by_company if seconds is not None), 0.0)
+        return more_s * min(1.0, self.short_s.get(beside, 0.0) / max(beside_s, 1e-9))
+
+    def beside_strategy_s(self, lane: Lane, op: Op) -> float:
+        """Return the seconds that an op takes longer than alone while the strategy's thread submits others. The result
+        is 0 for an op that was not measured so."""
+        return self.strategy_s.get((table_key(lane, op), any(op.cost_features())), 0.0)
 
     @cached_property
     def rates(self) -> dict[Company, dict[LaneKind, LaneRates]]:
@@ -179,8 +191,10 @@ class CalibrationTable:
         first = tables[0]
         samples: dict[Company, dict[str, Points]] = {}
         crowded: dict[Company, dict[str, Points]] = {}
+        beside: dict[Company, dict[str, Points]] = {}
         for table in tables:
-            for merged, own in ((crowded, table.crowded), (samples, table.samples)):
+            strategy = {ALONE: table.beside_strategy}
+            for merged, own in ((crowded, table.crowded), (samples, table.samples), (beside, strategy)):
                 for company, by_key in own.items():
                     for key, points in by_key.items():
                         merged.setdefault(company, {}).setdefault(key, []).extend(points)
@@ -201,6 +215,7 @@ class CalibrationTable:
             memory={name: [value for t in tables for value in t.memory[name]] for name in first.memory},
             host=HostTimes.mean(hosts),
             crowded=crowded,
+            beside_strategy=beside.get(ALONE, {}),
             short_s={kind: fmean(t.short_s[kind] for t in tables) for kind in first.short_s},
             cache_bytes=first.cache_bytes,
         )
@@ -215,6 +230,7 @@ class CalibrationTable:
             "memory_gb_s": self.memory,
             "cache_bytes": self.cache_bytes,
             "crowded": _written(self.crowded),
+            "beside_strategy": _written({ALONE: self.beside_strategy}),
             "short_s": self.short_s,
             "spread": self.spread(),
             "samples": _written(self.samples),
@@ -246,6 +262,7 @@ class CalibrationTable:
             host=HostTimes(**values["host"]),
             crowded=_read(values["crowded"]),
             short_s=values["short_s"],
+            beside_strategy=_read(values["beside_strategy"]).get(ALONE, {}),
             cache_bytes=values["cache_bytes"],
         )
 

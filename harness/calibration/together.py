@@ -120,14 +120,14 @@ class Together:
         return supply
 
     def _median_s(self, lane: Lane, end_s: float) -> float:
-        """Return the median seconds of the lane's packets, on links per byte: the mean over sizes, of which a group's
-        window may hold more of one or of another."""
+        """Return the median seconds of the lane's packets, on links per byte. There one packet of each size counts: a
+        window may hold more of one size or of another."""
         spans = self._spans(lane, end_s)
         assert spans, f"lane {lane} ended nothing in {_MOST_S:g} s"
         by_size: dict[float, list[float]] = defaultdict(list)
         for span in spans:
-            by_size[span.work.link_bytes if lane.kind in LINKS else 0.0].append(_per_unit(span))
-        return float(np.mean([np.median(alike) for alike in by_size.values()]))
+            by_size[span.work.link_bytes if lane.kind in LINKS else 1.0].append(span.end_s - span.start_s)
+        return float(sum(np.median(alike) for alike in by_size.values())) / sum(by_size)
 
     def _spans(self, lane: Lane, end_s: float) -> list[Span]:
         """Return the spans of the lane's op that ended by `end_s`."""
@@ -141,8 +141,3 @@ def _median(runs: list[dict[Lane, float]], lane: Lane) -> float:
 
 def _name(group: tuple[Lane, ...]) -> str:
     return "+".join(sorted(str(lane.kind) for lane in group))
-
-
-def _per_unit(span: Span) -> float:
-    seconds = span.end_s - span.start_s
-    return seconds / span.work.link_bytes if span.lane.kind in LINKS else seconds

@@ -156,6 +156,11 @@ class SimulatedMachine(Machine):
         """Tell whether a lane of this kind has an op to run at this moment of the virtual clock."""
         return bool(self._lanes.is_busy(kind))
 
+    def strategy_left_s(self) -> float:
+        """Return for how many seconds of the virtual clock the strategy's thread works on from now; 0 while it waits or
+        wakes up."""
+        return float(self._lanes.strategy_left_s())
+
     def spend_host_time(self, num_sequences: int) -> None:
         self._lanes.spend(self._pass_s + self._sequence_s * num_sequences)
 

@@ -79,6 +79,7 @@ void bind_simulation(py::module_& m) {
       .def("cost_function", &VirtualLanes::cost_function)
       .def("host_times", &VirtualLanes::host_times)
       .def("turns", &VirtualLanes::turns)
+      .def("strategy_left_s", &VirtualLanes::strategy_left_s)
       .def("add_lane", &VirtualLanes::add_lane)
       .def("submit", &VirtualLanes::submit)
       .def("withdraw", &VirtualLanes::withdraw)

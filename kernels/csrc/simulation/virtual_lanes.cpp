@@ -71,8 +71,7 @@ int VirtualLanes::add_lane(const std::string& kind, int rank) {
   lane_kinds_.push_back(kind);
   known_.emplace_back();
   const int id = loop_.add_lane(kind, static_cast<int>(found - kinds.begin()), rank);
-  const auto turn = turns_s_.find(kind);
-  if (turn != turns_s_.end()) loop_.set_turn_s(id, turn->second);
+  if (const auto turn = turns_s_.find(kind); turn != turns_s_.end()) loop_.set_turn_s(id, turn->second);
   return id;
 }
 
@@ -148,7 +147,7 @@ bool VirtualLanes::drain() {
 // Wakes the strategy, since what it awaited has happened. If it did not have to wait, it needs no waking.
 void VirtualLanes::wake() {
   if (loop_.clock_s() > host_s_) {
-    host_s_ = loop_.clock_s() + wake_s_;
+    host_s_ = woken_s_ = loop_.clock_s() + wake_s_;
   } else {
     catch_up();
   }

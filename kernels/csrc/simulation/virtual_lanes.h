@@ -61,6 +61,11 @@ class VirtualLanes : private EventLoop::Ops {
   bool drain();
   // The lanes do what they have done by the strategy's time.
   void catch_up();
+  // Returns for how long the strategy's thread works on at the lanes' moment; 0 while it waits or wakes up.
+  double strategy_left_s() const {
+    const double now_s = loop_.clock_s();
+    return woken_s_ <= now_s && now_s < host_s_ ? host_s_ - now_s : 0;
+  }
   void spend(double seconds);
 
   double host_s() const { return host_s_; }
@@ -103,6 +108,7 @@ class VirtualLanes : private EventLoop::Ops {
   std::vector<std::vector<std::optional<Rates>>> known_;  // by lane, by kind of op
   py::object seconds_;  // null where rates are given
   double submit_s_ = 0, wake_s_ = 0, host_s_ = 0;
+  double woken_s_ = 0;  // when the strategy's thread began what it has done last
   std::map<std::string, double> turns_s_;
   int64_t num_submitted_ = 0, num_settled_ = 0;
   std::deque<Task> tasks_;  // a ticket's `place` is that of its task, until it settles

@@ -119,6 +119,7 @@ def test_short_ops_are_short_and_measured_beside_the_link_too(found):
     for company in (ALONE, BESIDE_LINK):
         assert {"gpu: experts x1, at rest", "cpu: experts x1", "d2h: fetch routing"} <= found.crowded[company].keys()
     assert f"gpu: experts x1{AT_REST}" in found.samples[BESIDE_LINK]
+    assert {f"gpu: experts x1{AT_REST}", "cpu: experts x1", "d2h: fetch routing"} <= found.beside_strategy.keys()
 
 
 def test_host_times_are_those_of_the_machine(found):
@@ -137,7 +138,7 @@ def test_packets_of_different_sizes_count_by_the_byte_on_links_alone():
     spans += [span(D2H, 0, 5, "offload qkv", work=Work(link_bytes=1)), span(H2D, 0, 50, "weights")]
     measured = together.Together.__new__(together.Together)
     measured._engine = SimpleNamespace(machine=SimpleNamespace(spans=spans))
-    assert measured._median_s(H2D, end_s=9.0) == pytest.approx((0.1 + 0.05 + 0.1) / 3)
+    assert measured._median_s(H2D, end_s=9.0) == pytest.approx((1 + 2 + 9) / (10 + 40 + 90))
     assert measured._median_s(GPU, end_s=9.0) == 2
 
 

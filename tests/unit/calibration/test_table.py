@@ -276,6 +276,22 @@ def test_an_op_beside_short_ones_and_a_busy_link_takes_what_it_took_so():
     assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.9)
 
 
+def test_an_op_takes_longer_while_the_strategy_works_and_by_no_more_than_it_still_does():
+    beside = {"gpu: measured": [((2.0,), 0.3), ((4.0,), 0.6)]}
+    crowded = {ALONE: {"gpu: measured": [((4.0,), 0.9)]}}
+    left_s = [7.0]
+    given = table(crowded=crowded, beside_strategy=beside, short_s={"cpu": 9.0})
+    asked = CalibratedCosts(given, {}, lambda kind: kind is LaneKind.CPU, lambda: left_s[0])
+    op = Measured(4.0)
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4 + (0.1 + 0.2) / 2)
+    asked.seconds(CPU, op, op.work())
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4 + 0.5 + 0.15), "both at once"
+    left_s[0] = 0.01
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.9 + 0.01)
+    left_s[0] = 0.0
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.9)
+
+
 def test_slowdowns_hold_nothing_that_the_samples_hold():
     found = table().slowdowns()
     assert found["cpu+gpu"] == {"cpu": 1.0, "gpu": 1.2}
