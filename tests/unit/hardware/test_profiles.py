@@ -15,6 +15,7 @@ from harness.hardware.constants import Constant
 from harness.hardware.profile import HardwareConfig
 from harness.hardware.ratios import REFERENCES, ratios
 from harness.machine.base import GPU, Work
+from harness.record.measured import Measured
 from tests.composing import composed, names_in
 from tests.unit.record.recorded import span
 
@@ -217,11 +218,13 @@ def test_a_runs_ratios_are_told_by_the_byte_over_the_link():
     """6 TFLOP in two busy seconds of the gpu and 2 GB/s: 1500 FLOP a byte; of host memory's 73 GB/s 36.5 bytes."""
     hardware = parse(HardwareConfig, composed("hardware=t4", "hardware.h2d_gb_s=2")["hardware"], "hardware")
     spans = [span(GPU, 0, 1.5, work=Work(flops=5e12)), span(GPU, 3, 3.5, work=Work(flops=1e12)), span(GPU, 4, 9)]
-    found = ratios(hardware, spans, 2.0)
+    measured = Measured.of(spans, (0, 9))
+    work = measured.gpu_flops, measured.gpu_s
+    found = ratios(hardware, *work, 2.0)
     assert found["gpu_gflop_s_achieved"] == pytest.approx(3000)
     assert found["gpu_flop_per_link_byte"] == pytest.approx(1500)
     assert found["host_bytes_per_link_byte"] == pytest.approx(36.5)
     chosen = replace(hardware, host_gb_s=None)
-    assert ratios(chosen, spans, 2.0)["host_bytes_per_link_byte"] == pytest.approx(hardware.cpu_gb_s / 2)
-    assert ratios(chosen, spans, 3.0)["host_bytes_per_link_byte"] is None, "the link is not the profile's"
-    assert ratios(hardware, spans, None) is None and ratios(hardware, spans[2:], 2.0) is None
+    assert ratios(chosen, *work, 2.0)["host_bytes_per_link_byte"] == pytest.approx(hardware.cpu_gb_s / 2)
+    assert ratios(chosen, *work, 3.0)["host_bytes_per_link_byte"] is None, "the link is not the profile's"
+    assert ratios(hardware, *work, None) is None and ratios(hardware, 0.0, 0.0, 2.0) is None
