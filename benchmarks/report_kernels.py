@@ -70,6 +70,12 @@ def folder_of(machine: dict[str, Any]) -> str:
     return "-".join(re.findall(r"[a-z0-9.?]+", f"{name} {model} {machine['isa']}".lower())).replace("?", "x")
 
 
+def heading_of(machine: dict[str, Any]) -> str:
+    """Return what heads a machine's tables, such as "AMD EPYC 25.17.1, path avx512bf16"."""
+    name = " ".join(filter(None, (machine["processor"], machine.get("processor_model"))))
+    return f"{name}, path {machine['isa']}"
+
+
 def page_texts(folder: Path) -> dict[str, str]:
     """Write what every part's place on the page says, with a section for each machine."""
     texts: dict[str, list[str]] = {}
@@ -78,7 +84,7 @@ def page_texts(folder: Path) -> dict[str, str]:
         sections = {part: tables.section(result) for part, result in results.items()}
         facts = next(iter(results.values()))["machine"]
         for part, text in {**sections, "aims": aims.summary(results)}.items():
-            texts.setdefault(part, []).append(f"**{facts['processor']}, path {facts['isa']}**\n\n{text}")
+            texts.setdefault(part, []).append(f"**{heading_of(facts)}**\n\n{text}")
     return {part: "\n\n".join(of_machines) for part, of_machines in texts.items()}
 
 
