@@ -14,7 +14,7 @@ from kernels.gating import Gating
 THRESHOLD_VARIABLE = "KERNELS_GEMM_TOKENS"  # tokens from which torch is taken, or "never": overrides the table
 # By code path: tokens from which on torch is faster, on one thread and on several (docs/kernels.md, "Expert FFN"). On
 # the other paths the kernel was faster with any number of tokens, or nobody has measured.
-_TORCH_FROM_TOKENS = {"avx512bf16": (16, 32)}
+_TORCH_FROM_TOKENS = {"avx512bf16": (32, 64)}
 
 
 def gemm_from_tokens(num_threads: int) -> int | None:

@@ -4,6 +4,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <stdexcept>
@@ -77,6 +78,14 @@ const char* isa_name(Isa isa) {
     case Isa::kAvx2: return "avx2";
     default: return "portable";
   }
+}
+
+long first_cache_bytes() {
+#ifdef _SC_LEVEL1_DCACHE_SIZE
+  return std::max(0L, sysconf(_SC_LEVEL1_DCACHE_SIZE));
+#else
+  return 0;
+#endif
 }
 
 Isa current_isa() {

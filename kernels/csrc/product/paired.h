@@ -2,9 +2,10 @@
 // zeros. Rows of float32 are multiplied in float32, as elsewhere: a product of their three bfloat16 terms would take
 // three instructions where two do (and one to widen a weight, for all rows of x).
 //
-// Measured on a Zen 4 core (docs/kernels.md), whose second-level cache can wait for more lines than its first: weights
-// are fetched into the second, a row after the other, in long pieces. Another vendor's cores with these instructions
-// have tiles as well.
+// Measured on cores of Zen 4 and Zen 5 (docs/kernels.md): weights are fetched a row after the other, in long pieces. On a
+// Zen 4, whose second-level cache can wait for more lines than its first, they come into the second. A Zen 5 multiplies
+// twice as fast, so that with many rows of x what comes from the second-level cache is its limit. Another vendor's cores
+// with these instructions have tiles as well.
 #pragma once
 
 #include "weight_block.h"
@@ -20,15 +21,23 @@ constexpr int tile_outputs(int num_rows) { return num_rows <= 2 ? 8 : 4; }
 template <class X>
 constexpr int most_tile_rows() { return 6; }
 
-// Between two chunks sums go through memory: with many rows, where arithmetic is the limit, long chunks save time. With
-// few, what is fetched ahead must not fill the second-level cache.
+// Whether the core is taken for one of Zen 5's kind, by its first-level cache of 48 KiB (Zen 4: 32).
+inline bool has_large_first_cache() {
+  static const bool is_large = first_cache_bytes() >= (48 << 10);
+  return is_large;
+}
+
+// Between two chunks sums go through memory: with many rows, where a Zen 4's arithmetic is the limit, long chunks save
+// time; elsewhere a register tile's rows of x and of weights are to stay in the first-level cache. With few, what is
+// fetched ahead must not fill the second-level cache.
 template <class X>
-constexpr int64_t chunk_depth(int64_t num_rows) {
-  return (num_rows <= 2 || num_rows > 8 ? 8192 : 4096) / int64_t(sizeof(X));
+inline int64_t chunk_depth(int64_t num_rows) {
+  const int64_t of_many = has_large_first_cache() ? 2048 : 8192;
+  return (num_rows <= 2 ? 8192 : num_rows <= 8 ? 4096 : of_many) / int64_t(sizeof(X));
 }
 
 // Fetches elements [first, last) of a block's rows in equal shares a tile, a row after the other, into the second-level
-// cache.
+// cache, or the first where that is large.
 class RowPrefetcher {
  public:
   RowPrefetcher(const WeightBlock& block, int64_t first, int64_t last, int64_t num_tiles, int64_t) {
@@ -48,10 +57,14 @@ class RowPrefetcher {
   struct Run {
     const char* line;
     int64_t rate, credit, num_pairs;
+    bool into_first;
 
     KERNELS_INLINE void step() {
       for (credit += rate; credit >= kLine; credit -= kLine, line += 64) {
-        __builtin_prefetch(line, 0, 2);
+        if (into_first)
+          __builtin_prefetch(line, 0, 3);
+        else
+          __builtin_prefetch(line, 0, 2);
         // The next address only after some cycles: products wait for registers and fetches do not, which would run
         // ahead until all places for missing lines were theirs.
         asm volatile("" : "+m"(line));
@@ -66,9 +79,9 @@ class RowPrefetcher {
       lines_left_ = lines_of_row_;
     }
     const int64_t num_lines = std::min(lines_due_, lines_left_);
-    if (num_lines == 0) return {nullptr, 0, 0, most_pairs};
+    if (num_lines == 0) return {nullptr, 0, 0, most_pairs, into_first_};
     const int64_t num_pairs = std::min(most_pairs, (num_lines * kLine + rate_ - 1) / rate_);
-    const Run run{line_, rate_, 0, num_pairs};  // may run over the row's end, into what is fetched then
+    const Run run{line_, rate_, 0, num_pairs, into_first_};  // may run over the row's end, into what is fetched then
     const int64_t fetched = std::min(num_lines, num_pairs * rate_ / kLine);
     line_ += 64 * fetched, lines_left_ -= fetched, lines_due_ -= fetched;
     return run;
@@ -79,6 +92,7 @@ class RowPrefetcher {
 
   const void *const *next_row_ = nullptr, *const *end_rows_ = nullptr;
   const char* line_ = nullptr;
+  bool into_first_ = has_large_first_cache();
   int64_t offset_ = 0, lines_of_row_ = 0, lines_of_tile_ = 0, lines_left_ = 0, lines_due_ = 0, rate_ = 0;
 };
 
