@@ -1,7 +1,7 @@
 """The event loop of the simulated machine, in C++ because a run has millions of ops. Torch-free.
 
-What it does is said where it is used (`simulated.py`, `contention.py` and `span_log.py` of `harness/machine`); the C++
-is in `csrc/simulation`. This module only translates arguments.
+What it does is said where it is used (`simulated.py`, `contention.py`, `span_log.py` and `critical_path.py` of
+`harness/machine`); the C++ is in `csrc/simulation`. This module only translates arguments.
 """
 
 from __future__ import annotations
@@ -48,3 +48,20 @@ def span_log(*, keeps_rows: bool) -> NativeSpanLog:
 def virtual_lanes(log: NativeSpanLog, **classes: Any) -> NativeLanes:
     """Build the native lanes; `classes` says what the loop has to know of the classes of ops and tickets."""
     return native().VirtualLanes(lane_kinds=LANE_KINDS, log=log, **classes)
+
+
+def in_lane_order(
+    *,
+    lane: Sequence[int | None],
+    urgent: Sequence[bool],
+    packets: Sequence[int],
+    packet_s: Sequence[float],
+    before: Sequence[Sequence[int]],
+) -> tuple[list[int], list[float], list[tuple[int, ...]], list[int]]:
+    """Return the runs of a graph's ops: by run its node, its seconds and the runs before it, and by node its last run.
+    Raises ValueError where what precedes a node has no smaller number."""
+    numbers = [-1 if number is None else number for number in lane]
+    found: tuple[list[int], list[float], list[tuple[int, ...]], list[int]] = native().in_lane_order(
+        lane=numbers, urgent=urgent, packets=packets, packet_s=packet_s, before=before
+    )
+    return found

@@ -136,5 +136,10 @@ def max_tokens(sequences: Seq[Sequence]) -> np.ndarray:
 
 def without_room(sequences: Seq[Sequence], block_size: int) -> list[Sequence]:
     """Return the sequences whose blocks, of `block_size` tokens, do not hold all their tokens."""
-    room = fields.lengths(sequences, "blocks") * block_size
-    return [sequences[at] for at in np.flatnonzero(num_tokens(sequences) > room).tolist()]
+    return [sequences[at] for at in np.flatnonzero(missing_blocks(sequences, block_size) > 0).tolist()]
+
+
+def missing_blocks(sequences: Seq[Sequence], block_size: int) -> np.ndarray:
+    """Return how many blocks, of `block_size` tokens, each sequence lacks to hold all its tokens: int64 [sequences].
+    Where it has more than that, the number is below 0."""
+    return -(-num_tokens(sequences) // block_size) - fields.lengths(sequences, "blocks")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
+from functools import cache
 
 from harness.machine.base import Ticket, TicketState
 from harness.machine.overlaps import Overlaps, buffer_of
 from harness.memory.tiers import Buffer
+from kernels.dependencies import NativeDependencies, dependencies
 
 _SIFT_READERS_FROM = 16
 _SWEEP_KEYS_FROM = 1024
@@ -25,6 +27,11 @@ class _Touched:
         self.sift_at = _SIFT_READERS_FROM  # length at which the readers are searched for settled ones next
 
 
+@cache
+def _native() -> NativeDependencies:
+    return dependencies(ticket=Ticket, touched=_Touched, done=_DONE, cancelled=_CANCELLED, sift_from=_SIFT_READERS_FROM)
+
+
 class Hazards:
     """The last writer and the readers since, by key. Program order is submission order.
 
@@ -34,10 +41,12 @@ class Hazards:
     what it touches; and nothing waits that would not have to.
 
     A ticket carries the number of the submission that looked at it last (`stamp`): so a ticket that is met under
-    several keys counts once, without a set for every op.
+    several keys counts once, without a set for every op. What every submission does is written in C++
+    (`kernels/csrc/bindings/dependencies.cpp`), what few do is here.
     """
 
     def __init__(self) -> None:
+        self._native = _native()
         self._keys: dict[Hashable, _Touched] = {}
         self._by_buffer: dict[Buffer, dict[Hashable, None]] = {}  # its keys, in order
         self._overlaps = Overlaps()
@@ -45,64 +54,16 @@ class Hazards:
 
     def register(self, ticket: Ticket, after: Iterable[Ticket] = ()) -> None:
         """Tie `ticket` to everything unfinished that must come first, and record what it touches."""
-        keys, op, number = self._keys, ticket.op, ticket.number
-        ticket.stamp = number  # it does not wait for itself
-        found: list[Ticket] = []
-        for dependency in after:
-            if dependency.stamp != number and dependency.state is not _DONE:
-                dependency.stamp = number
-                found.append(dependency)
-        for key in op.reads:
-            touched = keys.get(key) or self._add_key(key)
-            writer = touched.writer
-            if writer is not None and writer.stamp != number:
-                writer.stamp = number
-                if writer.state is _DONE:
-                    touched.writer = None
-                else:
-                    found.append(writer)
-            if touched.overlapping:
-                self._follow((other.writer for other in touched.overlapping), number, found)
-            if len(touched.readers) >= touched.sift_at:
-                self._sift(touched)
-            touched.readers.append(ticket)
-        for key in op.writes:
-            touched = keys.get(key) or self._add_key(key)
-            # Who read the key since its last write ran after that write.
-            self._follow(touched.readers or (touched.writer,), number, found)
-            for other in touched.overlapping:  # whose last writer may have written more than what was read since
-                self._follow((*other.readers, other.writer), number, found)
-            touched.writer = ticket
-            touched.readers.clear()
-            touched.sift_at = _SIFT_READERS_FROM
-        if found:
-            self._link(ticket, found)
+        self._native.tie(self, self._keys, ticket, after)
 
-    @staticmethod
-    def _follow(earlier: Iterable[Ticket | None], number: int, found: list[Ticket]) -> None:
-        for one in earlier:
-            if one is not None and one.stamp != number:
-                one.stamp = number
-                if one.state is not _DONE:
-                    found.append(one)
-
-    def _link(self, ticket: Ticket, found: list[Ticket]) -> None:
-        for dependency in found:
-            if dependency.state is _CANCELLED:
-                found = [d for d in self._effective(found) if d.state is not _DONE]
-                break
-        for dependency in found:
-            if dependency.dependents is None:
-                dependency.dependents = [ticket]
-            else:
-                dependency.dependents.append(ticket)
-        if found:
-            ticket.num_unmet, ticket.waits_for = len(found), found
+    def _unsettled(self, found: Iterable[Ticket]) -> list[Ticket]:
+        """Return those that are not done, with what a cancelled one followed in its place."""
+        return [each for each in self._effective(found) if each.state is not _DONE]
 
     def _sift(self, touched: _Touched) -> None:
         """Drop readers that are done: keys that are never written, such as resident weights, must not keep all their
         readers alive."""
-        touched.readers = [r for r in self._effective(touched.readers) if r.state is not _DONE]
+        touched.readers = self._unsettled(touched.readers)
         touched.sift_at = max(_SIFT_READERS_FROM, 2 * len(touched.readers))
 
     def _add_key(self, key: Hashable) -> _Touched:

@@ -93,11 +93,10 @@ class BlockAllocator:
         if not sequence.blocks:
             sequence.kv_on_device, sequence.kv_rank = self.on_device, self.rank
         assert self.is_home_of(sequence), "a sequence's blocks lie on one side"
-        if missing:
-            taken = self._free[: -missing - 1 : -1]
-            del self._free[-missing:]
-            self._holders.update(dict.fromkeys(taken, sequence))
-            sequence.blocks += taken
+        for _ in range(missing):  # most often one
+            block = self._free.pop()
+            self._holders[block] = sequence
+            sequence.blocks.append(block)
 
     def is_home_of(self, sequence: Sequence) -> bool:
         """Return whether the blocks that the sequence holds, if any, are this allocator's."""

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from harness.engine.batch import PassPlan
-from harness.engine.sequences import Sequence, State, without_room
+from harness.engine.sequences import Sequence, State, missing_blocks, without_room
 from harness.memory.kv_cache import KVCache
 from harness.memory.split_kv import SplitKVCache
 from strategies.common.waiting import WaitingRequests
@@ -70,11 +70,12 @@ class ContinuousBatches:
     def _preempt(self) -> int:
         """Take blocks from the newest sequences until all others can decode, and return how many were preempted. Where
         blocks lie in several memories, these are the newest of a memory that is short of them."""
+        short = without_room(self._decoding, self._allocator.block_size)
         missing: Counter[_Memory] = Counter()
-        free: Counter[_Memory] = Counter()
-        for sequence in without_room(self._decoding, self._allocator.block_size):
-            missing[_memory(sequence)] += self._allocator.missing_blocks(sequence, sequence.num_tokens)
-            free[_memory(sequence)] = self._allocator.free_for(sequence)
+        for sequence, count in zip(short, missing_blocks(short, self._allocator.block_size).tolist(), strict=True):
+            missing[_memory(sequence)] += count
+        of_memory = dict(zip(map(_memory, short), short, strict=True))
+        free = Counter({memory: self._allocator.free_for(sequence) for memory, sequence in of_memory.items()})
         if all(count <= free[memory] for memory, count in missing.items()):
             return 0
         kept: list[Sequence] = []

@@ -265,10 +265,13 @@ class ModuleBatching:
         """Run each expert that has tokens over all of them."""
         phase.tokens.begin_experts()
         ids, weights, numbers = self._routing(batch)
-        order = np.argsort(ids.astype(np.uint16), kind="stable")  # by expert; a radix sort, of 16 bits
-        ends = np.cumsum(np.bincount(ids, minlength=self._engine.spec.num_experts))
+        num_experts = self._engine.spec.num_experts
+        narrow = np.uint8 if num_experts <= 1 << 8 else np.uint16  # a radix sort takes a turn for each byte
+        order = np.argsort(ids.astype(narrow), kind="stable")  # by expert
+        counts = np.bincount(ids, minlength=num_experts)
+        ends = np.cumsum(counts)
         rows, weights = numbers[order], weights[order]
-        with_tokens = np.unique(ids).tolist()
+        with_tokens = np.flatnonzero(counts).tolist()
         self._experts.begin(self._index, with_tokens)
         for expert in with_tokens:
             mine = slice(ends[expert - 1] if expert else 0, ends[expert])

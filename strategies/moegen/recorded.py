@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from harness.machine.critical_path import critical_path, in_lane_order
 from harness.machine.recording import OpGraph, RecordingMachine
 from harness.machine.virtual.world import World
 from harness.memory.kv_cache import BlockAllocator
+from harness.memory.tiers import PINNED
 from harness.memory.transfers import CopyWeights
 from harness.memory.weights import Resident, WeightStore
 from harness.model.planned import PlannedModel
@@ -148,7 +149,7 @@ def record(
     machine.world = World(HashedRouting(spec), spec.num_experts)
     block_size = engine.kv.allocator.block_size
     num_blocks = batch.num_blocks(block_size)
-    store = WeightStore(machine, PlannedModel(spec, engine.family))
+    store = _store(spec, engine.family)
     kv = make_kv(machine, [spec], block_size=block_size, host_bytes=num_blocks * block_size * spec.kv_bytes_per_token)
     model = Engine(
         machine=machine, spec=spec, family=engine.family, store=store, resident=Resident(machine, store), kv=kv[0]
@@ -159,6 +160,12 @@ def record(
     first = machine.num_nodes
     pipeline.run(plan).complete()
     return Recorded(graph=machine.graph(), first=first, spec=spec)
+
+
+@lru_cache(maxsize=4)
+def _store(spec: ModelSpec, family: Any) -> WeightStore:
+    """Return a model in host memory of its own, where it has been read: recorded passes change nothing there."""
+    return WeightStore(RecordingMachine(capacities_bytes={PINNED: _ROOM_BYTES}), PlannedModel(spec, family))
 
 
 @lru_cache(maxsize=8)

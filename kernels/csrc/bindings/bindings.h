@@ -24,5 +24,6 @@ void bind_ffn(py::module_& m);
 void bind_memory(py::module_& m);
 void bind_link(py::module_& m);
 void bind_fields(py::module_& m);
+void bind_dependencies(py::module_& m);
 
 }  // namespace kernels

@@ -3,6 +3,7 @@
 
 #include <pybind11/stl.h>
 
+#include "lane_order.h"
 #include "sharing.h"
 #include "span_log.h"
 #include "virtual_lanes.h"
@@ -34,6 +35,27 @@ std::vector<double> speeds(Sharing& sharing, const std::vector<std::pair<int, in
   return result;
 }
 
+py::tuple lane_order(std::vector<int32_t> lane, std::vector<bool> urgent, std::vector<int64_t> packets,
+                     std::vector<double> packet_s, std::vector<std::vector<int32_t>> before) {
+  const OpGraph graph{std::move(lane), std::move(urgent), std::move(packets), std::move(packet_s), std::move(before)};
+  const size_t size = graph.lane.size();
+  if (graph.urgent.size() != size || graph.packets.size() != size || graph.packet_s.size() != size ||
+      graph.before.size() != size)
+    throw py::value_error("a graph has one entry for each node");
+  for (size_t node = 0; node < size; ++node)
+    for (const int32_t earlier : graph.before[node])
+      if (earlier < 0 || static_cast<size_t>(earlier) >= node)
+        throw py::value_error("what precedes a node has a smaller number");
+  const LaneOrder found = in_lane_order(graph);
+  py::list befores;
+  for (const auto& runs : found.before) {
+    py::tuple one(runs.size());
+    for (size_t i = 0; i < runs.size(); ++i) one[i] = runs[i];
+    befores.append(std::move(one));
+  }
+  return py::make_tuple(found.nodes, found.seconds, befores, found.last);
+}
+
 std::unique_ptr<VirtualLanes> make_lanes(py::object ticket_type, py::object running, py::object done,
                                          py::object cancelled, py::object imagine, py::object machine_error,
                                          std::vector<std::string> lane_kinds, std::shared_ptr<SpanLog> log) {
@@ -62,6 +84,8 @@ void collect_garbage_in(PyHeapTypeObject* heap_type) {
 namespace kernels {
 
 void bind_simulation(py::module_& m) {
+  m.def("in_lane_order", &lane_order, py::kw_only(), py::arg("lane"), py::arg("urgent"), py::arg("packets"),
+        py::arg("packet_s"), py::arg("before"));
   py::class_<Sharing, std::shared_ptr<Sharing>>(m, "Sharing").def("speeds", &speeds);
   py::class_<SharedMemory, Sharing, std::shared_ptr<SharedMemory>>(m, "SharedMemory").def(py::init<double, bool>());
   py::class_<MeasuredTogether, Sharing, std::shared_ptr<MeasuredTogether>>(m, "MeasuredTogether")
