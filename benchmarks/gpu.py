@@ -27,6 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks.gpu_stages.processes import GROUPS  # noqa: E402  from this checkout
+from harness.cli.arguments import whole_number  # noqa: E402
 
 STAGES = tuple(stage for group in GROUPS for stage in group)  # in the order of their worth
 _NEEDED = (
@@ -49,10 +50,16 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--host-gb", type=float, default=None, help="memory of the host; default: what it says")
     parser.add_argument("--device-gb", type=float, default=16.0, help="memory of the GPU that is played")
     parser.add_argument("--kv-gb", type=float, default=None, help="KV cache; default: 24, or a fifth of the host")
-    parser.add_argument("--requests", type=int, default=None, help="default: as many as the KV cache holds at once")
-    parser.add_argument("--layers", type=int, default=None, help="default: all, or as many as the host's memory holds")
-    parser.add_argument("--new-tokens", type=int, default=16)
-    parser.add_argument("--peer-batch", type=int, default=None, help="sequences at once of outside peers; default: all")
+    parser.add_argument(
+        "--requests", type=whole_number(1), default=None, help="default: as many as the KV cache holds at once"
+    )
+    parser.add_argument(
+        "--layers", type=whole_number(1), default=None, help="default: all, or as many as the host's memory holds"
+    )
+    parser.add_argument("--new-tokens", type=whole_number(1), default=16)
+    parser.add_argument(
+        "--peer-batch", type=whole_number(1), default=None, help="sequences at once of outside peers; default: all"
+    )
     args = parser.parse_args(given)
     unknown = set(args.stages.split(",")) - set(STAGES)
     if unknown:

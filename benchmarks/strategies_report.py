@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.support.runs import Row, report, run  # noqa: E402
+from harness.cli.arguments import whole_number  # noqa: E402
 from harness.cli.overrides import composed_values  # noqa: E402
 from harness.config import ConfigError  # noqa: E402
 from harness.plan.__main__ import make_plan  # noqa: E402
@@ -167,7 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--strategies", default=None, help="comma-separated; ratios are to the first (default: all)")
     parser.add_argument("--links", default=",".join(map(str, LINKS_GB_S)), help="GB/s, comma-separated")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=whole_number(1), default=3)
     parser.add_argument("--out", type=Path, default=None, help="folder for strategies.json and strategies.md")
     parser.add_argument("--results-dir", type=Path, default=ROOT / "results", help="where run folders go")
     args = parser.parse_args(given[:at])

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
-from harness.cli.arguments import CommandParser
+from harness.cli.arguments import CommandParser, whole_number
 from harness.engine.strategy import Planning
 from harness.interrupts import exit_code
 from harness.model.cache import make_writable
@@ -154,7 +154,9 @@ def tables(data: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = CommandParser("paper_figures.moelens.speed_up", __doc__)
     parser.add_argument("--kv", type=float, nargs="+", default=list(KV_CACHES_GB), help="KV cache, 10^9 bytes")
-    parser.add_argument("--g", type=int, nargs="+", default=list(GENERATION_LENGTHS), help="tokens to generate")
+    parser.add_argument(
+        "--g", type=whole_number(1), nargs="+", default=list(GENERATION_LENGTHS), help="tokens to generate"
+    )
     parser.add_argument("--planning", nargs="+", choices=PLANNINGS, default=list(PLANNINGS), help="of MoE-Lightning")
     parser.add_argument("--out", type=Path, default=FOLDER, metavar="FOLDER", help="cells that are there are kept")
     return parser.run(_simulate, arguments)
