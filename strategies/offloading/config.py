@@ -26,7 +26,7 @@ class OffloadingConfig:
     staging: bool | None = None  # true: pageable -> pinned -> device; false: the whole model lies in pinned memory
     padding: bool | None = None  # true: prompts are padded to the longest of their batch
     packet_mb: float = 1.0
-    extended_model: bool = True  # false: Eq. 12-14 as printed, without the cost of ops and host memory
+    extended_model: bool = True  # false: Eq. 12-14 as printed, without the extensions of docs/architecture.md
     policy: GivenPolicy = field(default_factory=partial(GivenPolicy, gpu_ffn=True))  # Table 1; null: searched
 
     def __post_init__(self) -> None:

@@ -6,17 +6,18 @@ only. Here projections, router and shared experts are part of the FFN's GPU work
 attention on the CPU sends back and what the CPU's experts exchange. Copies to the host (`offload`) and the staging of
 pageable weights (`pin`) are counted too, each a resource of its own. Embedding and head are left out.
 
-There are two extensions. Where `Rates` does not have what they need, they are absent, and the model is the paper's.
+There are three extensions. Where `Rates` does not have what they need, they are absent, and the model is the paper's.
 *Cost of ops*: each op takes a fixed time on its lane, whatever its roofs say (launch, dispatch, latency of a copy).
 This is one more task of that resource: T_x = (Eq. 13's sum) + n_x c_x, with n_x ops a layer. *Host memory* is a
 resource like the others, for all that crosses it: staging copies (which read and write), the links' copies, attention
-and experts on the CPU. Torch-free.
+and experts on the CPU. *Rates at the policy's sizes*: products of few tokens and attention among prompts reach fewer
+FLOP/s than the roof of many tokens; a prediction takes those of the sizes that the policy has. Torch-free.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from harness.memory.tiers import PAGEABLE, PINNED
@@ -40,10 +41,23 @@ class OpSeconds:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SizedFlops:
+    """The FLOP/s that a GPU reaches at the sizes of one policy, without the fixed cost of its ops.
+
+    They are those of a layer's matrices over a micro-batch of decode and over a part of a prefill, and those of
+    attention among the prompts of such a part.
+    """
+
+    decode: float
+    prefill: float
+    prefill_attention: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rates:
     """An HRM of two levels, with the rates that each kind of task achieves.
 
-    A rate is None where its resource is free. The last two fields belong to the extensions.
+    A rate is None where its resource is free. The last three fields belong to the extensions.
     """
 
     gpu: Level
@@ -55,10 +69,15 @@ class Rates:
     peer_bytes_s: float | None = None  # between GPUs that share a layer, as a sum over all of them achieves
     op_s: OpSeconds = OpSeconds()
     host_bytes_s: float | None = None  # of host memory, for all that use it together
+    sized: SizedFlops | None = None  # in place of the GPU's FLOP/s, for one policy; the search has none
 
     @property
     def extends_paper(self) -> bool:
-        return self.op_s != OpSeconds() or self.host_bytes_s is not None
+        return self.op_s != OpSeconds() or self.host_bytes_s is not None or self.sized is not None
+
+    def gpu_at(self, kind: Literal["decode", "prefill", "prefill_attention"]) -> Level:
+        """Return what the GPU reaches in this kind of work."""
+        return self.gpu if self.sized is None else replace(self.gpu, flops_s=getattr(self.sized, kind))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +159,7 @@ class CostModel:
             on_cpu.append(_roofs("attention", rates.cpu_attention, flops=attended * flops, nbytes=attended * kv_bytes))
             cpu_bytes += attended * kv_bytes
         ffn = _ffn(d, BATCH, switches.micro_batch_size, MICRO_BATCHES, with_experts=switches.gpu_ffn)
-        on_gpu.append(_roofs("ffn" if switches.gpu_ffn else "projections", rates.gpu, *ffn))
+        on_gpu.append(_roofs("ffn" if switches.gpu_ffn else "projections", rates.gpu_at("decode"), *ffn))
         on_gpu += self._sums(BATCH)
         if not switches.gpu_ffn:
             needed, nbytes = _experts(d, BATCH, switches.micro_batch_size, MICRO_BATCHES)
@@ -169,8 +188,8 @@ class CostModel:
         is_whole = part_tokens >= d.shape.prompts_of(switches.micro_batch_size)
         num_parts = MICRO_BATCHES if is_whole else tokens / part_tokens
         on_gpu = [
-            _roofs("attention", rates.gpu, flops=pairs * spec.prefill_pair_flops, nbytes=moved),
-            _roofs("ffn", rates.gpu, *_ffn(d, tokens, part_tokens, num_parts, with_experts=True)),
+            _roofs("attention", rates.gpu_at("prefill_attention"), flops=pairs * spec.prefill_pair_flops, nbytes=moved),
+            _roofs("ffn", rates.gpu_at("prefill"), *_ffn(d, tokens, part_tokens, num_parts, with_experts=True)),
             *self._sums(tokens),
         ]
         ops = ops_of_prefill(d, num_parts, hidden_waits_on_host=waits_on_host)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any
 
+from harness.bench.shapes import Shape
 from harness.engine.engine import Engine
 from harness.engine.sequences import Sequence
 from harness.engine.strategy import Prediction
@@ -110,11 +111,10 @@ def plan_policy(
     deployment = deployment_of(engine, padded=padded, num_stages=len(engine.ranks) if stages else 1)
     shares_layers = deployment.blocks_in_flight < deployment.num_gpus
     cpu_ffn = given.gpu_ffn is not True
-    rates = RateProbe(
+    probe = RateProbe(
         engine, packet_bytes=packet_bytes, shares_layers=shares_layers, cpu_ffn=cpu_ffn, extended=extended
-    ).measure()
-
-    cost = CostModel(deployment=deployment, rates=rates, overlap=overlap)
+    )
+    cost = CostModel(deployment=deployment, rates=probe.measure(), overlap=overlap)
     wanted = Search(cost=cost, given=given, min_micro_batches=min_micro_batches, max_micro_batches=max_micro_batches)
     for task in _alternatives(_with_storage(wanted, relays_kv=relays_kv)):
         best: tuple[OffloadPlan, Search] | None = None
@@ -125,8 +125,18 @@ def plan_policy(
             if policy is not None and one.rate(policy) > rate:
                 best, rate = (OffloadPlan(policy=policy, cost=one.cost), one), one.rate(policy)
         if best is not None:
-            return max([best[0], *_without_rest(best[1], best[0])], key=_predicted_tok_s)
+            chosen = max([best[0], *_without_rest(best[1], best[0])], key=_predicted_tok_s)
+            return _with_sized_rates(chosen, probe) if extended else chosen
     raise nothing_fits(one)
+
+
+def _with_sized_rates(plan: OffloadPlan, probe: RateProbe) -> OffloadPlan:
+    """Return the plan with the rates that the GPU reaches at its policy's sizes, for its prediction. To measure these
+    for each policy of a search would take too long."""
+    deployment, size = plan.deployment, plan.policy.micro_batch_size
+    prompts = Shape.of_prompts(ceil(deployment.prefill_tokens(size)), ceil(deployment.shape.prompt_tokens))
+    rates = probe.at_sizes(plan.cost.rates, decode_tokens=size, prompts=prompts)
+    return replace(plan, cost=replace(plan.cost, rates=rates))
 
 
 def _alternatives(wanted: Search) -> Iterator[Search]:

@@ -44,7 +44,7 @@ def predict(cost: CostModel, policy: Policy, batches: Iterable[int] | None = Non
     terms |= {f"decode layer, {name}, s": seconds for name, seconds in decode.by_resource(policy).items()}
     terms |= {f"prefill layer, {name}, s": seconds for name, seconds in prefill.by_resource(policy).items()}
     extends = cost.rates.extends_paper
-    equations = "Eq. 12-14, with the cost of ops and host memory" if extends else "Eq. 12-14"
+    equations = "Eq. 12-14, with the cost of ops, host memory and rates at its sizes" if extends else "Eq. 12-14"
     return Prediction(
         throughput_tok_s=num_requests * shape.new_tokens / (prefill_s + decode_s),
         model=f"MoE-Lightning's HRM ({equations}), decode bound by {decode.bottleneck(policy)}",

@@ -22,7 +22,7 @@ from harness.engine.limits import SLACK_BYTES, tokens_that_fit
 from harness.engine.ops.data import OffloadQkv, UploadTokens
 from harness.machine.base import CPU, D2H, H2D, Ticket
 from harness.memory.paged_weights import PagedWeights
-from strategies.offloading.planning.cost import OpSeconds, Rates
+from strategies.offloading.planning.cost import OpSeconds, Rates, SizedFlops
 from strategies.offloading.planning.hrm import Level
 
 _MANY_TOKENS = 1024  # these saturate the GPU's arithmetic, where its memory holds them
@@ -77,10 +77,7 @@ class RateProbe:
     def measure(self) -> Rates:
         """Return what the machine reaches. All memory is given back."""
         engine = self._engine
-        weights = parallel.paged_weights(engine, num_pages=4, packet_bytes=self._packet_bytes)
-        acts = parallel.activations(engine, max_tokens=self._max_tokens, name="rate probe", host_experts=self._cpu_ffn)
-        bench = OpBench(engine, weights[0], acts[:1], fifo=True)
-        try:
+        with self._bench() as (bench, weights, acts):
             pin_bytes_s, h2d_bytes_s = self._weights(weights)
             gpu = self._gpu(bench)
             cpu = self._cpu(bench)
@@ -95,13 +92,62 @@ class RateProbe:
                 pin_bytes_s=pin_bytes_s if engine.store.is_pageable else None,
                 peer_bytes_s=self._sums(bench, acts) if self._adds_up else None,
             )
-            if self._extended:
-                rates = self._with_ops(rates, bench, weights)
+            return self._with_ops(rates, bench, weights) if self._extended else rates
+
+    def at_sizes(self, rates: Rates, *, decode_tokens: int, prompts: Shape) -> Rates:
+        """Return the rates with the FLOP/s that the GPU reaches at the sizes of a policy, beside a busy link.
+
+        These are a micro-batch of so many decoding sequences, and a part of a prefill with these prompts. Whatever is
+        larger than the probe's buffers is as fast as what fits them. All memory is given back.
+        """
+        fitting = Shape.of_prompts(
+            min(prompts.num_tokens, self._max_tokens), min(max(prompts.prompts), self._max_tokens)
+        )
+        rows = min(decode_tokens, self._max_tokens)
+        with self._bench() as (bench, weights, _):
+            self._load(weights, self._layer)
+            decode = self._in_company(bench, weights, self._matrices(bench, rows))
+            part = self._in_company(bench, weights, self._matrices(bench, fitting.num_tokens))
+            attended = self._in_company(bench, weights, self._prompt_attention(bench, fitting))
+        ops_s = _OPS_OF_MATRICES * rates.op_s.gpu
+        return replace(
+            rates,
+            sized=SizedFlops(
+                decode=decode.work.flops / max(decode.median_s - ops_s, _LEAST_S),
+                prefill=part.work.flops / max(part.median_s - ops_s, _LEAST_S),
+                prefill_attention=attended.work.flops / max(attended.median_s - rates.op_s.gpu, _LEAST_S),
+            ),
+        )
+
+    @contextmanager
+    def _bench(self) -> Iterator[tuple[OpBench, list[PagedWeights], list[Activations]]]:
+        """Give a bench in buffers of its own."""
+        engine = self._engine
+        weights = parallel.paged_weights(engine, num_pages=4, packet_bytes=self._packet_bytes)
+        acts = parallel.activations(engine, max_tokens=self._max_tokens, name="rate probe", host_experts=self._cpu_ffn)
+        try:
+            yield OpBench(engine, weights[0], acts[:1], fifo=True), weights, acts
         finally:
             for pages, buffers in zip(weights, acts, strict=True):
                 pages.close()
                 buffers.close()
-        return rates
+
+    def _load(self, weights: list[PagedWeights], layer: int) -> None:
+        for pages in weights:
+            pages.load(layer, pages.num_pages_of(layer) - 1)
+
+    def _in_company(self, bench: OpBench, weights: list[PagedWeights], once: Once) -> Timed:
+        """Time ops while the next layer's weights are on their way."""
+
+        @contextmanager
+        def busy_link() -> Iterator[None]:
+            self._load(weights, self._layer + 1)
+            yield
+            self._engine.machine.drain()
+            for pages in weights:
+                pages.release(self._layer + 1)
+
+        return bench.timed(once, _REPEATS_IN_COMPANY, rounds=_ROUNDS_IN_COMPANY, beside=busy_link)
 
     def _weights(self, weights: list[PagedWeights]) -> tuple[float, float]:
         """Return the bytes/s of each GPU's staging copies and of each link, over a whole layer; the layer stays on the
@@ -139,17 +185,8 @@ class RateProbe:
         rate; next to the time of many tokens the cost is small.
         """
 
-        @contextmanager
-        def busy_link() -> Iterator[None]:
-            for pages in weights:
-                pages.load(self._layer + 1, pages.num_pages_of(self._layer + 1) - 1)
-            yield
-            self._engine.machine.drain()
-            for pages in weights:
-                pages.release(self._layer + 1)
-
         def in_company(once: Once) -> Timed:
-            return bench.timed(once, _REPEATS_IN_COMPANY, rounds=_ROUNDS_IN_COMPANY, beside=busy_link)
+            return self._in_company(bench, weights, once)
 
         few = in_company(self._matrices(bench, self._few_tokens))
         one = in_company(self._matrices(bench, 1))
@@ -207,6 +244,16 @@ class RateProbe:
         def once() -> list[Ticket]:
             ticket = bench.emit.attend_on_host(it, self._layer)
             assert ticket is not None, "its cache lies in host memory"
+            return [ticket]
+
+        return once
+
+    def _prompt_attention(self, bench: OpBench, shape: Shape) -> Once:
+        it = bench.behind_attention(shape, self._layer)
+
+        def once() -> list[Ticket]:
+            ticket = bench.emit.prefill_attention(it, self._layer)
+            assert ticket is not None, "there are prompts"
             return [ticket]
 
         return once

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
+from harness.bench.shapes import Shape
 from harness.config import ConfigError, parse
 from harness.engine.assembly import assemble_engine
 from harness.engine.engine import Engine
@@ -22,6 +23,7 @@ from harness.workload.request import Request
 from strategies.moelightning.cgopipe import cgopipe
 from strategies.offloading.config import OffloadingConfig
 from strategies.offloading.planning import planner as offload_planner
+from strategies.offloading.planning.cost import SizedFlops
 from strategies.offloading.planning.memory import fits
 from strategies.offloading.planning.planner import deployment_of, plan_policy
 from strategies.offloading.planning.policy import GivenPolicy
@@ -81,6 +83,32 @@ def test_the_probe_finds_what_an_op_costs_and_what_the_host_has():
     assert rates.op_s.cpu < 1e-6
     assert rates.gpu.bytes_s == pytest.approx(239.6e9, rel=0.01), "without the launches"
     assert rates.host_bytes_s == 73e9
+    assert on.kv.allocator.num_used == 0
+
+
+def test_the_probe_finds_what_the_gpu_reaches_at_the_sizes_of_a_policy():
+    """16 tokens take as long as reading the weights that they reach; 1,024 tokens reach the FLOP/s of the GPU;
+    more than the probe has room for are as fast as those."""
+    on = engine([50])
+    used = {name: tier.used_bytes for name, tier in on.machine.tiers.items()}
+    probe = RateProbe(on, packet_bytes=10**8, extended=True)
+    rates = probe.measure()
+
+    def sized(decode_tokens: int, prompts: Shape) -> SizedFlops:
+        found = probe.at_sizes(rates, decode_tokens=decode_tokens, prompts=prompts)
+        assert found.sized is not None and replace(found, sized=None) == rates
+        return found.sized
+
+    few = sized(16, Shape.of_prompts(16, 16))
+    experts_bytes = SPEC.num_experts * SPEC.expert_params * SPEC.dtype_bytes
+    read_bytes = SPEC.layer_bytes - experts_bytes * (1 - SPEC.experts_per_token / SPEC.num_experts) ** 16
+    assert few.decode == pytest.approx(16 * SPEC.flops_per_token_layer * 239.6e9 / read_bytes, rel=0.05)
+    assert few.prefill == pytest.approx(few.decode, rel=0.05), "matrices do not know whose tokens these are"
+    many = sized(1024, Shape.of_prompts(1024, 256))
+    assert many.decode == pytest.approx(rates.gpu.flops_s, rel=0.02)
+    assert few.prefill_attention < many.prefill_attention, "each token has more others to attend to"
+    assert asdict(sized(10**6, Shape.of_prompts(10**6, 256))) == pytest.approx(asdict(many), rel=0.02)
+    assert {name: tier.used_bytes for name, tier in on.machine.tiers.items()} == used
     assert on.kv.allocator.num_used == 0
 
 

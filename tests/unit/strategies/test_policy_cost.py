@@ -8,7 +8,7 @@ import pytest
 
 from harness.model.sharding import shard_spec
 from strategies.common.workload_shape import WorkloadShape
-from strategies.offloading.planning.cost import CostModel, OpSeconds, Rates
+from strategies.offloading.planning.cost import CostModel, OpSeconds, Rates, SizedFlops
 from strategies.offloading.planning.hrm import Level
 from strategies.offloading.planning.memory import Deployment, Storage, Switches, WeightSizes
 from strategies.offloading.planning.policy import Policy
@@ -52,6 +52,20 @@ def test_weights_and_attention_results_cross_the_link():
 def test_the_cpu_reads_the_cache():
     """4 queries a key: 2 FLOP per byte of bfloat16, far below the CPU's 12."""
     assert decode()["cpu"] == pytest.approx(504 * CONTEXT * KV / 45e9)
+
+
+def test_products_are_as_fast_as_they_were_measured_at_the_policys_sizes():
+    """The roof of FLOP/s is another one for each kind of work; that of bytes/s stays."""
+    sized = SizedFlops(decode=2e12, prefill=20e12, prefill_attention=5e12)
+    cost = replace(COST, rates=replace(RATES, sized=sized))
+    assert cost.rates.extends_paper and not RATES.extends_paper
+    assert decode(cost)["gpu"] == pytest.approx(504 * SPEC.flops_per_token_layer / 2e12)
+    assert decode(replace(cost, rates=replace(cost.rates, sized=replace(sized, decode=1e18)))) == decode()
+    chosen = policy()
+    found = cost.prefill(Switches.of(chosen)).by_resource(chosen)["gpu"]
+    pairs = 504 * 418 * 419 / 2
+    tokens_s = 504 * 418 * SPEC.flops_per_token_layer / 20e12
+    assert found == pytest.approx(tokens_s + pairs * SPEC.prefill_pair_flops / 5e12, rel=1e-3)
 
 
 def test_every_micro_batch_reads_the_weights_that_its_tokens_reach():
@@ -160,7 +174,7 @@ def test_a_prediction_says_which_equations_it_is_by():
     chosen = policy()
     assert "(Eq. 12-14)" in predict(COST, chosen).model
     extended = predict(WITH_OPS, chosen)
-    assert "with the cost of ops and host memory" in extended.model
+    assert "with the cost of ops, host memory and rates at its sizes" in extended.model
     assert extended.throughput_tok_s < predict(COST, chosen).throughput_tok_s
 
 
