@@ -76,18 +76,19 @@ struct Plan {
   std::vector<DecodePiece> pieces;   // those of a sequence and head range next to each other
   std::vector<int> first_of_run;     // per piece: the first piece of the same sequence and heads
   std::vector<int> run_length;       // at each first piece: how many there are
-  std::vector<int64_t> state_index;  // per piece: its first state
+  std::vector<int64_t> state_index;  // per piece of a sequence that is cut: its first state
+  int64_t num_states = 0;            // of these pieces
 };
 
 // Cuts sequences over the context, and when they are few also over KV heads, so that no piece exceeds 1/16 of a
-// thread's share: the threads then end together. Uncut pieces read whole blocks, which lie together in memory.
+// thread's share: the threads then end together. Uncut pieces read whole blocks, which lie together in memory, and their
+// states stay in the cache of the thread that computes them.
 Plan make_plan(const DecodeRequest& r, int num_threads) {
   int64_t total = 0;  // tokens * KV heads
   for (int seq = 0; seq < r.num_seqs; ++seq)
     total += int64_t(r.context_lens[seq] - r.first_token(seq)) * r.num_kv_heads;
   const int64_t limit = num_threads == 1 ? total : std::max<int64_t>(512, total / num_threads / 16);
   Plan plan;
-  int64_t num_states = 0;
   for (int seq = 0; seq < r.num_seqs; ++seq) {
     const int first = r.first_token(seq), last = r.context_lens[seq];
     const int64_t work = int64_t(last - first) * r.num_kv_heads;
@@ -105,14 +106,15 @@ Plan make_plan(const DecodeRequest& r, int num_threads) {
         plan.pieces.push_back({seq, first_head, last_head, token, end});
         plan.first_of_run.push_back(run);
         plan.run_length.push_back(0);
-        plan.state_index.push_back(num_states);
-        num_states += plan.pieces.back().num_heads();
         token = end;
       } while (token < last);
       plan.run_length[run] = int(plan.pieces.size()) - run;
+      for (int i = 0; i < plan.run_length[run]; ++i) {
+        plan.state_index.push_back(plan.num_states);
+        if (plan.run_length[run] > 1) plan.num_states += plan.pieces[size_t(run)].num_heads();
+      }
     }
   }
-  plan.state_index.push_back(num_states);
   return plan;
 }
 
@@ -125,25 +127,31 @@ void decode_attention(const DecodeRequest& request, ThreadPool* pool) {
   const Plan plan = make_plan(r, pool ? pool->size() : 1);
   const int64_t num_pieces = int64_t(plan.pieces.size());
   const int64_t state_floats = kernel.state_floats(r);
-  const ScratchLoan scratch(size_t(state_floats * plan.state_index.back()));
+  const ScratchLoan scratch(size_t(state_floats * plan.num_states));
   float* const states = scratch.floats();
   std::unique_ptr<std::atomic<int>[]> unfinished(new std::atomic<int>[num_pieces]);
   for (int64_t i = 0; i < num_pieces; ++i) unfinished[i] = plan.run_length[i];
 
-  auto finish_run = [&](int run) {
+  // `states` are those of the run's pieces, one piece after the other.
+  auto finish_run = [&](int run, const float* states) {
     const DecodePiece& first = plan.pieces[run];
     std::vector<const float*> head_states(plan.run_length[run]);
     for (int head = first.first_head; head < first.last_head; ++head) {
       for (int i = 0; i < plan.run_length[run]; ++i)
-        head_states[i] = states + (plan.state_index[run + i] + head - first.first_head) * state_floats;
+        head_states[i] = states + (int64_t(i) * first.num_heads() + head - first.first_head) * state_floats;
       kernel.finish(r, first.seq, head, head_states.data(), plan.run_length[run]);
     }
   };
   for_each_item(pool, num_pieces, [&](int64_t i, int64_t next) {
-    kernel.attend(r, plan.pieces[i], next < num_pieces ? &plan.pieces[next] : nullptr,
-                  states + plan.state_index[i] * state_floats);
+    const DecodePiece &piece = plan.pieces[i], *const after = next < num_pieces ? &plan.pieces[next] : nullptr;
     const int run = plan.first_of_run[i];
-    if (unfinished[run].fetch_sub(1) == 1) finish_run(run);
+    const size_t its_floats = size_t(state_floats * piece.num_heads());
+    thread_local Scratch memory;
+    float* const own = memory.floats(its_floats);
+    kernel.attend(r, piece, after, own);
+    if (plan.run_length[run] == 1) return finish_run(run, own);
+    std::copy(own, own + its_floats, states + plan.state_index[i] * state_floats);
+    if (unfinished[run].fetch_sub(1) == 1) finish_run(run, states + plan.state_index[run] * state_floats);
   });
 }
 

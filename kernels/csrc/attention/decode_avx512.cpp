@@ -4,6 +4,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "../core/isa.h"
 #include "../core/scratch.h"
 #include "../core/types.h"
 #include "decode.h"

@@ -93,7 +93,7 @@ class TilePrefetcher {
     Stream& newest = streams_[(oldest_ + kWindow - 1) % kWindow];
     newest.k = reinterpret_cast<uintptr_t>(tile.k) - offset;
     newest.v = reinterpret_cast<uintptr_t>(tile.v) + second_half_;
-    newest.v += kValuesBackwards ? last_line_ + offset : -offset;
+    newest.v += fetches_far_ ? last_line_ + offset : -offset;
   }
 
   // To be called once per 2 vectors of 4 keys, and once per 4 vectors of 2 values.
@@ -101,15 +101,22 @@ class TilePrefetcher {
   KERNELS_INLINE void during_values() { fetch(value_pairs_); }
 
  private:
-  // A line of K and one of V in one tile, the next ones in the next tile, and so on round the window. Those of V may
-  // come from the tile's end: K and V that lie a large power of two apart, line beside line, share banks of the memory.
+  // A line of K and one of V in one tile, the next ones in the next tile, and so on round the window. On their way to
+  // the second-level cache those of V come from the tile's end: K and V that lie a large power of two apart, line beside
+  // line, share banks of the memory.
   KERNELS_INLINE void fetch(int num_pairs) {
     for (int i = 0; i < num_pairs && left_ > 0; ++i, --left_, ++position_) {
       const Stream& stream = streams_[position_ % kWindow];
       const uintptr_t offset = uintptr_t(position_ / kWindow * 64);
-      __builtin_prefetch(reinterpret_cast<const char*>(stream.k + offset), 0, kFetchLocality);
-      const uintptr_t value = stream.v + (kValuesBackwards ? -offset : offset);
-      __builtin_prefetch(reinterpret_cast<const char*>(value), 0, kFetchLocality);
+      const auto* const key = reinterpret_cast<const char*>(stream.k + offset);
+      const auto* const value = reinterpret_cast<const char*>(stream.v + (fetches_far_ ? -offset : offset));
+      if (fetches_far_) {
+        __builtin_prefetch(key, 0, 2);
+        __builtin_prefetch(value, 0, 2);
+      } else {
+        __builtin_prefetch(key, 0, 3);
+        __builtin_prefetch(value, 0, 3);
+      }
     }
   }
 
@@ -117,6 +124,7 @@ class TilePrefetcher {
     uintptr_t k = 0, v = 0;  // less the offset at which the tile entered the window; backwards, with it
   };
 
+  const bool fetches_far_ = fetches_far();  // a constant where there is no choice
   TileStream<T> ahead_, after_;
   int pairs_per_tile_, dot_pairs_, value_pairs_;
   int left_ = 0, oldest_ = 0;

@@ -4,9 +4,8 @@
 namespace kernels::KERNELS_ISA_NS {
 
 constexpr bool kOnlyBf16 = false;
-constexpr int kFetchedTiles = 8;   // lines of so many tiles are fetched in turn,
-constexpr int kFetchLocality = 3;  // into the first-level cache
-constexpr bool kValuesBackwards = false;
+constexpr int kFetchedTiles = 8;  // lines of so many tiles are fetched in turn, into the first-level cache
+constexpr bool fetches_far() { return false; }
 
 }  // namespace kernels::KERNELS_ISA_NS
 

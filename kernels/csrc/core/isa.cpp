@@ -80,11 +80,12 @@ const char* isa_name(Isa isa) {
   }
 }
 
-long first_cache_bytes() {
+bool has_large_first_cache() {
 #ifdef _SC_LEVEL1_DCACHE_SIZE
-  return std::max(0L, sysconf(_SC_LEVEL1_DCACHE_SIZE));
+  static const bool is_large = sysconf(_SC_LEVEL1_DCACHE_SIZE) >= (48 << 10);
+  return is_large;
 #else
-  return 0;
+  return false;
 #endif
 }
 

@@ -21,12 +21,6 @@ constexpr int tile_outputs(int num_rows) { return num_rows <= 2 ? 8 : 4; }
 template <class X>
 constexpr int most_tile_rows() { return 6; }
 
-// Whether the core is taken for one of Zen 5's kind, by its first-level cache of 48 KiB (Zen 4: 32).
-inline bool has_large_first_cache() {
-  static const bool is_large = first_cache_bytes() >= (48 << 10);
-  return is_large;
-}
-
 // Between two chunks sums go through memory: with many rows, where a Zen 4's arithmetic is the limit, long chunks save
 // time; elsewhere a register tile's rows of x and of weights are to stay in the first-level cache. With few, what is
 // fetched ahead must not fill the second-level cache.
