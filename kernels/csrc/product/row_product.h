@@ -11,9 +11,11 @@
 
 namespace kernels::KERNELS_ISA_NS {
 
-// Some 32 weight rows are enough for the memory to be busy all the time; for many rows of x more of them mean that x is
-// read less often.
-inline int64_t block_rows(int64_t num_rows, int64_t, int) { return num_rows <= 66 ? 32 : kMaxBlockRows; }
+// Some 32 weight rows are enough for the memory to be busy all the time. With more of them x is read less often, which
+// counts where it has many rows, and threads meet less often at the counter of items.
+inline int64_t block_rows(int64_t num_rows, int64_t, int num_threads) {
+  return num_rows >= 8 || num_threads > 1 ? kMaxBlockRows : 32;
+}
 
 // x: kPair elements of each of M rows.
 template <int M, int N, class W>
