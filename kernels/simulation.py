@@ -59,7 +59,7 @@ def in_lane_order(
     before: Sequence[Sequence[int]],
 ) -> tuple[list[int], list[float], list[tuple[int, ...]], list[int]]:
     """Return the runs of a graph's ops: by run its node, its seconds and the runs before it, and by node its last run.
-    Raises ValueError where what precedes a node has no smaller number."""
+    Raises ValueError where what precedes a node has no smaller number, or other numbers make no sense."""
     numbers = [-1 if number is None else number for number in lane]
     found: tuple[list[int], list[float], list[tuple[int, ...]], list[int]] = native().in_lane_order(
         lane=numbers, urgent=urgent, packets=packets, packet_s=packet_s, before=before

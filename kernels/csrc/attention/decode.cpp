@@ -146,7 +146,7 @@ void decode_attention(const DecodeRequest& request, ThreadPool* pool) {
     const DecodePiece &piece = plan.pieces[i], *const after = next < num_pieces ? &plan.pieces[next] : nullptr;
     const int run = plan.first_of_run[i];
     const size_t its_floats = size_t(state_floats * piece.num_heads());
-    thread_local Scratch memory;
+    thread_local Scratch memory;  // as large as one sequence's states at most
     float* const own = memory.floats(its_floats);
     kernel.attend(r, piece, after, own);
     if (plan.run_length[run] == 1) return finish_run(run, own);

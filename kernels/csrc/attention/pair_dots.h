@@ -8,7 +8,7 @@ constexpr bool kOnlyBf16 = true;
 // Measured on cores of Zen 4 and Zen 5 (docs/kernels.md): one tile after the other. On a Zen 4 it comes into the
 // second-level cache, which can wait for more lines than the first, its values from the end; on a Zen 5 into the first.
 constexpr int kFetchedTiles = 1;
-inline bool fetches_far() { return !has_large_first_cache(); }
+constexpr bool kMayFetchFar = true;
 
 }  // namespace kernels::KERNELS_ISA_NS
 

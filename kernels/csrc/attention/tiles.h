@@ -93,7 +93,7 @@ class TilePrefetcher {
     Stream& newest = streams_[(oldest_ + kWindow - 1) % kWindow];
     newest.k = reinterpret_cast<uintptr_t>(tile.k) - offset;
     newest.v = reinterpret_cast<uintptr_t>(tile.v) + second_half_;
-    newest.v += fetches_far_ ? last_line_ + offset : -offset;
+    newest.v += fetches_far() ? last_line_ + offset : -offset;
   }
 
   // To be called once per 2 vectors of 4 keys, and once per 4 vectors of 2 values.
@@ -101,6 +101,9 @@ class TilePrefetcher {
   KERNELS_INLINE void during_values() { fetch(value_pairs_); }
 
  private:
+  // Whether tiles come into the second-level cache; decided by the compiler where there is no choice.
+  bool fetches_far() const { return kMayFetchFar && is_far_; }
+
   // A line of K and one of V in one tile, the next ones in the next tile, and so on round the window. On their way to
   // the second-level cache those of V come from the tile's end: K and V that lie a large power of two apart, line beside
   // line, share banks of the memory.
@@ -109,8 +112,8 @@ class TilePrefetcher {
       const Stream& stream = streams_[position_ % kWindow];
       const uintptr_t offset = uintptr_t(position_ / kWindow * 64);
       const auto* const key = reinterpret_cast<const char*>(stream.k + offset);
-      const auto* const value = reinterpret_cast<const char*>(stream.v + (fetches_far_ ? -offset : offset));
-      if (fetches_far_) {
+      const auto* const value = reinterpret_cast<const char*>(stream.v + (fetches_far() ? -offset : offset));
+      if (fetches_far()) {
         __builtin_prefetch(key, 0, 2);
         __builtin_prefetch(value, 0, 2);
       } else {
@@ -124,7 +127,7 @@ class TilePrefetcher {
     uintptr_t k = 0, v = 0;  // less the offset at which the tile entered the window; backwards, with it
   };
 
-  const bool fetches_far_ = fetches_far();  // a constant where there is no choice
+  const bool is_far_ = !has_large_first_cache();
   TileStream<T> ahead_, after_;
   int pairs_per_tile_, dot_pairs_, value_pairs_;
   int left_ = 0, oldest_ = 0;

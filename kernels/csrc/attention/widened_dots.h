@@ -5,7 +5,7 @@ namespace kernels::KERNELS_ISA_NS {
 
 constexpr bool kOnlyBf16 = false;
 constexpr int kFetchedTiles = 8;  // lines of so many tiles are fetched in turn, into the first-level cache
-constexpr bool fetches_far() { return false; }
+constexpr bool kMayFetchFar = false;
 
 }  // namespace kernels::KERNELS_ISA_NS
 

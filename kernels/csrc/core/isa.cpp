@@ -82,7 +82,7 @@ const char* isa_name(Isa isa) {
 
 bool has_large_first_cache() {
 #ifdef _SC_LEVEL1_DCACHE_SIZE
-  static const bool is_large = sysconf(_SC_LEVEL1_DCACHE_SIZE) >= (48 << 10);
+  static const bool is_large = __builtin_cpu_is("amd") && sysconf(_SC_LEVEL1_DCACHE_SIZE) >= (48 << 10);
   return is_large;
 #else
   return false;

@@ -23,7 +23,7 @@ inline constexpr Isa kIsas[] = {Isa::kAmx, Isa::kAvx512Bf16, Isa::kAvx512, Isa::
 bool isa_supported(Isa isa);
 const char* isa_name(Isa isa);
 
-// Whether the core is taken for one of Zen 5's kind, by its first-level data cache of 48 KiB (Zen 4: 32).
+// Whether the core is taken for one of Zen 5's kind: of AMD's, with a first-level data cache of 48 KiB (Zen 4: 32).
 bool has_large_first_cache();
 
 }  // namespace kernels

@@ -12,9 +12,11 @@
 namespace kernels::KERNELS_ISA_NS {
 
 // Some 32 weight rows are enough for the memory to be busy all the time. With more of them x is read less often, which
-// counts where it has many rows, and threads meet less often at the counter of items.
-inline int64_t block_rows(int64_t num_rows, int64_t, int num_threads) {
-  return num_rows >= 8 || num_threads > 1 ? kMaxBlockRows : 32;
+// counts from 8 of its rows on, and threads meet less often at the counter of items, if there are items enough for all.
+inline int64_t block_rows(int64_t num_rows, int64_t num_weight_rows, int num_threads) {
+  if (num_rows > 66) return kMaxBlockRows;
+  const bool is_long = num_threads == 1 ? num_rows >= 8 : num_weight_rows >= 4 * num_threads * kMaxBlockRows;
+  return is_long ? kMaxBlockRows : 32;
 }
 
 // x: kPair elements of each of M rows.

@@ -42,10 +42,15 @@ py::tuple lane_order(std::vector<int32_t> lane, std::vector<bool> urgent, std::v
   if (graph.urgent.size() != size || graph.packets.size() != size || graph.packet_s.size() != size ||
       graph.before.size() != size)
     throw py::value_error("a graph has one entry for each node");
-  for (size_t node = 0; node < size; ++node)
+  for (size_t node = 0; node < size; ++node) {
+    if (graph.lane[node] < -1 || graph.lane[node] >= static_cast<int64_t>(size))
+      throw py::value_error("lanes are numbered from 0 on, and there are no more than nodes");
+    if (graph.packets[node] < 1 || !(graph.packet_s[node] >= 0))
+      throw py::value_error("a node has one packet or more, which take no less than 0 s");
     for (const int32_t earlier : graph.before[node])
       if (earlier < 0 || static_cast<size_t>(earlier) >= node)
         throw py::value_error("what precedes a node has a smaller number");
+  }
   const LaneOrder found = in_lane_order(graph);
   py::list befores;
   for (const auto& runs : found.before) {

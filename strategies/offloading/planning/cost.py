@@ -159,7 +159,9 @@ class CostModel:
             on_cpu.append(_roofs("attention", rates.cpu_attention, flops=attended * flops, nbytes=attended * kv_bytes))
             cpu_bytes += attended * kv_bytes
         ffn = _ffn(d, BATCH, switches.micro_batch_size, MICRO_BATCHES, with_experts=switches.gpu_ffn)
-        on_gpu.append(_roofs("ffn" if switches.gpu_ffn else "projections", rates.gpu_at("decode"), *ffn))
+        on_gpu.append(
+            _roofs("ffn", rates.gpu_at("decode"), *ffn) if switches.gpu_ffn else _roofs("projections", rates.gpu, *ffn)
+        )
         on_gpu += self._sums(BATCH)
         if not switches.gpu_ffn:
             needed, nbytes = _experts(d, BATCH, switches.micro_batch_size, MICRO_BATCHES)

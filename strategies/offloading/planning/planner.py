@@ -126,7 +126,7 @@ def plan_policy(
                 best, rate = (OffloadPlan(policy=policy, cost=one.cost), one), one.rate(policy)
         if best is not None:
             chosen = max([best[0], *_without_rest(best[1], best[0])], key=_predicted_tok_s)
-            return _with_sized_rates(chosen, probe) if extended else chosen
+            return _with_sized_rates(chosen, probe) if extended and deployment.shape.num_requests else chosen
     raise nothing_fits(one)
 
 

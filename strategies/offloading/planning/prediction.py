@@ -43,8 +43,11 @@ def predict(cost: CostModel, policy: Policy, batches: Iterable[int] | None = Non
     terms |= {"r_c": policy.resident_kv, "prefill_s": prefill_s, "decode_s": decode_s}
     terms |= {f"decode layer, {name}, s": seconds for name, seconds in decode.by_resource(policy).items()}
     terms |= {f"prefill layer, {name}, s": seconds for name, seconds in prefill.by_resource(policy).items()}
-    extends = cost.rates.extends_paper
-    equations = "Eq. 12-14, with the cost of ops, host memory and rates at its sizes" if extends else "Eq. 12-14"
+    equations = "Eq. 12-14"
+    if cost.rates.extends_paper:
+        equations += ", with the cost of ops and host memory"
+    if cost.rates.sized is not None:
+        equations += ", at the rates of its sizes"
     return Prediction(
         throughput_tok_s=num_requests * shape.new_tokens / (prefill_s + decode_s),
         model=f"MoE-Lightning's HRM ({equations}), decode bound by {decode.bottleneck(policy)}",

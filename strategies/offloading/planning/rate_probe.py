@@ -32,13 +32,15 @@ _CONTEXT_TOKENS = 64  # of each sequence, for attention on the CPU
 _REPEATS = 3  # disturbances only ever add time: the shortest counts
 _REPEATS_IN_COMPANY = 5  # in each round; here disturbances are part of the time: the median counts
 _ROUNDS_IN_COMPANY = 3
+_ROUNDS_OF_ONE = 5
+_LEAST_SHARE = 0.1  # of an op's time that is left without its fixed cost, which was measured with other ops
 _LAYERS_BUFFERED = 2
 _OPS_OF_MATRICES = 4  # those that `OpBench.layer` times without attention
 _LEAST_S = 1e-9  # a clock may stand still
 
 
 class RateProbe:
-    """Measures the rates in a few passes of one layer.
+    """Measures the rates with ops of one layer.
 
     The links of several GPUs are all probed together, as they will be used; for the other rates the first GPU stands
     for all. Without `cpu_ffn`, where no experts will run on the CPU, their rate is not measured, and attention's stands
@@ -106,18 +108,19 @@ class RateProbe:
         rows = min(decode_tokens, self._max_tokens)
         with self._bench() as (bench, weights, _):
             self._load(weights, self._layer)
-            decode = self._in_company(bench, weights, self._matrices(bench, rows))
-            part = self._in_company(bench, weights, self._matrices(bench, fitting.num_tokens))
-            attended = self._in_company(bench, weights, self._prompt_attention(bench, fitting))
-        ops_s = _OPS_OF_MATRICES * rates.op_s.gpu
-        return replace(
-            rates,
-            sized=SizedFlops(
-                decode=decode.work.flops / max(decode.median_s - ops_s, _LEAST_S),
-                prefill=part.work.flops / max(part.median_s - ops_s, _LEAST_S),
-                prefill_attention=attended.work.flops / max(attended.median_s - rates.op_s.gpu, _LEAST_S),
-            ),
-        )
+
+            def flops_s(once: Once, num_ops: int) -> float:
+                # Once beside each transfer of a layer: long ops would outlast it.
+                timed = self._in_company(bench, weights, once, repeats=1, rounds=_ROUNDS_OF_ONE, warm_ups=0)
+                alone_s = timed.median_s - num_ops * rates.op_s.gpu
+                return timed.work.flops / max(alone_s, _LEAST_SHARE * timed.median_s)
+
+            sized = SizedFlops(
+                decode=flops_s(self._matrices(bench, rows), _OPS_OF_MATRICES),
+                prefill=flops_s(self._matrices(bench, fitting.num_tokens), _OPS_OF_MATRICES),
+                prefill_attention=flops_s(self._prompt_attention(bench, fitting), 1),
+            )
+        return replace(rates, sized=sized)
 
     @contextmanager
     def _bench(self) -> Iterator[tuple[OpBench, list[PagedWeights], list[Activations]]]:
@@ -136,8 +139,11 @@ class RateProbe:
         for pages in weights:
             pages.load(layer, pages.num_pages_of(layer) - 1)
 
-    def _in_company(self, bench: OpBench, weights: list[PagedWeights], once: Once) -> Timed:
-        """Time ops while the next layer's weights are on their way."""
+    def _in_company(
+        self, bench: OpBench, weights: list[PagedWeights], once: Once, *, repeats: int, rounds: int, warm_ups: int = 1
+    ) -> Timed:
+        """Time ops while the next layer's weights are on their way: all those of a round within one transfer, if they
+        are short enough."""
 
         @contextmanager
         def busy_link() -> Iterator[None]:
@@ -147,7 +153,7 @@ class RateProbe:
             for pages in weights:
                 pages.release(self._layer + 1)
 
-        return bench.timed(once, _REPEATS_IN_COMPANY, rounds=_ROUNDS_IN_COMPANY, beside=busy_link)
+        return bench.timed(once, repeats, rounds=rounds, warm_ups=warm_ups, beside=busy_link)
 
     def _weights(self, weights: list[PagedWeights]) -> tuple[float, float]:
         """Return the bytes/s of each GPU's staging copies and of each link, over a whole layer; the layer stays on the
@@ -186,7 +192,7 @@ class RateProbe:
         """
 
         def in_company(once: Once) -> Timed:
-            return self._in_company(bench, weights, once)
+            return self._in_company(bench, weights, once, repeats=_REPEATS_IN_COMPANY, rounds=_ROUNDS_IN_COMPANY)
 
         few = in_company(self._matrices(bench, self._few_tokens))
         one = in_company(self._matrices(bench, 1))

@@ -15,6 +15,8 @@ from harness.machine.base import CPU, D2H, GPU, H2D
 from harness.machine.critical_path import critical_path, in_lane_order
 from harness.machine.recording import RecordingMachine
 from harness.machine.simulated import SimulatedMachine
+from kernels.simulation import in_lane_order as native_order
+from tests.unit.machine.lane_order import played
 from tests.unit.machine.ops import Quick
 from tests.unit.machine.programs import LANES, Log, Recorded, conflict, programs
 from tests.unit.machine.test_simulated_reference import JobOp, Lone, actions
@@ -190,6 +192,29 @@ def test_lanes_in_order_run_urgent_ops_between_packets_as_the_simulated_machine_
     for node, own_s in zip(runs.nodes, runs.seconds, strict=True):
         by_node[node] += own_s
     assert [by_node[node] for node in range(len(graph))] == pytest.approx(seconds)
+
+
+@given(actions(max_size=24), st.integers(0, 1 << 20))
+@settings(max_examples=150, deadline=None)
+def test_ops_that_end_at_the_same_moment_are_ordered_as_in_plain_python(steps, seed):
+    """A plan is chosen by these orders: they must not depend on who computes them."""
+    rng = random.Random(seed)
+    recording = recorder()
+    play(recording, submitted_and_awaited(steps))
+    graph = recording.graph()
+    seconds = [rng.choice((0.0, 0.5, 1.0, 2.0, 4.0)) if op else 0.0 for op in graph.ops]
+    assert in_lane_order(graph, seconds) == played(graph, seconds)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"lane": [-2]}, {"lane": [1]}, {"packets": [0]}, {"packet_s": [float("nan")]}, {"before": [(0,)]},
+              {"urgent": []}]
+)  # fmt: skip
+def test_graphs_that_make_no_sense_are_refused(wrong):
+    sound = {"lane": [0], "urgent": [False], "packets": [1], "packet_s": [1.0], "before": [()]}
+    assert native_order(**sound)[0] == [0]
+    with pytest.raises(ValueError, match="node"):
+        native_order(**{**sound, **wrong})
 
 
 def test_an_urgent_op_waits_for_a_packet_and_not_for_the_op():

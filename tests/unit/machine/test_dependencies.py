@@ -121,6 +121,20 @@ class Touch(FreeOp):
         return None
 
 
+def test_what_is_no_ticket_is_refused():
+    with pytest.raises(TypeError, match="Ticket"):
+        Board().submit(H2D, Touch(), ("a",), urgent=False)
+
+
+def test_dependencies_stand_in_the_order_in_which_they_were_found():
+    """First what `after` names, then by key what is read and what is written; each once."""
+    board = Board()
+    first, second, third = (board.submit(H2D, Touch(writes=(key,)), (), urgent=False) for key in "abc")
+    last = board.submit(GPU, Touch(reads=("b", "a"), writes=("c", "b")), (third,), urgent=False)
+    assert list(last.waits_for) == [third, second, first] and last.num_unmet == 3
+    assert all(ticket.dependents == [last] for ticket in (first, second, third))
+
+
 def test_a_dependency_inherited_twice_counts_once():
     """Two cancelled writers pass the same predecessor on: what follows both must not become ready (and run) twice."""
     board = Board()

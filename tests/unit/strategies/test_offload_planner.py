@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from math import ceil
 
 import pytest
 
@@ -165,6 +166,43 @@ def test_a_plan_fits_the_engine_and_its_prediction_says_why():
     assert plan.prediction is not None and plan.prediction.throughput_tok_s > 0
     assert "decode bound by link (weights, link)" in plan.prediction.model
     assert plan.as_record()["layer_link_s"] == pytest.approx(plan.prediction.terms["decode layer, link, s"])
+    assert plan.cost.rates.sized is not None, "the prediction is made of what the policy's sizes reach"
+    printed = plan_policy(on, GivenPolicy(gpu_ffn=True), packet_bytes=10**8, extended=False)
+    assert printed.cost.rates.sized is None and "at the rates" not in printed.prediction.model
+    nothing = plan_policy(engine([]), GivenPolicy(), packet_bytes=10**8)
+    assert nothing.cost.rates.sized is None, "there is nothing to predict"
+
+
+def test_what_is_timed_are_the_sizes_of_the_policy(monkeypatch):
+    """The micro-batch of decode, and as many prompt tokens as go through a layer together."""
+    asked = []
+    sized = RateProbe.at_sizes
+    monkeypatch.setattr(RateProbe, "at_sizes", lambda probe, rates, **sizes: asked.append(sizes) or sized(
+        probe, rates, **sizes))  # fmt: skip
+    plan = plan_policy(engine([400] * 120), GivenPolicy(batch_size=120, micro_batch_size=120), packet_bytes=10**8)
+    (sizes,) = asked
+    assert sizes["decode_tokens"] == 120
+    assert sizes["prompts"].num_tokens == ceil(plan.deployment.prefill_tokens(120)) < 120 * 400
+    assert max(sizes["prompts"].prompts) == 400
+
+
+def test_the_fixed_cost_of_ops_is_no_part_of_the_rates_at_a_policys_sizes():
+    """A layer's matrices are four ops, attention is one; a cost larger than the ops themselves leaves a tenth."""
+    probe, sizes = RateProbe(engine([50]), packet_bytes=10**8, extended=True), Shape.of_prompts(64, 32)
+    rates = probe.measure()
+
+    def seconds(op_s: float) -> dict[str, float]:
+        given = replace(rates, op_s=replace(rates.op_s, gpu=op_s))
+        found = probe.at_sizes(given, decode_tokens=8, prompts=sizes).sized
+        assert found is not None
+        return {name: 1 / flops_s for name, flops_s in asdict(found).items()}  # of one FLOP
+
+    free, costly = seconds(0.0), seconds(1e-6)
+    shares = {name: 1 - costly[name] / free[name] for name in free}
+    matrices_s, attention_s = (4e-6 / shares["decode"], 1e-6 / shares["prefill_attention"])
+    assert matrices_s > attention_s > 0
+    assert 4e-6 / shares["prefill"] > matrices_s, "64 tokens take longer than 8"
+    assert seconds(1.0) == pytest.approx({name: 0.1 * each for name, each in free.items()})
 
 
 def test_no_request_is_left_for_a_batch_of_its_own(monkeypatch):

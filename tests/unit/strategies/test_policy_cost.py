@@ -61,6 +61,7 @@ def test_products_are_as_fast_as_they_were_measured_at_the_policys_sizes():
     assert cost.rates.extends_paper and not RATES.extends_paper
     assert decode(cost)["gpu"] == pytest.approx(504 * SPEC.flops_per_token_layer / 2e12)
     assert decode(replace(cost, rates=replace(cost.rates, sized=replace(sized, decode=1e18)))) == decode()
+    assert decode(cost, gpu_ffn=False) == decode(gpu_ffn=False), "projections alone were not measured"
     chosen = policy()
     found = cost.prefill(Switches.of(chosen)).by_resource(chosen)["gpu"]
     pairs = 504 * 418 * 419 / 2
@@ -174,7 +175,9 @@ def test_a_prediction_says_which_equations_it_is_by():
     chosen = policy()
     assert "(Eq. 12-14)" in predict(COST, chosen).model
     extended = predict(WITH_OPS, chosen)
-    assert "with the cost of ops, host memory and rates at its sizes" in extended.model
+    assert "(Eq. 12-14, with the cost of ops and host memory)" in extended.model
+    sized = replace(WITH_OPS.rates, sized=SizedFlops(decode=1e12, prefill=1e12, prefill_attention=1e12))
+    assert "host memory, at the rates of its sizes)" in predict(replace(WITH_OPS, rates=sized), chosen).model
     assert extended.throughput_tok_s < predict(COST, chosen).throughput_tok_s
 
 
