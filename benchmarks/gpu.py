@@ -24,17 +24,28 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+_NEEDED = (
+    *("torch", "transformers", "hydra", "omegaconf", "antlr4", "pydantic", "rich", "yaml", "safetensors", "tokenizers"),
+    *("numpy", "scipy"),
+)
+_BUILD_NEEDS = ("pybind11", "setuptools")
+
+
+def require_packages(names: Sequence[str]) -> None:
+    """Exit with one line where packages are missing, before any of the harness is imported."""
+    if missing := [name for name in names if find_spec(name) is None]:
+        told = f'these packages are missing: {", ".join(missing)}; pip install -e ".[dev]" brings them'
+        print(f"benchmarks/gpu.py: error: {told}", file=sys.stderr)
+        sys.exit(2)
+
+
+require_packages(_NEEDED)
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks.gpu_stages.processes import GROUPS  # noqa: E402  from this checkout
 from harness.cli.arguments import whole_number  # noqa: E402
 
 STAGES = tuple(stage for group in GROUPS for stage in group)  # in the order of their worth
-_NEEDED = (
-    *("torch", "transformers", "hydra", "omegaconf", "antlr4", "pydantic", "rich", "yaml", "safetensors", "tokenizers"),
-    *("numpy", "scipy"),
-)
-_BUILD_NEEDS = ("pybind11", "setuptools")
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
@@ -67,10 +78,8 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     chosen = args.strategies.split(",") if args.strategies else []
     if unknown := set(chosen) - {path.stem for path in (ROOT / "conf/strategy").glob("[!_]*.yaml")}:
         parser.error(f"--strategies: unknown {', '.join(sorted(unknown))}")
-    needed = (*_NEEDED, *(_BUILD_NEEDS if "build" in args.stages.split(",") else ()))
-    missing = [name for name in needed if find_spec(name) is None]
-    if missing:
-        parser.error(f'these packages are missing: {", ".join(missing)}; pip install -e ".[dev]" brings them')
+    if "build" in args.stages.split(","):
+        require_packages(_BUILD_NEEDS)
     return args
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import sys
 import tarfile
 import threading
@@ -26,6 +27,14 @@ from tests.conftest import ROOT
 from tests.kernels.eventually import eventually
 
 SOME = ("moelens", "ondemand")
+
+
+def test_a_machine_without_the_packages_is_told_which():
+    """Nothing of the harness is imported before: it would end in a traceback."""
+    bare = [sys.executable, "-S", "-E", str(ROOT / "benchmarks" / "gpu.py"), "--dry"]
+    told = subprocess.run(bare, capture_output=True, text=True, timeout=60, check=False)
+    assert told.returncode == 2 and "these packages are missing: torch, " in told.stderr
+    assert len(told.stderr.splitlines()) == 1
 
 
 def test_a_dry_run_measures_calibrates_simulates_and_packs(tmp_path, monkeypatch, capsys):

@@ -127,7 +127,7 @@ def test_what_is_no_ticket_is_refused():
 
 
 def test_dependencies_stand_in_the_order_in_which_they_were_found():
-    """First what `after` names, then by key what is read and what is written; each once."""
+    """A ticket waits first for what `after` names, then by key for what is read and what is written; for each once."""
     board = Board()
     first, second, third = (board.submit(H2D, Touch(writes=(key,)), (), urgent=False) for key in "abc")
     last = board.submit(GPU, Touch(reads=("b", "a"), writes=("c", "b")), (third,), urgent=False)
