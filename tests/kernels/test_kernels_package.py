@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import kernels
+from kernels._extension import native
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,6 +46,14 @@ def test_missing_extension_says_how_to_build():
 def test_kernels_isa_forces_a_path():
     result = python("import kernels; print(kernels.isa())", KERNELS_ISA="portable")
     assert result.stdout.strip() == "portable", result.stderr
+
+
+def test_products_of_bfloat16_are_chosen_where_they_gain():
+    """The path is the fastest of a processor: bfloat16's products gain on AMD's cores and lose on Intel's."""
+    gains = "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    fastest = next(isa for isa in native().supported_isas() if gains or isa != "avx512bf16")
+    result = python("import os; os.environ.pop('KERNELS_ISA', None)\nimport kernels; print(kernels.isa())")
+    assert result.stdout.strip() == fastest, result.stderr
 
 
 @pytest.mark.parametrize("used_before", [False, True])

@@ -7,7 +7,7 @@ namespace kernels {
 
 enum class Isa { kPortable, kAvx2, kAvx512, kAvx512Bf16, kAmx };
 
-// The path in use: the environment's KERNELS_ISA on first use, else the best this processor has.
+// The path in use: the environment's KERNELS_ISA on first use, else the fastest that this processor has.
 // Throws std::invalid_argument when KERNELS_ISA names an unknown or an unsupported path.
 Isa current_isa();
 
@@ -17,7 +17,7 @@ Isa current_vector_isa();
 // Force a path by its name or go back to the process's own ("", decided again at the next use); same errors.
 void set_isa(const std::string& name);
 
-// Best first.
+// In the order in which they are tried.
 inline constexpr Isa kIsas[] = {Isa::kAmx, Isa::kAvx512Bf16, Isa::kAvx512, Isa::kAvx2, Isa::kPortable};
 
 bool isa_supported(Isa isa);

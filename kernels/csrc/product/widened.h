@@ -17,7 +17,7 @@ template <class X>
 constexpr int most_tile_rows() { return kWidth == 16 ? 6 : 2; }
 
 template <class X>
-constexpr int64_t chunk_depth(int64_t) { return 512; }
+constexpr int64_t chunk_depth(int64_t num_rows) { return kWidth == 16 && num_rows > 8 ? 1024 : 512; }
 
 // Fetches with each pair; see paired.h for what tiles ask.
 class RowPrefetcher {
