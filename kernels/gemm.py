@@ -1,5 +1,5 @@
-"""Compute the expert FFN through torch's GEMM, and decide where that is faster: for many tokens on processors with
-AVX512_BF16 and without AMX."""
+"""Compute the expert FFN through torch's GEMM, and decide where that is faster: for many tokens on AMD's processors
+with AVX512_BF16."""
 
 from __future__ import annotations
 
