@@ -48,7 +48,8 @@ _AT_ONCE = 8  # submissions between two looks at whether an op has run
 class OpCosts:
     """Measures what ops take, alone and in company. `samples` has their seconds by company, `crowded` those beside a
     lane that runs one short op after another, each of `short_s` seconds by that lane, `beside_strategy` those beside a
-    thread that submits, `works` their work. `between` has what lanes took from op to op meanwhile."""
+    thread that submits, `works` their work: all of them for one of an op's launches. `between` has what lanes took from
+    op to op meanwhile."""
 
     def __init__(
         self, engine: Engine, probes: LayerProbes, *, link_bytes_s: dict[LaneKind, float], undisturbed: Undisturbed,
@@ -107,8 +108,8 @@ class OpCosts:
             grouped.setdefault((key, near), []).append(ticket)
         for (key, _), alike in grouped.items():
             features = _mean(ticket.op.cost_features() for ticket in alike)
-            self.works.setdefault(key, {}).setdefault(features, Work(*_mean(ticket.op.work() for ticket in alike)))
-            seconds = float(np.mean([self._seconds(ticket) for ticket in alike]))
+            self.works.setdefault(key, {}).setdefault(features, Work(*_mean(map(_work_of_a_launch, alike))))
+            seconds = float(np.mean([self._seconds(ticket) / ticket.op.launches for ticket in alike]))
             points.setdefault(key, []).append((features, max(seconds, 0.0)))
 
     def _fill_gaps(self) -> None:
@@ -344,6 +345,10 @@ class Recording(Emitter):
 
 def _beside(company: Company) -> str:
     return "".join(f"beside {kind}, " for kind in sorted(company))
+
+
+def _work_of_a_launch(ticket: Ticket) -> Work:
+    return Work(*(amount / ticket.op.launches for amount in ticket.op.work()))
 
 
 def _mean(rows: Iterable[Sequence[float]]) -> tuple[float, ...]:

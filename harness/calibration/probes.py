@@ -8,13 +8,14 @@ from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
 from harness.bench.op_bench import OpBench
 from harness.bench.shapes import Shape
 from harness.engine.activations import Activations
 from harness.engine.emitter import Emitter, InFlight
 from harness.engine.engine import Engine
-from harness.engine.ops import data, expert_rows, paged
+from harness.engine.ops import data, expert_rows, paged, views
 from harness.engine.ops.experts import Expert
 from harness.engine.ops.predictions import PredictExperts
 from harness.machine.base import CPU, D2H, GPU, H2D, PIN, Context, Lane, Op, Ticket, Work
@@ -52,6 +53,26 @@ class Fill(Op):
         assert self.layer is not None
         for piece in self.cache.views(ctx, self.layer):
             _fill(piece.view(-1))
+
+
+class FillRoutes(Op):
+    """Gives each token of a micro-batch the next experts in turn: no probe depends on what ran a router last."""
+
+    kind: ClassVar[str] = "fill"
+
+    def __init__(self, spec: ModelSpec, acts: Activations) -> None:
+        self.spec, self.acts = spec, acts
+        self.writes = (acts.expert_ids, acts.expert_weights)
+
+    def work(self) -> Work:
+        """Return no work: this is set-up, which no cost model times."""
+        return Work()
+
+    def run(self, ctx: Context, packet: int) -> None:
+        each, experts = self.spec.experts_per_token, self.spec.num_experts
+        ids = views.rows(ctx, self.acts.expert_ids, self.acts.max_tokens, each, "int64")
+        ids.view(-1).copy_(torch.arange(ids.numel()) % experts)
+        views.rows(ctx, self.acts.expert_weights, self.acts.max_tokens, each, "float32").fill_(1 / each)
 
 
 def _fill(numbers: Any) -> None:
@@ -148,7 +169,9 @@ class LayerProbes:
 
     def batch(self, index: int, shape: Shape) -> InFlight:
         """Return a micro-batch in the `index`-th activation buffers. Its blocks are scattered over the engine's cache,
-        without regard to who holds them."""
+        without regard to who holds them, and its tokens choose experts in turn until a router says otherwise."""
+        machine = self.engine.machine
+        machine.wait(machine.submit(GPU, FillRoutes(self.engine.spec, self.acts[index])))
         return self.ops.place(self.ops.batch(shape, self.engine.kv.allocator, index=index))
 
     def serial(self, emit: Emitter, its: Pair, layer: int, *, experts_apart: bool) -> None:
@@ -193,7 +216,7 @@ class LayerProbes:
         for it in its:
             emit.attention_out(it, layer, parts)
             self._predict(emit, it, layer, parts)
-        if serial:
+        if serial and layer == self.layer:
             self._on_host(emit, its[0])
         stored = self.engine.store.experts(layer)
         for group in [[number] for number in stored] if experts_apart else [list(stored)]:

@@ -24,7 +24,7 @@ ALONE: Company = frozenset()
 BESIDE_LINK: Company = frozenset({LaneKind.H2D})
 BESIDE_GPU: Company = frozenset({LaneKind.GPU})
 BESIDE_GPU_AND_LINK: Company = BESIDE_GPU | BESIDE_LINK
-VERSION = 12
+VERSION = 13
 # What ends the key of an op with weights, by where it finds them: just come over the link (nothing), in a cache
 # since the op before it has read them, or in memory, where they have been for long.
 AGAIN, AT_REST = ", again", ", at rest"
@@ -58,8 +58,9 @@ class HostTimes:
 @dataclass(frozen=True, kw_only=True)
 class CalibrationTable:
     """Holds all that was measured on a machine. `samples` are (features, seconds) by company, lane and cost key: what
-    one op takes. On the links the seconds are those beyond bytes / rate, so that the table serves other link rates too.
-    In company short ops lose most, to threads that hand the interpreter to each other and to caches that streams sweep.
+    one op takes, or each launch of an op that has several. On the links the seconds are those beyond bytes / rate, so
+    that the table serves other link rates too. In company short ops lose most, to threads that hand the interpreter to
+    each other and to caches that streams sweep.
     `crowded` are such samples beside the one lane that costs most: the cpu lane for gpu ops and the gpu lane for all
     others, with one short op after another, of `short_s` seconds by that lane; by whether the link is busy too.
     `beside_strategy` are such samples beside a thread that submits op after op.
@@ -94,7 +95,7 @@ class CalibrationTable:
             for candidate in _nearest(company):
                 function = self.functions.get(candidate, {}).get(key)
                 if function is not None:
-                    return function(op.cost_features())
+                    return op.launches * function(op.cost_features())
         return None
 
     @cached_property
@@ -126,12 +127,12 @@ class CalibrationTable:
         which = (table_key(lane, op), any(op.cost_features()))
         by_company = (self.crowding_s.get(each, {}).get(which) for each in (company & BESIDE_LINK, ALONE))
         more_s = next((seconds for seconds in by_company if seconds is not None), 0.0)
-        return more_s * min(1.0, self.short_s.get(beside, 0.0) / max(beside_s, 1e-9))
+        return op.launches * more_s * min(1.0, self.short_s.get(beside, 0.0) / max(beside_s, 1e-9))
 
     def beside_strategy_s(self, lane: Lane, op: Op) -> float:
         """Return the seconds that an op takes longer than alone while the strategy's thread submits others. The result
         is 0 for an op that was not measured so."""
-        return self.strategy_s.get((table_key(lane, op), any(op.cost_features())), 0.0)
+        return op.launches * self.strategy_s.get((table_key(lane, op), any(op.cost_features())), 0.0)
 
     @cached_property
     def rates(self) -> dict[Company, dict[LaneKind, LaneRates]]:

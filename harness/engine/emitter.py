@@ -306,15 +306,13 @@ class Emitter(FanOut):
         return self.submit(GPU, op)
 
     def experts_on_host(self, it: InFlight, layer: int, experts: Iterable[int] | None = None) -> list[Ticket]:
-        """Run some experts (by number; None: all of the layer) on the cpu lane, after their input has come from the
-        device. Their sums begin at 0, so call it once for each layer. Nothing is submitted where there are no experts.
-
-        Each expert is an op of its own: cost models charge "experts x1", of which strategies sum as many as they place
-        on the host, and a group of any other size would need a cost of its own.
+        """Run some experts (by number; None: all of the layer) on the cpu lane, in one op, after their input has come
+        from the device. Their sums begin at 0, so call it once for each layer. Nothing is submitted where there are no
+        experts.
 
         `load_expert_sums` brings their results back; where these are all experts of the layer, `moe_out` is free for
         the results. Returns the tickets in the order of submission: of `add_common`, of the copy of the input, and of
-        each expert.
+        the experts.
         """
         whole = experts is None and not self._spec.is_dense(layer)
         common = self.add_common(it, layer) if whole else None
@@ -331,19 +329,15 @@ class Emitter(FanOut):
     @on_each_gpu
     def _experts_on_host(self, it: InFlight, layer: int, experts: Iterable[int] | None) -> list[Ticket]:
         parts = self._engine.store.experts(layer)
-        numbers = list(parts if experts is None else experts)
+        numbers = sorted(parts if experts is None else experts)
         if not numbers:
             return []
         copied = self.submit(D2H, expert_rows.OffloadExpertInput(self._spec, it.batch, it.acts, layer))
-        ops = [
-            Experts(
-                *(self._family, self._spec, it.batch, it.acts, (parts[number],), (number,), layer),
-                on_host=True,
-                clears=at == 0,
-            )
-            for at, number in enumerate(numbers)
-        ]
-        return [copied, *(self.submit(CPU, op) for op in ops)]
+        chosen = tuple(parts[number] for number in numbers)
+        op = Experts(
+            *(self._family, self._spec, it.batch, it.acts, chosen, tuple(numbers), layer), on_host=True, clears=True
+        )
+        return [copied, self.submit(CPU, op)]
 
     @on_each_gpu
     def load_expert_sums(

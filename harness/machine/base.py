@@ -109,6 +109,7 @@ class Op(ABC):
     writes: tuple[Hashable, ...] = ()
     packets: int = 1
     pieces: int = 1
+    launches: int = 1  # how often it pays what a lane asks for each op; known when `work` is
 
     @abstractmethod
     def work(self) -> Work:
@@ -122,8 +123,8 @@ class Op(ABC):
         return self.kind
 
     def cost_features(self) -> tuple[float, ...]:
-        """Return what the op's duration depends on, or that of one of its pieces, for tables of measured costs; empty
-        where only `work` is known."""
+        """Return what the op's duration depends on, or that of one of its pieces or launches, for tables of measured
+        costs; empty where only `work` is known."""
         return ()
 
     def run(self, ctx: Context, packet: int) -> Any:

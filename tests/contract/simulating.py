@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -36,17 +36,19 @@ def simulated_engine(model_name: str, num_requests: int, *, hit_rate: float | No
 
 
 def expert_bytes(engine, lane) -> list[float]:
-    """Return what each op of experts moves of the lane's memory, in bytes; none of them reads a part of an expert."""
+    """Return what each op of experts moves of the lane's memory, in bytes; none of them reads a part of an expert. An
+    op of the host may have several."""
     spans = [s for s in engine.machine.spans if s.kind == "experts" and s.lane == lane]
     found = [s.work.device_bytes if lane == GPU else s.work.host_bytes for s in spans]
     assert min(found, default=10**12) > engine.store.experts(0)[0].layout.nbytes
     return found
 
 
-def tokens_of(engine) -> Callable[[float], float]:
-    """Return a function that gives the tokens of an expert that moved so many bytes."""
+def tokens_of(engine, moved: Sequence[float], num_experts: int) -> float:
+    """Return the tokens of so many experts, which moved these bytes in all."""
     spec, size = engine.spec, engine.store.experts(0)[0].layout.nbytes
-    return lambda nbytes: (nbytes - size) / ((2 * spec.hidden_dim + 3 * spec.expert_dim) * spec.dtype_bytes)
+    of_a_token = (2 * spec.hidden_dim + 3 * spec.expert_dim) * spec.dtype_bytes
+    return (sum(moved) - num_experts * size) / of_a_token
 
 
 def link_bytes(engine, kind: str, lane) -> list[float]:

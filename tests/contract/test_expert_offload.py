@@ -99,9 +99,10 @@ def test_chosen_experts_are_charged_by_what_the_router_said(cpu_share):
     on_gpu = counted["prefetched"] + counted["cached"] + counted["on_demand"]
     assert on_gpu + counted["cpu"] == sum((each > 0).sum() for each in routed)
     device, host = expert_bytes(engine, GPU), expert_bytes(engine, CPU)
-    assert (len(device), len(host)) == (on_gpu, counted["cpu"])
-    assert sum(map(tokens_of(engine), device + host)) == pytest.approx(sum(each.sum() for each in routed))
-    assert (counted["cpu"] > 0) == (cpu_share > 0) and (on_gpu > 0) == (cpu_share < 1)
     size = engine.store.experts(0)[0].layout.nbytes
+    assert len(device) == on_gpu and len(host) <= len(routed), "those of a layer on the host run in one op"
+    tokens = tokens_of(engine, device + host, on_gpu + counted["cpu"])
+    assert tokens == pytest.approx(sum(each.sum() for each in routed))
+    assert (counted["cpu"] > 0) == (cpu_share > 0) and (on_gpu > 0) == (cpu_share < 1)
     came = [round(nbytes) for nbytes in link_bytes(engine, "weights", H2D)]
     assert came == [size] * (counted["on_demand"] + counted["issued"] - counted["withdrawn"])

@@ -277,7 +277,8 @@ def test_fiddler_without_a_table_is_the_cpu_alone_where_the_link_is_slow():
     _, _, alone = placed_by(lambda costs: AbsentOnCpu())
     assert spans == alone
     counted = fiddler.counted()
-    assert counted["cpu"] == counted["active"] == len(expert_bytes(engine, CPU)) > 0
+    host = expert_bytes(engine, CPU)
+    assert counted["cpu"] == counted["active"] > len(host) > 0, "those of a layer run in one op"
     assert not [span for span in engine.machine.spans if span.lane == H2D and span.kind == "weights"]
 
 

@@ -7,7 +7,6 @@ wait in another memory than the one the expert computes in, ops of `expert_rows`
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,7 +30,7 @@ class Experts(ComputeOp):
     `experts` names the experts behind `parts`, ascending. With `on_host` rows and sums are those in host memory, and
     the cpu lane runs the op. `clears` sets the sums to 0 before. A machine without tensors may know how many tokens
     choose each expert (`foresee`). Otherwise work assumes even routing: the expected tokens, and the expected number of
-    experts that get any.
+    experts that get any. On the host each expert that has tokens is a launch.
     """
 
     kind: ClassVar[str] = "experts"
@@ -52,6 +51,7 @@ class Experts(ComputeOp):
         super().__init__(family, spec, batch, acts, parts, layer)
         self.experts, self.on_host, self.clears = experts, on_host, clears
         self.counts: list[int] | None = None  # tokens of each of its experts, once that is known
+        self.launches = len(experts) if on_host else 1
         if on_host:
             self._rows = (acts.host_normed, acts.host_expert_ids, acts.host_expert_weights)
         else:
@@ -62,7 +62,12 @@ class Experts(ComputeOp):
     def foresee(self, world: Any) -> None:
         routed = world.expert_counts(self.batch, self.layer)
         if routed is not None:
-            self.counts = routed[list(self.experts)].tolist()
+            self._know(routed[list(self.experts)].tolist())
+
+    def _know(self, counts: list[int]) -> None:
+        self.counts = counts
+        if self.on_host:
+            self.launches = max(1, sum(map(bool, counts)))
 
     @property
     def _share(self) -> float:
@@ -81,15 +86,17 @@ class Experts(ComputeOp):
 
     @property
     def cost_key(self) -> str:
-        """The kind with the number of experts: one expert and all of them differ, since a token reaches few."""
-        return f"{self.kind} x{len(self.experts)}"
+        """The kind with the number of experts: one expert and all of them differ, since a token reaches few. Several on
+        the host cost what one of them does among others, times their number."""
+        several = self.on_host and len(self.experts) > 1
+        return f"{self.kind} of several" if several else f"{self.kind} x{len(self.experts)}"
 
     def cost_features(self) -> tuple[float, ...]:
         """Return the tokens of a micro-batch that, under even routing, would bring these experts as many tokens as they
-        get."""
+        get. On the host only those that get any count."""
         if self.counts is None:
             return (float(self.batch.num_tokens),)
-        return (sum(self.counts) / (self._share * len(self.experts)),)
+        return (sum(self.counts) / (self._share * (self.launches if self.on_host else len(self.experts))),)
 
     def run(self, ctx: Context, packet: int) -> None:
         spec, n = self.spec, self.batch.num_tokens
@@ -106,7 +113,7 @@ class Experts(ComputeOp):
             scratch = normed.new_empty(self.acts.workspace.nbytes, dtype=uint8)  # room that torch's allocator keeps
             return on_gpu.experts(spec, normed, ids, probs, out, placed, scratch)
         tokens, probs, counts = self._by_expert(ids, probs)
-        self.counts = counts
+        self._know(counts)
         if len(tokens) == 0:
             return
         x = normed.index_select(0, tokens)
@@ -128,12 +135,10 @@ class Experts(ComputeOp):
         if len(self.experts) == 1:
             chosen = np.flatnonzero(ids == self.experts[0])
             return chosen, [len(chosen)]
-        order = ids.astype(np.int16).argsort(kind="stable")  # numpy sorts 16 bits by their digits
-        all_counts = np.bincount(ids, minlength=self.spec.num_experts).tolist()
-        if len(self.experts) == self.spec.num_experts:
-            return order, [all_counts[expert] for expert in self.experts]
-        starts = [0, *accumulate(all_counts)]
-        groups = [order[starts[expert] : starts[expert + 1]] for expert in self.experts]
+        ids = ids.astype(np.int16)
+        order = ids.argsort(kind="stable")  # numpy sorts 16 bits by their digits
+        edges = (ids[order].searchsorted(self.experts, side) for side in ("left", "right"))
+        groups = [order[start:end] for start, end in zip(*edges, strict=True)]
         return np.concatenate(groups), [len(group) for group in groups]
 
 

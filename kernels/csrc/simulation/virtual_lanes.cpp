@@ -45,8 +45,8 @@ py::object borrowed(PyObject* object) { return py::reinterpret_borrow<py::object
 
 }  // namespace
 
-double Rates::seconds(const Work& work) const {
-  return overhead_s + std::max(std::max(work.flops / flops_s, work.device_bytes / device_bytes_s),
+double Rates::seconds(const Work& work, int32_t launches) const {
+  return launches * overhead_s + std::max(std::max(work.flops / flops_s, work.device_bytes / device_bytes_s),
                                std::max(work.host_bytes / host_bytes_s, work.link_bytes / link_bytes_s));
 }
 
@@ -229,7 +229,7 @@ py::list VirtualLanes::pending() const {
 
 void VirtualLanes::begin(Task& task) {
   static PyObject *const work_name = interned("work"), *const layer = interned("layer"),
-                         *const micro_batch = interned("micro_batch");
+                         *const micro_batch = interned("micro_batch"), *const launches = interned("launches");
   auto* const ticket = static_cast<PyObject*>(task.ticket);
   PyObject* const op = fields_.op.get(ticket);
   try {
@@ -237,6 +237,7 @@ void VirtualLanes::begin(Task& task) {
     if (!made) throw py::error_already_set();
     const auto work = py::reinterpret_steal<py::object>(made);
     task.kind = kind_code(op);
+    task.launches = static_cast<int32_t>(whole(attribute(op, launches).ptr()));
     set_cost(task, op, work);
     if (log_->keeps_rows()) {
       task.layer = number_or_none(op, layer);
@@ -290,7 +291,7 @@ const Rates& VirtualLanes::rates_of(const Task& task) {
 }
 
 double VirtualLanes::seconds_of(const Task& task, PyObject* op, const py::object& work) {
-  if (!seconds_) return rates_of(task).seconds(task.work);
+  if (!seconds_) return rates_of(task).seconds(task.work, task.launches);
   auto* const ticket = static_cast<PyObject*>(task.ticket);
   PyObject* const arguments[] = {fields_.lane.get(ticket), op, work.ptr()};
   PyObject* const seconds = PyObject_Vectorcall(seconds_.ptr(), arguments, 3, nullptr);

@@ -31,7 +31,7 @@ struct Classes {
 using Numbers = std::array<double, 5>;
 struct Rates {
   double overhead_s, flops_s, device_bytes_s, host_bytes_s, link_bytes_s;
-  double seconds(const Work& work) const;
+  double seconds(const Work& work, int32_t launches) const;
 };
 
 class VirtualLanes : private EventLoop::Ops {

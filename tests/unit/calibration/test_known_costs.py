@@ -43,7 +43,8 @@ def own_s(kind: LaneKind, features: tuple[float, ...]) -> float:
 
 class KnownCosts:
     def seconds(self, lane, op, work) -> float:
-        return own_s(lane.kind, op.cost_features()) + work.link_bytes / LINK_BYTES_S.get(lane.kind, float("inf"))
+        own = op.launches * own_s(lane.kind, op.cost_features())
+        return own + work.link_bytes / LINK_BYTES_S.get(lane.kind, float("inf"))
 
 
 @pytest.fixture(scope="module", params=[(), (0, 3), (0, 2)], ids=lambda layers: f"dense{list(layers)}")
@@ -90,6 +91,8 @@ def test_an_op_alone_costs_what_it_costs_beyond_the_links_time(found):
 def test_experts_are_measured_together_and_apart(found):
     for company in (ALONE, BESIDE_LINK):
         assert {"gpu: experts x1", "gpu: experts x8"} <= set(found.samples[company])
+    for company in (ALONE, BESIDE_LINK, BESIDE_GPU):
+        assert {"cpu: experts x1", "cpu: experts of several"} <= set(found.samples[company])
 
 
 def test_dense_layers_are_measured_apart_where_there_are_any(found, request):

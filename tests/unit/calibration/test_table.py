@@ -117,6 +117,12 @@ def test_costs_follow_the_measurements():
     assert costs().seconds(GPU, op, op.work()) == pytest.approx(0.4)
 
 
+def test_each_launch_costs_what_was_measured_of_one():
+    op = Measured(4.0)
+    op.launches = 3
+    assert costs().seconds(GPU, op, op.work()) == pytest.approx(3 * 0.4)
+
+
 @pytest.mark.parametrize(
     ("lane", "busy", "expected"),
     [

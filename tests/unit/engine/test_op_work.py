@@ -122,6 +122,10 @@ CASES: list[tuple[Op, Work]] = [
         Work(flops=2 * 20 * EXPERT, host_bytes=EXPERT * 2 + 20 * (80 + 3 * 112 + 80) * 2),
     ),
     (
+        seen(Experts(*own, experts[1:3], (1, 2), 0, on_host=True, clears=True)),
+        Work(flops=2 * 120 * EXPERT, host_bytes=2 * EXPERT * 2 + 120 * (80 + 3 * 112 + 80) * 2),
+    ),
+    (
         Expert(None, SPEC, experts[2], acts.normed, acts.moe_out, 20),
         Work(flops=2 * 20 * EXPERT, device_bytes=EXPERT * 2 + 20 * (80 + 3 * 112 + 80) * 2),
     ),
@@ -216,6 +220,15 @@ CASES: list[tuple[Op, Work]] = [
 def test_work_is_what_the_shapes_say(op, expected):
     """Within 3 %: attention counts half a token less than each token and those before it, a part its norms or not."""
     assert op.work() == pytest.approx(expected, rel=0.03)
+
+
+def test_experts_on_the_host_are_launches_where_they_have_tokens():
+    """Eight of them, of which two have no tokens, are six launches with as many tokens each as 166 in all are."""
+    host = Experts(*own, experts, tuple(range(8)), 0, on_host=True, clears=True)
+    assert (host.cost_key, host.launches, host.cost_features()) == ("experts of several", 8, (float(N),))
+    assert (seen(host).launches, host.cost_features()) == (6, (pytest.approx(166 / 6 / (2 / 8)),))
+    alone, device = Experts(*own, experts[:1], (0,), 0, on_host=True), Experts(*own, experts, tuple(range(8)), 0)
+    assert (alone.cost_key, seen(alone).launches, seen(device).launches) == ("experts x1", 1, 1)
 
 
 def test_no_op_was_forgotten():

@@ -47,6 +47,19 @@ def test_lanes_run_side_by_side_and_data_orders_them():
     assert beside.finished_s == 3.0
 
 
+def test_each_launch_pays_the_lanes_overhead():
+    m = SimulatedMachine(
+        capacities_bytes={"device": 100},
+        costs=Roofline(lanes={kind: LaneCost(overhead_s=0.5, flops_s=1.0) for kind in LaneKind}),
+        host_bytes_s=1e9,
+    )
+    op = Unit(2.0)
+    op.launches = 3
+    ticket = m.submit(CPU, op)
+    m.drain()
+    assert ticket.finished_s == 3 * 0.5 + 2.0
+
+
 def test_host_memory_is_shared_max_min():
     """Demands 10 and 2 under a capacity of 6: the small one is served, the large one gets 4 until it is alone."""
     m = machine(host_bytes_s=6.0)
