@@ -38,16 +38,20 @@ def pin_threads(config: Any) -> int | None:
     return threads
 
 
-def pin_thread_gb_s(config: Any) -> float | None:
-    """Return what one of these threads copies: its Config's `pin_thread_gb_s`, or None where the profile says it."""
-    gb_s: float | None = getattr(config, "pin_thread_gb_s", None)
-    return gb_s
+def pin_thread_gb_s(config: Any, spec: ModelSpec) -> float | None:
+    """Return what one of these threads copies: what its Config's `pin_thread_gb_s` says of the model, or None where the
+    profile says it."""
+    return _stated(config, "pin_thread_gb_s", spec)
 
 
 def cpu_attention_times(config: Any, spec: ModelSpec) -> float | None:
     """Return how many times as long as here a published system attends on the CPU: what its Config's
     `cpu_attention_times` says of the model, or None."""
-    stated: Callable[[ModelSpec], float | None] | None = getattr(config, "cpu_attention_times", None)
+    return _stated(config, "cpu_attention_times", spec)
+
+
+def _stated(config: Any, name: str, spec: ModelSpec) -> float | None:
+    stated: Callable[[ModelSpec], float | None] | None = getattr(config, name, None)
     return None if stated is None else stated(spec)
 
 

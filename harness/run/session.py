@@ -98,9 +98,9 @@ class Session:
             message = f"must be off for model.path={RANDOM}: there is no checkpoint whose tokens to compare with"
             require(settings.verify == "off", "verify", message)
         self.model = load_model(settings.model, has_tensors=self.has_tensors, seed=settings.seed)
-        config = self.strategy_config
-        hardware = settings.hardware.staged_by(pin_threads(config), pin_thread_gb_s(config))
-        hardware = hardware.attending_by(cpu_attention_times(config, self.model.spec))
+        config, spec = self.strategy_config, self.model.spec
+        hardware = settings.hardware.staged_by(pin_threads(config), pin_thread_gb_s(config, spec))
+        hardware = hardware.attending_by(cpu_attention_times(config, spec))
         needed_bytes = stored_bytes(self.model.source) + int(settings.kv_cache_gb * 1e9)
         self.settings = replace(settings, hardware=hardware.holding(needed_bytes))
         return self.model

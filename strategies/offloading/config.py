@@ -54,10 +54,9 @@ class OffloadingConfig:
         """The threads that stage weights in the published system; None: as many as the machine has for that."""
         return self.as_built.pin_threads if self.as_built else None
 
-    @property
-    def pin_thread_gb_s(self) -> float | None:
-        """The rate of one of these threads in the published system; None: that of the profile."""
-        return self.as_built.pin_thread_gb_s if self.as_built else None
+    def pin_thread_gb_s(self, spec: ModelSpec) -> float | None:
+        """Return the rate of one of these threads in the published system; None: that of the profile."""
+        return self.as_built.pin_thread_gb_s(spec) if self.as_built else None
 
     def cpu_attention_times(self, spec: ModelSpec) -> float | None:
         """Return how many times as long the published system attends on the CPU; None where it has our kernel."""

@@ -32,6 +32,7 @@ class _Stage:
     weights: list[PagedWeights]  # of decode: the same, or without experts
     pools: list[ActivationPool]
     kv_staging: list[list[Buffer]]  # two places on each GPU, or none
+    kv_relays: list[Buffer]  # two places in pinned memory, or none
 
     def weights_for(self, plan: PassPlan) -> list[PagedWeights]:
         """Return the weights for the phase of the pass.
@@ -86,7 +87,8 @@ class MicroBatchPipeline:
         self._engine, self._schedule, self._prefill, self._memory = engine, schedule, prefill, memory
         engines = engine.stages if stages else [engine]
         assert gpu_ffn or len(engine.ranks) == 1, "experts on the CPU are a matter of one GPU"
-        per_stage = engine.spec.num_layers // len(engines)
+        assert not memory.kv_relay_bytes or len(engines) == len(engine.ranks), "turns are a matter of one GPU a stage"
+        per_stage, pinned = engine.spec.num_layers // len(engines), engine.machine.tiers[PINNED]
 
         def stage(number: int, on: Engine) -> _Stage:
             layers = range(number * per_stage, (number + 1) * per_stage)
@@ -102,13 +104,12 @@ class MicroBatchPipeline:
                     [_on_device(each, f"kv staging {i}", memory.kv_staging_bytes) for each in on.ranks]
                     for i in range(2 if memory.kv_staging_bytes else 0)
                 ],
+                kv_relays=[
+                    pinned.reserve(f"kv relay {i}", memory.kv_relay_bytes)
+                    for i in ((2 * number, 2 * number + 1) if memory.kv_relay_bytes else ())
+                ],
             )
 
-        pinned = engine.machine.tiers[PINNED]
-        assert not memory.kv_relay_bytes or len(engine.ranks) == 1, "turns are a matter of one GPU"
-        self._kv_relays = [
-            pinned.reserve(f"kv relay {i}", memory.kv_relay_bytes) for i in range(2 if memory.kv_relay_bytes else 0)
-        ]
         self._stages = [stage(number, on) for number, on in enumerate(engines)]
         self._under_way: deque[_UnderWay] = deque()  # passes of which a part is not submitted yet
         self._num_passes = 0
@@ -146,7 +147,7 @@ class MicroBatchPipeline:
                 kv_staging=stage.kv_staging,
                 cpu_experts=self._cpu_experts and not plan.prefill,
                 following=[it.acts for it in theirs],
-                kv_relays=self._kv_relays,
+                kv_relays=stage.kv_relays,
             )
             for stage, mine, theirs in zip(self._stages, in_flight, [*in_flight[1:], []], strict=True)
         ]

@@ -29,7 +29,8 @@ class Steps:
     memory between layers are handed on there.
 
     A schedule with `begin_turn` and `begin_work` lets copies into pinned memory and the GPU's work take turns
-    (`in_turn.py`; one GPU). `kv_relays` are then two pinned buffers, through which keys and values go to the device.
+    (`in_turn.py`; one GPU, or each stage by itself). `kv_relays` are then two pinned buffers, through which keys and
+    values go to the device.
     """
 
     def __init__(

@@ -81,6 +81,12 @@ RUNS: dict[str, tuple[str, dict, int, int]] = {
         1,
         CAPACITIES_BYTES["device"],
     ),
+    "turns in each stage": (
+        "flexgen",
+        {"planning": "as_built", "policy": {"batch_size": 3, "micro_batch_size": 2}},
+        2,
+        CAPACITIES_BYTES["device"],
+    ),
     "shares of layers": ("deepspeed_zero", {}, 2, CAPACITIES_BYTES["device"]),
 }
 

@@ -14,6 +14,7 @@ from tests.contract.running import check_tokens, emulated, engine_on, requests, 
 from tests.contract.test_strategies import PLANNED
 
 pytestmark = pytest.mark.usefixtures("short_probes")
+TURNS = {"planning": "as_built", "policy": {"batch_size": 3, "micro_batch_size": 1, "resident_weights": 0.0}}
 SEVERAL = [
     ("moelightning", {}),
     ("moelightning", {"policy": {"gpu_attention": True, "resident_weights": 0.4}}),
@@ -25,6 +26,11 @@ SEVERAL = [
     ("flexgen", {"parallelism": "tensor", "padding": True}),
     ("flexgen", {"staging": True, "policy": {"batch_size": 3, "micro_batch_size": 1}}),
     ("flexgen", {"policy": {"resident_weights": 0.4}}),
+    ("flexgen", {"planning": "as_built", "policy": {"micro_batch_size": 1}}),
+    ("flexgen", {"planning": "as_built", "policy": {"batch_size": 3, "micro_batch_size": 2, "resident_weights": 0.4}}),
+    ("flexgen", {"planning": "as_built", "staging": False, "policy": {}}),
+    ("flexgen_c", {"planning": "as_built", "policy": {"micro_batch_size": 2}}),
+    ("flexgen_c", {"planning": "as_built", "policy": {"batch_size": 3, "micro_batch_size": 1}}),
     ("deepspeed_zero", {}),
     ("deepspeed_zero", {"prefetch": False, "batch_size": 2}),
     ("vllm_offload", {"prefetch": True, "cpu_offload_gb": 0.0002}),
@@ -55,15 +61,16 @@ def test_shuffled_machine(tiny, name, change, num_gpus):
 
 
 @pytest.mark.parametrize(
-    ("name", "num_gpus"),
+    ("name", "num_gpus", "change"),
     [
-        *(("moelightning", 2), ("moelightning", 4), ("flexgen", 2), ("flexgen_c", 2)),
-        *(("deepspeed_zero", 2), ("deepspeed_zero", 4)),
+        *(("moelightning", 2, {}), ("moelightning", 4, {}), ("flexgen", 2, {}), ("flexgen_c", 2, {})),
+        *(("flexgen", 2, TURNS), ("flexgen", 4, TURNS), ("flexgen_c", 2, TURNS)),
+        *(("deepspeed_zero", 2, {}), ("deepspeed_zero", 4, {})),
     ],
 )
-def test_emulated_machine(tiny, name, num_gpus):
+def test_emulated_machine(tiny, name, num_gpus, change):
     """Every GPU brings and computes a share; the host's lane is one."""
-    engine, _ = run(tiny, emulated(num_gpus=num_gpus), name, {}, num_gpus)
+    engine, _ = run(tiny, emulated(num_gpus=num_gpus), name, change, num_gpus)
     moved: dict[int, float] = defaultdict(float)
     for span in engine.machine.spans:
         if span.kind == "weights":
@@ -72,7 +79,8 @@ def test_emulated_machine(tiny, name, num_gpus):
     assert max(moved.values()) < 1.1 * min(moved.values())
     assert {s.lane for s in engine.machine.spans if s.lane.kind in HOST_KINDS} <= {CPU}
     staging = {s.lane.rank for s in engine.machine.spans if s.lane.kind is LaneKind.PIN}
-    assert staging == (set(range(num_gpus)) if name == "moelightning" else set()), "each stages its own pages"
+    is_staged = name == "moelightning" or change is TURNS
+    assert staging == (set(range(num_gpus)) if is_staged else set()), "each stages its own pages"
     assert {s.lane.rank for s in engine.machine.spans if s.lane.kind is LaneKind.GPU} == set(range(num_gpus))
 
 
@@ -95,6 +103,7 @@ def test_hidden_states_wait_in_pinned_memory_once_for_all_gpus(tiny, name, devic
 def test_fewer_requests_than_gpus(tiny, count):
     for name in ("flexgen", "flexgen_c", "deepspeed_zero"):
         run(tiny, shuffled(1, num_gpus=4), name, {}, 4, count=count)
+    run(tiny, shuffled(1, num_gpus=4), "flexgen", TURNS, 4, count=count)
 
 
 @pytest.mark.parametrize("name", ["flexgen", "flexgen_c"])
@@ -133,3 +142,12 @@ def test_a_model_that_cannot_be_divided_is_refused(tiny, name, num_gpus, told):
     with pytest.raises(ConfigError, match=told) as caught:
         run(tiny, shuffled(0, num_gpus=num_gpus), name, {}, num_gpus)
     assert caught.value.field == "hardware.num_gpus"
+
+
+@pytest.mark.parametrize("policy", [{}, {"batch_size": 6, "micro_batch_size": 2}])
+def test_flexgen_as_built_shares_no_layers(tiny, policy):
+    change = {"planning": "as_built", "parallelism": "tensor", "policy": policy}
+    for name in ("flexgen", "flexgen_c"):
+        with pytest.raises(ConfigError, match="must be pipeline as built") as caught:
+            run(tiny, shuffled(0, num_gpus=2), name, change, 2)
+        assert caught.value.field == "strategy.parallelism"

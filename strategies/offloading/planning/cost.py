@@ -124,7 +124,8 @@ class CostModel:
     block, and what computing waits for stands behind it (MoE-Lightning Fig. 6, S2 and S4). "nothing": weights cross the
     link in the same way, and CPU and GPU take turns (S3): each GPU of a pipeline with the CPU's work for its own batch,
     while the CPU works for the others. Prefill waits for nothing on the link but weights. "one thread": staging copies,
-    those of relayed keys and values too, take turns with the GPU and the CPU, in prefill as well (FlexGen as built).
+    those of relayed keys and values too, take turns with the GPU and the CPU, in prefill as well (FlexGen as built);
+    each GPU of a pipeline has such a thread, and again the CPU works for the others' batches meanwhile.
 
     Where several GPUs share every layer, each has its own link and does its share of the work; CPU and staging copies
     serve all of them, and the GPUs' partial sums meet twice a layer.
@@ -226,11 +227,12 @@ class CostModel:
         copied = ["weights"] if self._is_staged else []
         copied += ["kv"] if self.deployment.storage.relays_kv and "kv" in to_gpu else []
         pin = [_task(name, link=to_gpu[name] / rates.pin_bytes_s) for name in copied if rates.pin_bytes_s is not None]
-        if self.overlap == "one thread":
-            resources["copies, gpu and cpu in turn"] = [*pin, *on_gpu, *(on_cpu if in_decode else [])]
-        elif self.overlap == "nothing":
-            in_flight = self.deployment.blocks_in_flight
-            resources["gpu and cpu in turn"] = [*apart, *on_gpu, *(task / in_flight for task in on_cpu)]
+        in_flight = self.deployment.blocks_in_flight
+        if self.overlap in ("one thread", "nothing"):
+            waited_for = on_cpu if in_decode or self.overlap == "nothing" else []
+            copies = pin if self.overlap == "one thread" else apart
+            name = "copies, gpu and cpu in turn" if self.overlap == "one thread" else "gpu and cpu in turn"
+            resources[name] = [*copies, *on_gpu, *(task / in_flight for task in waited_for)]
             resources |= {"cpu": on_cpu} if in_flight > 1 else {}
         else:
             resources |= {"gpu": [*apart, *on_gpu] if on_gpu else [], "cpu": [*apart, *on_cpu] if on_cpu else []}

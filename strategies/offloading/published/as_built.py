@@ -37,7 +37,7 @@ class AsBuilt:
     staging: bool  # weights in pageable memory
     padding: bool
     pin_threads: int  # that copy weights from pageable to pinned memory, for each GPU
-    pin_thread_gb_s: float | None = None  # what one of them copies; None: what the profile says
+    pin_thread_gb_s: Callable[[ModelSpec], float | None] = lambda _: None  # of one of them; None: the profile's
     cpu_attention_times: Callable[[ModelSpec], float | None] = lambda _: None  # as long as by the kernel here
     in_turn: bool = False  # what copies pageable memory, that of the cache too, launches the GPU's work as well
     sources: dict[str, str]  # of planner, memory model and staging

@@ -1,10 +1,11 @@
 """FlexGen's own cost model, as the port of FlexGen to Mixtral has it: MoE-Lightning's baseline in its Fig. 7.
 
-github.com/lynnliu030/FlexGen, by one of MoE-Lightning's authors: experimental/cost_models/cost_model_moe_t4_7b.py and
-cost_model_moe_l4_7b.py, each with rates that experimental/fit_cost_model_moe.py fitted to runs of the port on that
-card. Its results (experimental/mtbench/results) are the policies in benchmarks/flexgen of MoE-Lightning's artifact. All
-of them keep the cache and the hidden states on the host. So only the share w_g of the weights that stays on the device
-is left to choose, as large as there is room. The model counts one expert as a token's FFN. In words:
+github.com/lynnliu030/FlexGen, by one of MoE-Lightning's authors: experimental/cost_models/cost_model_moe_t4_7b.py,
+cost_model_moe_l4_7b.py and cost_model_moe_t4_22b.py, each with rates that experimental/fit_cost_model_moe.py or
+fit_cost_model_moe_22b.py fitted to runs of the port on that card (cost_model_dbrx.py has the third one's). Its results
+(experimental/mtbench/results) for Mixtral-8x7B are the policies in benchmarks/flexgen of MoE-Lightning's artifact. All
+keep the cache and the hidden states on the host. So only the share w_g of the weights that stays on the device is left
+to choose, as large as there is room. The model counts one expert as a token's FFN. In words:
 
 * device, at most 80 %: w_g of all weights, two layers of the rest, and a micro-batch's hidden states, projections,
   attention matrix and FFN, of whichever phase needs more;
@@ -13,7 +14,14 @@ is left to choose, as large as there is room. The model counts one expert as a t
   part and then the GPU's, to which attention on the CPU adds up;
 * search: micro-batches of 1 to 4, 8, 16, ...; their number grows until throughput no longer does.
 
-Rates of copies from the device are the values that the fit began with: no run was bound by them. Torch-free.
+Rates of copies from the device are the values that the fit began with: no run was bound by them.
+
+Several GPUs are stages of a pipeline (flexgen/dist_flex_moe.py), each with a process and so with a thread of its own.
+The cost model knows nothing of them: it plans the whole model and all sequences for one GPU. The port's scripts have as
+many batches in flight as stages. With two GPUs and as many sequences in *each* batch as planned, 32 tokens failed
+(run_script_mtbench_t4_22b_dist_1x2.sh). What was tuned has about as many in both together: half as many micro-batches
+(run_script_mtbench_t4_22b_dist_1x2_tuned.sh), or half as large ones (results/tuned_policy_t4_22b). Here each batch has
+its share of the planned micro-batches, which are as large as planned. Torch-free.
 """
 
 from __future__ import annotations
@@ -53,7 +61,12 @@ _L4 = _Fit(
     to_gpu=5.4443 * _GIB, to_host=2.0151 * _GIB,
     prefill=0.6510e12, decode=0.6031e12, prefill_attention=0.6331e12, cpu=3.7917e12,
 )  # fmt: skip
-_BETWEEN_THEM = 20 * _GIB  # of device memory: T4 16, L4 24
+_T4_8X22B = _Fit(
+    to_gpu=4.7789 * _GIB, to_host=2.0151 * _GIB,
+    prefill=3.5124e12, decode=1.3982e12, prefill_attention=1.3017e12, cpu=4.4980e12,
+)  # fmt: skip
+_BETWEEN_CARDS = 20 * _GIB  # of device memory: T4 16, L4 24
+_BETWEEN_MODELS = 5120  # of a hidden state: Mixtral-8x7B 4,096; Mixtral-8x22B and DBRX 6,144
 _SMALL = 0.0070  # c2: arithmetic is slower with small micro-batches
 _PORT = "FlexGen's port to Mixtral (lynnliu030/FlexGen)"
 _COST_MODEL = f"{_PORT}, experimental/cost_models"
@@ -72,17 +85,36 @@ def sizes() -> Iterator[int]:
 def published_plan(deployment: Deployment, given: GivenPolicy | None = None) -> Published:
     """Return the plan with the highest throughput, of those that agree with the given sizes.
 
-    Raises ConfigError where none fits the cost model's shares of device and host, or where there are several GPUs.
+    Where several batches are in flight, the sizes are those of one of them, which has its share of the micro-batches.
+    Raises ConfigError where none fits the cost model's shares of device and host.
     """
-    told = "must be best with several GPUs: FlexGen's cost model has one"
-    require(deployment.num_gpus == 1, "strategy.planning", told)
     shares = f"{DEVICE_SHARE:.0%} of the device and {HOST_SHARE:.0%} of the host"
     told = f"FlexGen's cost model finds no policy in {shares}"
-    return best_plan(partial(_plan, deployment), sizes(), given or GivenPolicy(), told)
+    given, in_flight = given or GivenPolicy(), deployment.blocks_in_flight
+    if given.batch_size is not None:
+        plan = best_plan(lambda size, batch: _plan(deployment, size, in_flight * batch), sizes(), given, told)
+        return replace(plan, batch_size=given.batch_size)
+    plan = best_plan(partial(_plan, deployment), sizes(), given, told)
+    each = max(1, plan.batch_size // in_flight)
+    size = given.micro_batch_size or min(plan.micro_batch_size, each)
+    return replace(plan, batch_size=max(1, each // size) * size, micro_batch_size=size)
+
+
+def _fit_on_t4(spec: ModelSpec) -> _Fit:
+    return _T4 if spec.hidden_dim < _BETWEEN_MODELS else _T4_8X22B
+
+
+def _on_one_gpu(deployment: Deployment) -> Deployment:
+    """Return the deployment as the cost model sees it: one GPU has all layers, and all batches are one."""
+    layers_bytes = deployment.blocks_in_flight * deployment.sizes.layers_bytes
+    sizes = replace(deployment.sizes, layers_bytes=layers_bytes)
+    return replace(deployment, sizes=sizes, num_gpus=1, blocks_in_flight=1)
 
 
 def _plan(deployment: Deployment, size: int, batch: int) -> Published | None:
-    """Return the plan with as many weights on the device as fit; None where device or host is too small."""
+    """Return the plan with as many weights on the device as fit; None where device or host is too small. The batch is
+    all that is in flight."""
+    deployment = _on_one_gpu(deployment)
     spec, shape, stored = deployment.spec, deployment.shape, deployment.sizes
     prompt, new, num_layers = shape.prompt_tokens, shape.new_tokens, spec.num_layers
     layer, total, token = stored.layer_bytes, stored.layers_bytes, spec.hidden_dim * spec.dtype_bytes
@@ -97,7 +129,7 @@ def _plan(deployment: Deployment, size: int, batch: int) -> Published | None:
     )
     if resident < 0 or held > HOST_SHARE * host_bytes(deployment) or not is_in_cache(deployment, batch):
         return None
-    fit = _T4 if deployment.capacities_bytes["device"] < _BETWEEN_THEM else _L4
+    fit = _fit_on_t4(spec) if deployment.capacities_bytes["device"] < _BETWEEN_CARDS else _L4
     slower = max(0.1, 1 - _SMALL * max(0.0, log2(64 / size)))
     flops = spec.flops_per_token_layer - 2 * (spec.experts_per_token - 1) * spec.expert_params
     weights_s = layer * (1 - resident) / fit.to_gpu
@@ -125,15 +157,22 @@ def _working_bytes(deployment: Deployment, size: int) -> float:
 
 def complete(deployment: Deployment, given: GivenPolicy) -> GivenPolicy:
     """Fill in what is not given: the plan's sizes and resident weights, and no cache on the device. Where both sizes
-    are given, they need not fit the cost model's memory."""
-    kept = 0.0
+    are given, they need not fit the cost model's memory. Raises ConfigError where GPUs share layers."""
+    in_flight, kept = deployment.blocks_in_flight, 0.0
+    told = "must be pipeline as built: FlexGen's port has no other way to use several GPUs"
+    require(deployment.num_gpus == in_flight, "strategy.parallelism", told)
     if given.batch_size is None or given.micro_batch_size is None:
         plan = published_plan(deployment, given)
         given = completed(given, batch_size=plan.batch_size, micro_batch_size=plan.micro_batch_size)
         kept = plan.resident
-    elif (sized := _plan(deployment, given.micro_batch_size, given.batch_size)) is not None:
+    elif (sized := _plan(deployment, given.micro_batch_size, in_flight * given.batch_size)) is not None:
         kept = sized.resident
     return completed(given, resident_weights=kept, gpu_ffn=True, resident_kv=0.0)
+
+
+def pin_thread_gb_s(spec: ModelSpec) -> float:
+    """Return the rate of the port's copies to the device, as fitted on a T4; on an L4 it is 0.3 % more."""
+    return _fit_on_t4(spec).to_gpu / 1e9
 
 
 def cpu_attention_times(spec: ModelSpec) -> float | None:
@@ -155,19 +194,28 @@ AS_BUILT = AsBuilt(
     staging=True,
     padding=True,
     pin_threads=1,
-    pin_thread_gb_s=_T4.to_gpu / 1e9,  # the L4's is 0.3 % more
+    pin_thread_gb_s=pin_thread_gb_s,
     in_turn=True,
     sources={
         "planner": f"{_COST_MODEL}; cache and hidden states on the host as in {_SCRIPT}'s policies",
         "memory_model": f"{DEVICE_SHARE:.0%} of device and host: {_COST_MODEL}",
         "staging_as_built": "pageable weights and cache (pin_weight=False), relayed through pinned memory by the thread"
         f" that launches the GPU's work: {_SCRIPT}; {_PORT}, flexgen/moe_pytorch_backend.py; "
-        f"at {_T4.to_gpu / _GIB:.2f} GiB/s, as fitted: {_COST_MODEL} (ctog_bdw)",
+        f"at {_T4.to_gpu / _GIB:.2f} GiB/s (Mixtral-8x22B {_T4_8X22B.to_gpu / _GIB:.2f}), as fitted: {_COST_MODEL} "
+        "(ctog_bdw)",
+        "several_gpus_as_built": "each has a process, a thread and as many consecutive layers; as many batches in "
+        "flight as GPUs, each through all stages before its next step, and each brings all weights again "
+        f"({_PORT}, flexgen/dist_flex_moe.py; experimental/mtbench/mtbench_run_moe_dist.py: num_inner_iterations); "
+        "the planned batch divided among them (experimental/mtbench/run_script_mtbench_t4_22b_dist_1x2_tuned.sh)",
         "experts_as_built": f"fused, as here: {_PORT}, flexgen/fused_moe.py",
     },
     as_in_best=(
         "new keys and values go to a pinned cache, where FlexGen's is pageable",
         "whole experts stay on the device, where FlexGen keeps single tensors",
+        "hidden states of a prefill wait on the host only where the device has no room",
+        "GPUs of a pipeline hand hidden states on by micro-batch, where the port's hand on a whole step's, through "
+        "host memory, and wait for it",
+        "one queue for the CPU's work of all stages, where each of the port's processes has 16 threads of its own",
         "kernels and their rates",
     ),
 )
