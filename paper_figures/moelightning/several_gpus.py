@@ -3,9 +3,11 @@
     python -m paper_figures.moelightning several_gpus --out FOLDER
     python -m paper_figures.moelightning.several_gpus --settings S6 S7 --g 32 --out FOLDER   # some; others are kept
 
-Each system runs one full batch (for each GPU, where each has its own) of the size that its own search finds. On S6 and
-S7 all are padded (to every lane the same as prompts that are all as long as the longest), on S8 and S9 none is. Prefill
-and the first decode steps are simulated; the other steps are their linear continuation, as only the context grows.
+Each system runs one full batch (for each GPU, where each has its own) of the size that its planner finds: best, our
+search on this engine, and where it says so, as built, the system's own planner with its staging and its defaults. On S6
+and S7 all are padded (to every lane the same as prompts that are all as long as the longest), on S8 and S9 none is.
+Prefill and the first decode steps are simulated; the other steps are their linear continuation, as only the context
+grows.
 """
 
 from __future__ import annotations
@@ -47,6 +49,8 @@ SETTINGS = {  # MoE-Lightning Table 2: model and profile; and GB of the host for
     "S9": ("dbrx", "t4x4", 120),
 }
 SCALING = {("S6", "S7"): (2.77, 3.38), ("S8", "S9"): (2.1, 2.8)}  # MoE-Lightning section 5.3: 4 GPUs over 2, its own
+_AS_BUILT = ("strategy.planning=as_built",)
+_STAGED_KV_GB = 60  # of FlexGen as built, whose planner takes 52; four stages have 40 GB of weights in staging buffers
 _CGOPIPE, _PINNED = ("strategy=moelightning",), ("strategy=moelightning", "strategy.staging=false")
 _PADDED = (f"dataset.lengths.mean={LONGEST_PROMPT['mtbench_lightning']}", "dataset.lengths.shape=constant")
 # Section 5.3: "a small batch size of 32". It is taken as each GPU's; so many fit with one part of a layer at a time.
@@ -58,10 +62,14 @@ SYSTEMS = {
     "FlexGen(c)": ("strategy=flexgen_c", *_PADDED),
     "DeepSpeed-Zero": ("strategy=deepspeed_zero", *_PADDED),
     "DeepSpeed-Zero, batches of 32": ("strategy=deepspeed_zero", *_PADDED, *_PUBLISHED),
+    "MoE-Lightning(p), as built": (*_CGOPIPE, *_AS_BUILT, *_PADDED),
+    "FlexGen, as built": ("strategy=flexgen", *_AS_BUILT, *_PADDED),
+    "FlexGen(c), as built": ("strategy=flexgen_c", *_AS_BUILT, *_PADDED),
     "MoE-Lightning": _CGOPIPE,
     "MoE-Lightning, weights pinned": _PINNED,
+    "MoE-Lightning, as built": (*_CGOPIPE, *_AS_BUILT),
 }
-_PADDING, _NOT_PADDING = list(SYSTEMS)[:6], list(SYSTEMS)[6:]
+_PADDING, _NOT_PADDING = list(SYSTEMS)[:9], list(SYSTEMS)[9:]
 SHOWN = {"S6": _PADDING, "S7": _PADDING, "S8": _NOT_PADDING, "S9": _NOT_PADDING}  # Fig. 7, and Fig. 8 without padding
 GENERATED = (32, 64, 128, 256)  # Table 3
 STEPS = 5  # of decode that are simulated
@@ -91,6 +99,8 @@ class Batch:
 def overrides(setting: str, system: str, g: int, num_requests: int) -> list[str]:
     """Return the overrides as `python -m harness.plan` takes them."""
     model, hardware, kv_gb = SETTINGS[setting]
+    if _is_as_built(system) and system.startswith("FlexGen"):
+        kv_gb = _STAGED_KV_GB
     return [
         *(f"model={model}", f"hardware={hardware}", f"kv_cache_gb={kv_gb}", "strategy.packet_mb=1000000"),
         *("dataset=mtbench_lightning", "dataset.synthetic=lengths", f"dataset.max_new_tokens={g}"),
@@ -220,7 +230,7 @@ def tables(data: dict[str, Any]) -> str:
     """Write the tables as Markdown."""
     lines = [
         "# Several GPUs (simulated)\n",
-        "Systems that are planned are planned best; as built, FlexGen has one GPU.\n",
+        "Systems that are planned are planned best, but for those that are named as built.\n",
         "| setting | g | system | N | μ | r_w | attention | sequences | simulated tok/s | predicted tok/s | s a step |",
         "|" + " ---: |" * 11,
     ]
@@ -244,15 +254,16 @@ def draw(data: dict[str, Any]) -> Figure:
 
     settings = list(dict.fromkeys(r["setting"] for r in data["rows"]))
     figure = new_figure(3.0 * len(settings) + 0.6, 3.4)
-    colours = dict(zip(map(_unpadded, SYSTEMS), ("C0", "C1", "C2", "C4", "C3", "C5"), strict=False))
+    colours = dict(zip(map(_plain, SYSTEMS), ("C0", "C1", "C2", "C4", "C3", "C5"), strict=False))
     first_of: dict[str, Axes] = {}
     for axes, setting in zip(figure.subplots(1, len(settings), squeeze=False)[0], settings, strict=True):
         model, hardware, _ = SETTINGS[setting]
         rows = [r for r in data["rows"] if r["setting"] == setting]
         for system in dict.fromkeys(r["system"] for r in rows):
             points = [(r["g"], r["simulated_tok_s"]) for r in rows if r["system"] == system]
-            name = _unpadded(system)
-            axes.plot(*zip(*points, strict=True), marker="o", color=colours[name], label=name)
+            style = "--" if _is_as_built(system) else "-"
+            name, colour = system.replace("(p)", ""), colours[_plain(system)]
+            axes.plot(*zip(*points, strict=True), marker="o", color=colour, linestyle=style, label=name)
         padded = ", padded" if SHOWN[setting] == _PADDING else ""
         axes.set(title=f"{setting}: {model}, {hardware}{padded}", xlabel="generated tokens", xscale="log", yscale="log")
         axes.set_xticks(GENERATED, [str(g) for g in GENERATED])
@@ -267,8 +278,12 @@ def draw(data: dict[str, Any]) -> Figure:
     return figure
 
 
-def _unpadded(system: str) -> str:
-    return system.replace("(p)", "")
+def _is_as_built(system: str) -> bool:
+    return system.endswith(", as built")
+
+
+def _plain(system: str) -> str:
+    return system.replace("(p)", "").removesuffix(", as built")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -59,6 +59,15 @@ def test_figure_7_is_padded_to_its_longest_prompt_and_figure_8_is_not(setting, s
     assert lengths["max"] == 418
 
 
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_system_as_built_says_so_and_no_other_is(system):
+    values = composed(*overrides("S6", system, 32, 60))
+    planning = values["strategy"].get("planning", "best")
+    assert planning == ("as_built" if system.endswith(", as built") else "best")
+    staged = planning == "as_built" and system.startswith("FlexGen")
+    assert values["kv_cache_gb"] == (60 if staged else 100)
+
+
 def test_throughput_with_four_gpus_is_set_beside_that_with_two():
     system = next(iter(SYSTEMS))
     rows = [row("S6", system, 32, 10.0), row("S7", system, 32, 25.0), row("S8", "FlexGen", 32, 5.0)]
