@@ -119,5 +119,6 @@ def settings_of(strategy: str, rng: random.Random, num_gpus: int) -> dict[str, A
             "policy.resident_kv": (0.0, 0.0, 0.5, 1.0) if num_gpus == 1 else (0.0,),
         }
         given |= {"paging": yes_no, "policy.gpu_attention": yes_no} if strategy == "moelightning" else {}
-        given |= {"parallelism": ("pipeline", "tensor")} if strategy in ("flexgen", "flexgen_c") else {}
+        if strategy in ("flexgen", "flexgen_c"):
+            given |= {"parallelism": ("pipeline", "pipeline", "tensor"), "planning": ("best", "as_built")}
     return {name: rng.choice(choices) for name, choices in given.items()}
