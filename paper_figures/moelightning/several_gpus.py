@@ -29,7 +29,7 @@ from harness.record.provenance import code_version
 from paper_figures.moelightning.batches import LONGEST_PROMPT
 from paper_figures.passes import continued_s, planned, simulated_passes
 from paper_figures.pool import each
-from paper_figures.reports import made_by
+from paper_figures.reports import written_with
 from paper_figures.support import REFERENCE, new_figure, read_json, write_json
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ def _simulate_more(args: Namespace) -> int:
     numbers = args.out / "several_gpus.json"
     kept = read_json(numbers)["rows"] if numbers.exists() else []
     rows = joined(kept, compute(args.settings, args.g, args.systems)["rows"])
-    data = {**made_by("python -m paper_figures.moelightning several_gpus"), **report(rows)}
+    data = {**written_with("python -m paper_figures.moelightning several_gpus", rows), **report(rows)}
     write_json(numbers, data)
     text = tables(data)
     (args.out / "several_gpus.md").write_text(text, encoding="utf-8")

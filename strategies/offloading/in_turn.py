@@ -5,7 +5,8 @@ copies a part of the next layer and the next micro-batch's keys and values into 
 micro-batch's work, and waits for it (flexgen/flex_moe.py of FlexGen's port to Mixtral: `load_weight`, `load_cache`,
 `compute_layer` and `sync` in `generation_loop_overlap_multi_batch`; `general_copy` in flexgen/moe_pytorch_backend.py).
 Its cost model has the sum of the two, too. FlexGen copies all of the next layer in a layer's first turn; here each turn
-has its share, which crosses the link in the next turn, while the thread copies the next share.
+has its share, which crosses the link in the next turn, while the thread copies the next share. GPUs that are stages of
+a pipeline have a process and so such a thread each (flexgen/dist_flex_moe.py).
 """
 
 from __future__ import annotations
