@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from paper_figures.moelightning import several_gpus
 from paper_figures.moelightning.several_gpus import (
     GENERATED,
     SETTINGS,
@@ -16,7 +17,7 @@ from paper_figures.moelightning.several_gpus import (
     simulated,
 )
 from paper_figures.passes import planned
-from paper_figures.support import composed
+from paper_figures.support import composed, read_json, write_json
 
 SMALL = (
     *("model=mixtral-8x7b", "hardware=t4x2", "kv_cache_gb=4", "strategy.packet_mb=1000", "dataset.num_requests=24"),
@@ -80,3 +81,15 @@ def test_new_rows_take_the_place_of_old_ones():
     system, g = next(iter(SYSTEMS)), GENERATED[0]
     kept = [row(second, system, g, 1.0), row(first, system, g, 2.0)]
     assert joined(kept, [row(second, system, g, 3.0)]) == [row(first, system, g, 2.0), row(second, system, g, 3.0)]
+
+
+def test_a_report_of_some_cells_tells_the_code_of_all_its_rows(tmp_path, monkeypatch):
+    def made(setting: str, code: str) -> dict:
+        sizes = {"N": 8, "mu": 2, "r_w": None, "attention": "GPU", "sequences": 8, "predicted_tok_s": None}
+        return row(setting, "FlexGen, as built", 32, 5.0) | sizes | {"steps_s": [1.0], "code": code}
+
+    write_json(tmp_path / "several_gpus.json", {"rows": [made("S6", "older")]})
+    monkeypatch.setattr(several_gpus, "compute", lambda *_: {"rows": [made("S7", "newer")]})
+    assert several_gpus.main(["--settings", "S7", "--g", "32", "--out", str(tmp_path)]) == 0
+    report = read_json(tmp_path / "several_gpus.json")
+    assert report["code"] == "newer, older" and [r["setting"] for r in report["rows"]] == ["S6", "S7"]
