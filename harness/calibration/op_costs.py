@@ -30,8 +30,10 @@ from harness.calibration.table import (
     BESIDE_GPU_AND_LINK,
     BESIDE_LINK,
     LINKS,
+    TOGETHER,
     Company,
     Points,
+    features_of,
     table_key,
 )
 from harness.calibration.undisturbed import Undisturbed
@@ -48,8 +50,7 @@ _AT_ONCE = 8  # submissions between two looks at whether an op has run
 class OpCosts:
     """Measures what ops take, alone and in company. `samples` has their seconds by company, `crowded` those beside a
     lane that runs one short op after another, each of `short_s` seconds by that lane, `beside_strategy` those beside a
-    thread that submits, `works` their work: all of them for one of an op's launches. `between` has what lanes took from
-    op to op meanwhile."""
+    thread that submits, `works` their work. `between` has what lanes took from op to op meanwhile."""
 
     def __init__(
         self, engine: Engine, probes: LayerProbes, *, link_bytes_s: dict[LaneKind, float], undisturbed: Undisturbed,
@@ -104,12 +105,13 @@ class OpCosts:
         for ticket in tickets:
             found = AT_REST if at_rest else AGAIN if ticket.op.micro_batch == 1 else ""
             key = table_key(ticket.lane, ticket.op, found=found)
-            near = tuple(float(f"{feature:.2g}") for feature in ticket.op.cost_features())
+            key += TOGETHER if ticket.op.launches > 1 else ""
+            near = tuple(float(f"{feature:.2g}") for feature in features_of(ticket.op))
             grouped.setdefault((key, near), []).append(ticket)
         for (key, _), alike in grouped.items():
-            features = _mean(ticket.op.cost_features() for ticket in alike)
-            self.works.setdefault(key, {}).setdefault(features, Work(*_mean(map(_work_of_a_launch, alike))))
-            seconds = float(np.mean([self._seconds(ticket) / ticket.op.launches for ticket in alike]))
+            features = _mean(features_of(ticket.op) for ticket in alike)
+            self.works.setdefault(key, {}).setdefault(features, Work(*_mean(ticket.op.work() for ticket in alike)))
+            seconds = float(np.mean([self._seconds(ticket) for ticket in alike]))
             points.setdefault(key, []).append((features, max(seconds, 0.0)))
 
     def _fill_gaps(self) -> None:
@@ -209,10 +211,10 @@ class OpCosts:
         """Run one micro-batch's ops on lanes other than the gpu's, one after the other. Meanwhile the gpu computes
         another micro-batch, or weights stream, or both, as `company` says."""
         probes = self._probes
+        emit, it = Recording(self._engine, serial=True), probes.batch(0, shape)
         with probes.background(gpu=LaneKind.GPU in company, link=LaneKind.H2D in company) as background:
-            emit = Recording(self._engine, serial=True)
             with self._held(emit):
-                probes.host_side(emit, probes.batch(0, shape), probes.layer)
+                probes.host_side(emit, it, probes.layer)
             self._fed(background, emit)
         self._end()
         self.between.add(emit.tickets, beside=company)
@@ -251,13 +253,13 @@ class OpCosts:
     def _prepared(self, shape: Shape, beside: Lane) -> tuple[Recording, Callable[[], None]]:
         """Return an emitter and a function that submits a micro-batch's ops to it. Beside the cpu lane these are those
         of the gpu lane, whose weights lie on the device; beside the gpu lane all others."""
-        probes, emit = self._probes, Recording(self._engine, serial=True)
+        probes, emit, it = self._probes, Recording(self._engine, serial=True), self._probes.batch(0, shape)
         if beside == CPU:
             probes.stream.request_layer(probes.layer)
-            probes.ops.emit.embed(probes.batch(0, shape))
+            probes.ops.emit.embed(it)
             self._engine.machine.drain()
         side = probes.gpu_side if beside == CPU else probes.host_side
-        return emit, lambda: side(emit, probes.batch(0, shape), probes.layer)
+        return emit, lambda: side(emit, it, probes.layer)
 
     @contextmanager
     def _held(self, emit: Recording) -> Iterator[None]:
@@ -345,10 +347,6 @@ class Recording(Emitter):
 
 def _beside(company: Company) -> str:
     return "".join(f"beside {kind}, " for kind in sorted(company))
-
-
-def _work_of_a_launch(ticket: Ticket) -> Work:
-    return Work(*(amount / ticket.op.launches for amount in ticket.op.work()))
 
 
 def _mean(rows: Iterable[Sequence[float]]) -> tuple[float, ...]:

@@ -58,7 +58,7 @@ class Fill(Op):
 class FillRoutes(Op):
     """Gives each token of a micro-batch the next experts in turn: no probe depends on what ran a router last."""
 
-    kind: ClassVar[str] = "fill"
+    kind: ClassVar[str] = "fill routes"
 
     def __init__(self, spec: ModelSpec, acts: Activations) -> None:
         self.spec, self.acts = spec, acts
@@ -279,8 +279,8 @@ class LayerProbes:
         source, target = self.acts[0].host_normed, self.acts[0].host_moe_out
         for _ in range(_HOST_EXPERTS):
             emit.submit(CPU, self.expert_on_host(share))
-        # All of them where many are nobody's, which is soon told: a pass with experts on the host has these too.
         emit.experts_on_host(it, self.layer, None if num_tokens <= _FEW_TOKENS else [0, 1])
+        emit.experts_on_host(it, self.layer, [spec.num_experts - 1])  # without tokens where these are few
         tokens, ones = np.arange(share), np.ones(share, dtype=np.float32)
         emit.submit(CPU, expert_rows.ClearSums(spec, self.sums, num_tokens, self.layer))
         emit.submit(CPU, expert_rows.Gather(spec, source, self.kept, tokens, self.layer))

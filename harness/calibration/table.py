@@ -28,6 +28,7 @@ VERSION = 13
 # What ends the key of an op with weights, by where it finds them: just come over the link (nothing), in a cache
 # since the op before it has read them, or in memory, where they have been for long.
 AGAIN, AT_REST = ", again", ", at rest"
+TOGETHER = ", together"  # ends the key of an op with several launches
 LINKS = (LaneKind.H2D, LaneKind.D2H, LaneKind.PIN)  # lanes that a profile gives a rate in bytes
 
 
@@ -58,9 +59,9 @@ class HostTimes:
 @dataclass(frozen=True, kw_only=True)
 class CalibrationTable:
     """Holds all that was measured on a machine. `samples` are (features, seconds) by company, lane and cost key: what
-    one op takes, or each launch of an op that has several. On the links the seconds are those beyond bytes / rate, so
-    that the table serves other link rates too. In company short ops lose most, to threads that hand the interpreter to
-    each other and to caches that streams sweep.
+    one op takes. The number of an op's launches is a feature where there are several, and the key says so. On the links
+    the seconds are those beyond bytes / rate, so that the table serves other link rates too. In company short ops lose
+    most, to threads that hand the interpreter to each other and to caches that streams sweep.
     `crowded` are such samples beside the one lane that costs most: the cpu lane for gpu ops and the gpu lane for all
     others, with one short op after another, of `short_s` seconds by that lane; by whether the link is busy too.
     `beside_strategy` are such samples beside a thread that submits op after op.
@@ -95,8 +96,23 @@ class CalibrationTable:
             for candidate in _nearest(company):
                 function = self.functions.get(candidate, {}).get(key)
                 if function is not None:
-                    return op.launches * function(op.cost_features())
+                    one_s = function(op.cost_features())
+                    spared_s = self.spared_s.get(candidate, {}).get(key, 0.0)
+                    return max(one_s, op.launches * one_s - (op.launches - 1) * spared_s)
         return None
+
+    @cached_property
+    def spared_s(self) -> dict[Company, dict[str, float]]:
+        """The seconds by which a further launch in an op is shorter than an op of its own: the mean over all that was
+        measured, by company and key."""
+        found: dict[Company, dict[str, float]] = defaultdict(dict)
+        for company, by_key in self.samples.items():
+            for key in [key for key in by_key if key.endswith(TOGETHER)]:
+                if (alone := self.functions[company].get(key.removesuffix(TOGETHER))) is not None:
+                    points = typical_by_features(by_key[key]).items()
+                    spared = [(n * alone(tuple(at)) - seconds) / (n - 1) for (*at, n), seconds in points]
+                    found[company][key.removesuffix(TOGETHER)] = fmean(spared)
+        return found
 
     @cached_property
     def crowding_s(self) -> dict[Company, dict[tuple[str, bool], float]]:
@@ -127,12 +143,12 @@ class CalibrationTable:
         which = (table_key(lane, op), any(op.cost_features()))
         by_company = (self.crowding_s.get(each, {}).get(which) for each in (company & BESIDE_LINK, ALONE))
         more_s = next((seconds for seconds in by_company if seconds is not None), 0.0)
-        return op.launches * more_s * min(1.0, self.short_s.get(beside, 0.0) / max(beside_s, 1e-9))
+        return more_s * min(1.0, self.short_s.get(beside, 0.0) / max(beside_s, 1e-9))
 
     def beside_strategy_s(self, lane: Lane, op: Op) -> float:
         """Return the seconds that an op takes longer than alone while the strategy's thread submits others. The result
         is 0 for an op that was not measured so."""
-        return op.launches * self.strategy_s.get((table_key(lane, op), any(op.cost_features())), 0.0)
+        return self.strategy_s.get((table_key(lane, op), any(op.cost_features())), 0.0)
 
     @cached_property
     def rates(self) -> dict[Company, dict[LaneKind, LaneRates]]:
@@ -272,6 +288,11 @@ def table_key(lane: Lane, op: Op, *, found: str = "") -> str:
     """Return the key by which the table knows an op. An op that uses weights has a key for each place in which it may
     have found them (`AGAIN`, `AT_REST`)."""
     return f"{lane.kind}: {op.cost_key}{found if weight_keys(op) else ''}"
+
+
+def features_of(op: Op) -> tuple[float, ...]:
+    """Return what a sample says of an op: its cost features, and the number of its launches where it has several."""
+    return (*op.cost_features(), *([float(op.launches)] if op.launches > 1 else []))
 
 
 def weight_keys(op: Op) -> tuple[Hashable, ...]:

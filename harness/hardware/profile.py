@@ -75,7 +75,7 @@ class HardwareConfig:
     cpu_gflop_s: OptionalNumber = None  # the attention kernel's
     cpu_latent_gflop_s: OptionalNumber = None  # the attention kernel's over latents
     cpu_gemm_gflop_s: OptionalNumber = None  # matrix products' (experts on the CPU)
-    cpu_op_us: OptionalNumber = None  # of each op on the CPU, whatever its size
+    cpu_op_us: OptionalNumber = None  # of each op on the CPU, and each expert of one, whatever its size
     cpu_peak_gflop_s: OptionalNumber = None  # float32
 
     def __post_init__(self) -> None:

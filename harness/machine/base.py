@@ -109,7 +109,7 @@ class Op(ABC):
     writes: tuple[Hashable, ...] = ()
     packets: int = 1
     pieces: int = 1
-    launches: int = 1  # how often it pays what a lane asks for each op; known when `work` is
+    launches: int = 1  # the ops of their own for which it stands, run in one; known when `work` is
 
     @abstractmethod
     def work(self) -> Work:
@@ -126,6 +126,10 @@ class Op(ABC):
         """Return what the op's duration depends on, or that of one of its pieces or launches, for tables of measured
         costs; empty where only `work` is known."""
         return ()
+
+    def launch_works(self) -> Sequence[Work]:
+        """Return the work of each launch, asked only where there are several: together they are `work`."""
+        return [Work(*(amount / self.launches for amount in self.work()))] * self.launches
 
     def run(self, ctx: Context, packet: int) -> Any:
         """Execute packet number `packet` on a real machine."""

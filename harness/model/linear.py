@@ -1,10 +1,10 @@
 """`linear` computes x @ weight.T in the way that is fastest for 16-bit weights on a CPU.
 
 The C++ kernel reads bfloat16 and float16 weights in place. torch is slower: without bfloat16 units it runs at a third
-of float32's speed, and widening the weights first costs more than the product for few rows. Only on AMD's with
-AVX512_BF16 torch is faster, for many rows (docs/kernels.md, "Linear"). The measurements there decide, and no timing
-here: the two ways differ in the order of float32 sums, and equal runs must give equal tokens. Both round to bfloat16
-once. torch's product of float16 was not measured: the kernel does all of these.
+of float32's speed, and widening the weights first costs more than the product for few rows. Only on AMD's processors
+with AVX512_BF16 torch is faster, for many rows (docs/kernels.md, "Linear"). The measurements there decide, and no
+timing here: the two ways differ in the order of float32 sums, and equal runs must give equal tokens. Both round to
+bfloat16 once. torch's product of float16 was not measured: the kernel does all of these.
 """
 
 from __future__ import annotations

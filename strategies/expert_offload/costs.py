@@ -31,7 +31,8 @@ class ExpertCosts:
     """Seconds: `io_s` (T_io) brings an expert, `cpu` and `gpu` compute one over a number of tokens. `attention_s`
     (T_attn) passes between two routers in decode, and `prefill_token_s` for each token of a prefill.
 
-    PreScope's c(n) = alpha n + sigma is `cpu`: alpha is its weight, sigma its fixed part.
+    PreScope's c(n) = alpha n + sigma is `cpu`: alpha is its weight, sigma its fixed part. Several experts cost the sum
+    of theirs, as in the papers; in one op each takes somewhat less.
     """
 
     io_s: float

@@ -7,6 +7,7 @@ wait in another memory than the one the expert computes in, ops of `expert_rows`
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,7 +31,7 @@ class Experts(ComputeOp):
     `experts` names the experts behind `parts`, ascending. With `on_host` rows and sums are those in host memory, and
     the cpu lane runs the op. `clears` sets the sums to 0 before. A machine without tensors may know how many tokens
     choose each expert (`foresee`). Otherwise work assumes even routing: the expected tokens, and the expected number of
-    experts that get any. On the host each expert that has tokens is a launch.
+    experts that get any. On the host each expert is a launch, but for those without tokens where these are known.
     """
 
     kind: ClassVar[str] = "experts"
@@ -84,12 +85,17 @@ class Experts(ComputeOp):
             read_bytes = sum(part.layout.nbytes for part, n in zip(self.parts, self.counts, strict=True) if n)
         return _expert_work(self.spec, tokens, read_bytes, on_host=self.on_host)
 
+    def launch_works(self) -> list[Work]:
+        if self.counts is None:
+            return list(super().launch_works())
+        sized = [(part.layout.nbytes, n) for part, n in zip(self.parts, self.counts, strict=True) if n]
+        return [_expert_work(self.spec, n, nbytes, on_host=self.on_host) for nbytes, n in sized]
+
     @property
     def cost_key(self) -> str:
-        """The kind with the number of experts: one expert and all of them differ, since a token reaches few. Several on
-        the host cost what one of them does among others, times their number."""
-        several = self.on_host and len(self.experts) > 1
-        return f"{self.kind} of several" if several else f"{self.kind} x{len(self.experts)}"
+        """The kind with the number of experts: one expert and all of them differ, since a token reaches few. On the
+        host each is a launch."""
+        return f"{self.kind} x{1 if self.on_host else len(self.experts)}"
 
     def cost_features(self) -> tuple[float, ...]:
         """Return the tokens of a micro-batch that, under even routing, would bring these experts as many tokens as they
@@ -135,10 +141,11 @@ class Experts(ComputeOp):
         if len(self.experts) == 1:
             chosen = np.flatnonzero(ids == self.experts[0])
             return chosen, [len(chosen)]
-        ids = ids.astype(np.int16)
-        order = ids.argsort(kind="stable")  # numpy sorts 16 bits by their digits
-        edges = (ids[order].searchsorted(self.experts, side) for side in ("left", "right"))
-        groups = [order[start:end] for start, end in zip(*edges, strict=True)]
+        order = ids.astype(np.int16).argsort(kind="stable")  # numpy sorts 16 bits by their digits
+        starts = ids[order].searchsorted(np.arange(self.spec.num_experts + 1)).tolist()
+        if len(self.experts) == self.spec.num_experts:
+            return order[starts[0] : starts[-1]], [end - start for start, end in pairwise(starts)]
+        groups = [order[starts[expert] : starts[expert + 1]] for expert in self.experts]
         return np.concatenate(groups), [len(group) for group in groups]
 
 

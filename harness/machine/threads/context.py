@@ -88,10 +88,12 @@ class HostContext:
         if ready_s > self._free_s:
             self._free_s = time.monotonic()
 
-    def pace_compute(self, work: Work, started_s: float) -> None:
-        """Sleep until the caps allow work that started then to be over."""
-        nbytes = work.host_bytes if self.lane.kind == "cpu" else work.device_bytes
-        least_s = self._rate.seconds(work.flops, nbytes, work.link_bytes)
+    def pace_compute(self, works: Sequence[Work], started_s: float) -> None:
+        """Sleep until the caps allow works to be over that follow each other and started then."""
+        least_s = 0.0
+        for work in works:
+            nbytes = work.host_bytes if self.lane.kind == "cpu" else work.device_bytes
+            least_s += self._rate.seconds(work.flops, nbytes, work.link_bytes)
         if least_s > 0:
             self._hold(started_s + least_s)
 

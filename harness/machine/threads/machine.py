@@ -239,7 +239,7 @@ class ThreadedMachine(Machine):
             value = op.run_packet(context, packet)
             share = packet_work(op.work(), op.packets)  # asked now, since an op may learn its work as it runs
             if ticket.lane.kind in _COMPUTE_LANES:
-                context.pace_compute(share, start_s)
+                context.pace_compute((share,) if op.launches == 1 else op.launch_works(), start_s)
         except BaseException as caught:
             error = caught
         end_s, cpu_s = time.monotonic(), time.thread_time() - cpu_start_s

@@ -24,8 +24,8 @@ class MeasuredCosts(Costs, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LaneCost:
-    """A lane's cost is seconds = launches * overhead + max(FLOPs / flops_s, device bytes / device_bytes_s, host bytes /
-    ..., link bytes / ...)."""
+    """A lane's cost is seconds = overhead + max(FLOPs / flops_s, device bytes / device_bytes_s, host bytes / ..., link
+    bytes / ...), for each of an op's launches."""
 
     overhead_s: float = 0.0
     flops_s: float = float("inf")
@@ -33,9 +33,9 @@ class LaneCost:
     host_bytes_s: float = float("inf")
     link_bytes_s: float = float("inf")
 
-    def seconds(self, work: Work, launches: int = 1) -> float:
+    def seconds(self, work: Work) -> float:
         rates = (self.flops_s, self.device_bytes_s, self.host_bytes_s, self.link_bytes_s)
-        return launches * self.overhead_s + max(amount / rate for amount, rate in zip(work, rates, strict=True))
+        return self.overhead_s + max(amount / rate for amount, rate in zip(work, rates, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,8 @@ bool has_bf16_products() {
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & kAvx512Bf16);
 }
 
-// On AMD's cores bfloat16's products are twice as fast as float32's, on Intel's half as fast (docs/kernels.md).
+// On AMD's cores bfloat16's products are twice as fast as float32's, on the Intel's that was measured half as fast
+// (docs/kernels.md).
 bool gains(Isa isa) { return isa != Isa::kAvx512Bf16 || __builtin_cpu_is("amd"); }
 
 Isa best_isa() {

@@ -4,8 +4,8 @@
 //
 // Measured on cores of Zen 4 and Zen 5 (docs/kernels.md): weights are fetched a row after the other, in long pieces. On a
 // Zen 4, whose second-level cache can wait for more lines than its first, they come into the second. A Zen 5 multiplies
-// twice as fast, so that with many rows of x what comes from the second-level cache is its limit. Intel's
-// cores take twice as long for these products as for float32's: there this path is not chosen.
+// twice as fast, so that with many rows of x what comes from the second-level cache is its limit. An Intel's
+// core took twice as long for these products as for float32's: there this path is not chosen.
 #pragma once
 
 #include "weight_block.h"

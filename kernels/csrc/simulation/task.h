@@ -25,7 +25,6 @@ struct Task {
 
   // From its beginning on.
   Work work;           // of the piece
-  int32_t launches = 1;  // each of which pays the lane's overhead
   double alone_s = 0;  // the piece's seconds at full speed
   int32_t layer = 0, micro_batch = 0;
   uint16_t kind = 0;

@@ -45,8 +45,8 @@ py::object borrowed(PyObject* object) { return py::reinterpret_borrow<py::object
 
 }  // namespace
 
-double Rates::seconds(const Work& work, int32_t launches) const {
-  return launches * overhead_s + std::max(std::max(work.flops / flops_s, work.device_bytes / device_bytes_s),
+double Rates::seconds(const Work& work) const {
+  return overhead_s + std::max(std::max(work.flops / flops_s, work.device_bytes / device_bytes_s),
                                std::max(work.host_bytes / host_bytes_s, work.link_bytes / link_bytes_s));
 }
 
@@ -229,7 +229,7 @@ py::list VirtualLanes::pending() const {
 
 void VirtualLanes::begin(Task& task) {
   static PyObject *const work_name = interned("work"), *const layer = interned("layer"),
-                         *const micro_batch = interned("micro_batch"), *const launches = interned("launches");
+                         *const micro_batch = interned("micro_batch");
   auto* const ticket = static_cast<PyObject*>(task.ticket);
   PyObject* const op = fields_.op.get(ticket);
   try {
@@ -237,7 +237,6 @@ void VirtualLanes::begin(Task& task) {
     if (!made) throw py::error_already_set();
     const auto work = py::reinterpret_steal<py::object>(made);
     task.kind = kind_code(op);
-    task.launches = static_cast<int32_t>(whole(attribute(op, launches).ptr()));
     set_cost(task, op, work);
     if (log_->keeps_rows()) {
       task.layer = number_or_none(op, layer);
@@ -291,12 +290,29 @@ const Rates& VirtualLanes::rates_of(const Task& task) {
 }
 
 double VirtualLanes::seconds_of(const Task& task, PyObject* op, const py::object& work) {
-  if (!seconds_) return rates_of(task).seconds(task.work, task.launches);
+  static PyObject* const launches = interned("launches");
+  if (!seconds_) {
+    const int64_t number = whole(attribute(op, launches).ptr());
+    if (number == 1) return rates_of(task).seconds(task.work);
+    if (number < 1 || task.pieces > 1) throw py::value_error("an op has pieces, or launches >= 1");
+    return seconds_of_launches(task, op);
+  }
   auto* const ticket = static_cast<PyObject*>(task.ticket);
   PyObject* const arguments[] = {fields_.lane.get(ticket), op, work.ptr()};
   PyObject* const seconds = PyObject_Vectorcall(seconds_.ptr(), arguments, 3, nullptr);
   if (!seconds) throw py::error_already_set();
   return real(py::reinterpret_steal<py::object>(seconds).ptr());
+}
+
+// They run one after another.
+double VirtualLanes::seconds_of_launches(const Task& task, PyObject* op) {
+  static PyObject* const name = interned("launch_works");
+  PyObject* const made = PyObject_CallMethodNoArgs(op, name);
+  if (!made) throw py::error_already_set();
+  double seconds = 0;
+  for (py::handle work : py::reinterpret_steal<py::object>(made))
+    seconds += rates_of(task).seconds(to_work(borrowed(work.ptr())));
+  return seconds;
 }
 
 uint16_t VirtualLanes::kind_code(PyObject* op) {

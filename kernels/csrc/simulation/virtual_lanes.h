@@ -31,7 +31,7 @@ struct Classes {
 using Numbers = std::array<double, 5>;
 struct Rates {
   double overhead_s, flops_s, device_bytes_s, host_bytes_s, link_bytes_s;
-  double seconds(const Work& work, int32_t launches) const;
+  double seconds(const Work& work) const;
 };
 
 class VirtualLanes : private EventLoop::Ops {
@@ -92,6 +92,7 @@ class VirtualLanes : private EventLoop::Ops {
   bool is_ticket(PyObject* object) const;
   bool is_settled(PyObject* ticket) const;
   double seconds_of(const Task& task, PyObject* op, const py::object& work);
+  double seconds_of_launches(const Task& task, PyObject* op);
   uint16_t kind_code(PyObject* op);
   bool has_value(PyObject* op);
   bool step(double until_s = kNever);

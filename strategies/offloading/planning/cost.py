@@ -286,7 +286,7 @@ def ops_of_decode(d: Deployment, switches: Switches) -> dict[str, Linear]:
     a cache in device memory is left out, as the number of micro-batches with such sequences is not linear.
     """
     on_gpu = 3 + switches.gpu_ffn + switches.gpu_attention + _shares_layers(d)
-    on_cpu = 2 - switches.gpu_attention + (0 if switches.gpu_ffn else d.spec.num_experts)  # new keys, attention
+    on_cpu = 2 - switches.gpu_attention + (not switches.gpu_ffn)  # new keys, attention
     exchanged = 1 + (not switches.gpu_ffn)  # attention's, and the experts'
     return {
         "gpu": on_gpu * MICRO_BATCHES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import combinations
 
@@ -16,8 +16,8 @@ from harness.calibration import local, together, undisturbed
 from harness.calibration import probes as probes_module
 from harness.calibration.local import CalibrationTable, identity, link_rates, local_table, table_path
 from harness.calibration.measure import measure_all
-from harness.calibration.op_costs import Recording
-from harness.calibration.probes import LayerProbes
+from harness.calibration.op_costs import OpCosts, Recording
+from harness.calibration.probes import Background, LayerProbes
 from harness.calibration.table import ALONE, BESIDE_GPU, BESIDE_GPU_AND_LINK, BESIDE_LINK
 from harness.cli.overrides import composed_values
 from harness.config import ConfigError
@@ -103,10 +103,42 @@ def test_all_experts_run_on_the_host_where_tokens_are_few(num_tokens, num_expert
         machine.drain()
         probes.close()
     ops = [ticket.op for ticket in emit.tickets if ticket.lane == CPU and ticket.op.kind == "experts"]
-    assert [op.cost_key for op in ops] == ["experts x1"] * 3 + ["experts of several"]
-    assert [op.launches for op in ops] == [1, 1, 1, num_experts]
-    assert len(ops[-1].experts) == num_experts
-    assert set(ops[-1].counts) <= {num_tokens * 2 // 8, num_tokens * 2 // 8 + 1}
+    assert [op.launches for op in ops] == [1, 1, 1, num_experts, 1]
+    assert [op.experts for op in ops[-2:]] == [tuple(range(num_experts)), (7,)]
+    assert set(ops[-2].counts) <= {num_tokens * 2 // 8, num_tokens * 2 // 8 + 1}
+
+
+@pytest.mark.parametrize("busy", [{"gpu": True}, {"short": GPU}])
+def test_a_micro_batch_is_there_before_its_background(busy, tiny):
+    """To make one takes a turn of the gpu lane, which ends what was queued there and nobody has fed since."""
+    with closing(emulated()) as machine:
+        engine = engine_on(machine, tiny, [], kv_blocks=400, block_size=16)
+        probes = LayerProbes(engine, max_tokens=128, packet_bytes=100_000)
+        costs = OpCosts(engine, probes, link_bytes_s=RATES, undisturbed=None, max_tokens=128, max_context=6000)
+        queued, held = [], costs._held
+
+        @contextmanager
+        def noted(emit):
+            queued.append(sum(not ticket.done for ticket in backgrounds[-1]._computing))
+            with held(emit):
+                yield
+
+        backgrounds, background = [], probes.background
+
+        @contextmanager
+        def watched(**given):
+            with background(**given) as found:
+                backgrounds.append(found)
+                yield found
+
+        costs._held, probes.background = noted, watched
+        shape = Shape(contexts=(20,) * 4)
+        if busy.get("gpu"):
+            costs._host_side(shape, BESIDE_GPU)
+        else:
+            costs._beside_short_ones(shape, GPU, ALONE)
+        probes.close()
+    assert queued[0] >= Background.AHEAD // 2
 
 
 @pytest.mark.parametrize("count", [1, 6, 7, 8, 50])

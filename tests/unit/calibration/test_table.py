@@ -10,6 +10,7 @@ from harness.calibration.table import (
     BESIDE_GPU,
     BESIDE_GPU_AND_LINK,
     BESIDE_LINK,
+    TOGETHER,
     VERSION,
     CalibrationTable,
     HostTimes,
@@ -117,10 +118,17 @@ def test_costs_follow_the_measurements():
     assert costs().seconds(GPU, op, op.work()) == pytest.approx(0.4)
 
 
-def test_each_launch_costs_what_was_measured_of_one():
+def test_each_launch_costs_what_was_measured_of_one_less_what_it_is_spared():
     op = Measured(4.0)
     op.launches = 3
     assert costs().seconds(GPU, op, op.work()) == pytest.approx(3 * 0.4)
+    together = {f"gpu: measured{TOGETHER}": [((4.0, 2.0), 0.7), ((2.0, 4.0), 0.5)]}  # 0.4 each, and 0.2
+    asked = CalibratedCosts(
+        table(samples={ALONE: {"gpu: measured": LINE, **together}}), LINK_BYTES_S, lambda kind: False
+    )
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx(3 * 0.4 - 2 * 0.1)
+    op.launches = 1
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize(
@@ -255,6 +263,9 @@ def test_an_op_takes_longer_beside_short_ones():
     assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4), "the cpu lane has begun nothing yet"
     asked.seconds(CPU, op, op.work())
     assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4 + (0.1 + 0.2) / 2)
+    op.launches = 3
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx(3 * 0.4 + (0.1 + 0.2) / 2), "it is one op"
+    op.launches = 1
     asked.seconds(CPU, Measured(8.0), op.work())
     assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4 + 0.15 * 1e-3 / 2.0), "two seconds, not a thousandth"
     asked.seconds(CPU, op, op.work())
@@ -290,6 +301,9 @@ def test_an_op_takes_longer_while_the_strategy_works_and_by_no_more_than_it_stil
     asked = CalibratedCosts(given, {}, lambda kind: kind is LaneKind.CPU, lambda: left_s[0])
     op = Measured(4.0)
     assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4 + (0.1 + 0.2) / 2)
+    op.launches = 3
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx(3 * 0.4 + (0.1 + 0.2) / 2), "it is one op"
+    op.launches = 1
     asked.seconds(CPU, op, op.work())
     assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4 + 0.5 + 0.15), "both at once"
     left_s[0] = 0.01

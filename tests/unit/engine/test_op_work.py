@@ -223,10 +223,14 @@ def test_work_is_what_the_shapes_say(op, expected):
 
 
 def test_experts_on_the_host_are_launches_where_they_have_tokens():
-    """Eight of them, of which two have no tokens, are six launches with as many tokens each as 166 in all are."""
+    """Eight of them, of which two have no tokens, are six launches with as many tokens each as 166 in all are. Each has
+    the work of an op of its own, with its own tokens or the expected ones."""
     host = Experts(*own, experts, tuple(range(8)), 0, on_host=True, clears=True)
-    assert (host.cost_key, host.launches, host.cost_features()) == ("experts of several", 8, (float(N),))
+    apart = [Experts(*own, (part,), (number,), 0, on_host=True) for number, part in enumerate(experts)]
+    assert (host.cost_key, host.launches, host.cost_features()) == ("experts x1", 8, (float(N),))
+    assert host.launch_works() == [pytest.approx(one.work()) for one in apart]
     assert (seen(host).launches, host.cost_features()) == (6, (pytest.approx(166 / 6 / (2 / 8)),))
+    assert host.launch_works() == [seen(one).work() for one in apart if ROUTED[one.experts[0]]]
     alone, device = Experts(*own, experts[:1], (0,), 0, on_host=True), Experts(*own, experts, tuple(range(8)), 0)
     assert (alone.cost_key, seen(alone).launches, seen(device).launches) == ("experts x1", 1, 1)
 

@@ -47,17 +47,28 @@ def test_lanes_run_side_by_side_and_data_orders_them():
     assert beside.finished_s == 3.0
 
 
-def test_each_launch_pays_the_lanes_overhead():
+def test_each_launch_costs_what_an_op_of_its_own_would():
+    """One is limited by arithmetic and one by memory: they follow each other, and neither hides the other."""
+    cost = LaneCost(overhead_s=0.5, flops_s=1.0, host_bytes_s=1.0)
+    works = [Work(flops=2.0, host_bytes=1.0), Work(flops=1.0, host_bytes=3.0)]
     m = SimulatedMachine(
-        capacities_bytes={"device": 100},
-        costs=Roofline(lanes={kind: LaneCost(overhead_s=0.5, flops_s=1.0) for kind in LaneKind}),
-        host_bytes_s=1e9,
+        capacities_bytes={"device": 100}, costs=Roofline(lanes=dict.fromkeys(LaneKind, cost)), host_bytes_s=1e9
     )
-    op = Unit(2.0)
-    op.launches = 3
+    op = Unit(3.0, host=4 / 3)
+    op.launches, op.launch_works = 2, lambda: works
     ticket = m.submit(CPU, op)
     m.drain()
-    assert ticket.finished_s == 3 * 0.5 + 2.0
+    assert ticket.finished_s == sum(map(cost.seconds, works)) == 2 * 0.5 + 2.0 + 3.0
+
+
+@pytest.mark.parametrize("wrong", [{"launches": 0}, {"launches": -1}, {"launches": 2, "pieces": 2}])
+def test_launches_are_counted_and_no_pieces(wrong):
+    op = Unit(1.0, pieces=wrong.get("pieces", 1))
+    op.launches = wrong["launches"]
+    m = machine()
+    m.submit(CPU, op)
+    with pytest.raises(MachineError, match="an op has pieces, or launches >= 1"):
+        m.drain()
 
 
 def test_host_memory_is_shared_max_min():
