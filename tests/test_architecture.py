@@ -57,7 +57,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "harness.workload",
     },
     "harness.verify": {"harness.model", "harness.engine"},
-    "harness.routing": {"harness.cli.arguments", "harness.config", "harness.interrupts", "harness.record"},
+    "harness.routing": {
+        *("harness.cli.arguments", "harness.config", "harness.interrupts", "harness.record", "kernels"),
+    },
     "harness.routing.activations": {"harness.config", "harness.routing"},  # of runs before
     "harness.study": {  # of recorded routing
         *("harness.cli.arguments", "harness.config", "harness.interrupts", "harness.memory", "harness.model"),

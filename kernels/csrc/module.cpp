@@ -13,6 +13,7 @@ PYBIND11_MODULE(_native, m) {
   bind_link(m);
   bind_fields(m);
   bind_dependencies(m);
+  bind_routing(m);
   bind_simulation(m);
   m.def("isa", [] { return isa_name(current_isa()); });
   m.def("vector_isa", [] { return isa_name(current_vector_isa()); });

@@ -25,5 +25,6 @@ void bind_memory(py::module_& m);
 void bind_link(py::module_& m);
 void bind_fields(py::module_& m);
 void bind_dependencies(py::module_& m);
+void bind_routing(py::module_& m);
 
 }  // namespace kernels
