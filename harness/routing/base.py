@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -63,11 +64,17 @@ class Predictor(Protocol):
         """The origin of the predictions, for labels."""
 
     def experts(
-        self, request_ids: NDArray[np.int64], positions: NDArray[np.int64], layer: int, distance: int = 1
+        self,
+        request_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        layer: int,
+        distance: int = 1,
+        chosen: Callable[[], NDArray[np.int64]] | None = None,
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return experts of `layer` [tokens, predicted], distinct in a row, and the probability that the router chooses
         each, same shape. These are the predictions that are known once layer `layer - distance` has been computed;
-        [tokens, 0] where there are none."""
+        [tokens, 0] where there are none. `chosen` gives what the routing has for these tokens, for one who has drawn it
+        anyway."""
 
 
 class Synthetic:

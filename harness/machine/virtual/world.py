@@ -8,6 +8,7 @@ strategy's performance model.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -98,7 +99,8 @@ class World:
         self.was_asked_to_predict = True
         if self._predictor is None:
             return np.empty((batch.num_tokens, 0), dtype=np.int64), np.empty((batch.num_tokens, 0))
-        return self._predictor.experts(batch.request_ids, batch.positions, layer, distance)
+        chosen = partial(self.routing, batch, layer)
+        return self._predictor.experts(batch.request_ids, batch.positions, layer, distance, chosen)
 
     def expert_counts(self, batch: MicroBatch, layer: int) -> np.ndarray | None:
         """Return int64 [num_experts], the tokens that choose each expert.

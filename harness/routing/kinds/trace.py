@@ -7,6 +7,7 @@ comes b places behind the token's own, so blocks are independent of one another.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,7 +110,12 @@ class TracePredictor:
         self.source = f"recorded: {recorded.header.predictions.source}"
 
     def experts(
-        self, request_ids: NDArray[np.int64], positions: NDArray[np.int64], layer: int, distance: int = 1
+        self,
+        request_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        layer: int,
+        distance: int = 1,
+        chosen: Callable[[], NDArray[np.int64]] | None = None,
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         recorded, (block, place) = self._recorded, self._places.blocks[layer]
         assert recorded.predicted is not None and recorded.confidence is not None
