@@ -81,10 +81,13 @@ class Hazards:
         """Tie the key to those of other buffers that share bytes with it, where these still matter."""
         if buffer in self._by_buffer:
             self._by_buffer[buffer][key] = None
+            others = self._overlaps.of(buffer)
         else:
             self._by_buffer[buffer] = {key: None}
-            self._overlaps.add(buffer)
-        for old in [k for other in self._overlaps.of(buffer) for k in self._by_buffer[other]]:
+            others = self._overlaps.add(buffer)
+        if not others:
+            return
+        for old in [k for other in others for k in self._by_buffer[other]]:
             if self._matters(self._keys[old]):
                 touched.overlapping.append(self._keys[old])
                 self._keys[old].overlapping.append(touched)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 from harness.memory.tiers import Buffer
 
@@ -15,37 +16,49 @@ def buffer_of(key: Hashable) -> Buffer | None:
     return first if isinstance(first, Buffer) else None
 
 
+@dataclass(eq=False, slots=True)
+class _Known:
+    """The known buffers of a root, in the order of their first bytes."""
+
+    starts: list[int] = field(default_factory=list)  # their first bytes
+    buffers: list[Buffer] = field(default_factory=list)
+    largest_bytes: int = 0  # of the buffers so far: how far ahead one can begin
+    are_apart: bool = True  # no two have shared a byte so far: only the one before another can reach into it
+
+
 class Overlaps:
-    """The known buffers by root, in the order of their first bytes."""
+    """The known buffers by root, and which of them share bytes."""
 
     def __init__(self) -> None:
-        self._by_root: dict[Buffer, list[Buffer]] = {}
-        self._largest_bytes: dict[Buffer, int] = {}  # of a root's buffers, so far: how far ahead one can begin
+        self._by_root: dict[Buffer, _Known] = {}
 
-    def add(self, buffer: Buffer) -> None:
-        """Take note of a buffer that is not known yet."""
-        root = buffer.root
-        insort(self._by_root.setdefault(root, []), buffer, key=_first_byte)
-        self._largest_bytes[root] = max(self._largest_bytes.get(root, 0), buffer.nbytes)
+    def add(self, buffer: Buffer) -> list[Buffer]:
+        """Take note of a buffer that is not known yet, and return the known ones that share a byte with it."""
+        found = self.of(buffer)
+        known = self._by_root.setdefault(buffer.root, _Known())
+        known.are_apart = known.are_apart and not found and buffer.nbytes > 0
+        known.largest_bytes = max(known.largest_bytes, buffer.nbytes)
+        at = bisect_right(known.starts, buffer.offset_bytes)
+        known.starts.insert(at, buffer.offset_bytes)
+        known.buffers.insert(at, buffer)
+        return found
 
     def remove(self, buffer: Buffer) -> None:
         """Forget a known buffer."""
-        root = buffer.root
-        known = self._by_root[root]
-        del known[known.index(buffer, bisect_left(known, buffer.offset_bytes, key=_first_byte))]
-        if not known:
-            del self._by_root[root], self._largest_bytes[root]
+        known = self._by_root[buffer.root]
+        at = known.buffers.index(buffer, bisect_left(known.starts, buffer.offset_bytes))
+        del known.starts[at], known.buffers[at]
+        if not known.buffers:
+            del self._by_root[buffer.root]
 
     def of(self, buffer: Buffer) -> list[Buffer]:
         """Return all other known buffers that share a byte with this one."""
-        known = self._by_root.get(buffer.root, [])
-        if len(known) < 2:
-            return [other for other in known if other is not buffer]
-        begin, end = buffer.offset_bytes, buffer.offset_bytes + buffer.nbytes
-        first = bisect_left(known, begin - self._largest_bytes[buffer.root], key=_first_byte)
-        behind = bisect_left(known, end, key=_first_byte)
-        return [b for b in known[first:behind] if b is not buffer and b.offset_bytes + b.nbytes > begin]
-
-
-def _first_byte(buffer: Buffer) -> int:
-    return buffer.offset_bytes
+        if (known := self._by_root.get(buffer.root)) is None:
+            return []
+        starts, begin, end = known.starts, buffer.offset_bytes, buffer.offset_bytes + buffer.nbytes
+        if known.are_apart:
+            first = max(0, bisect_left(starts, begin) - 1)
+        else:
+            first = bisect_left(starts, begin - known.largest_bytes)
+        found = known.buffers[first : bisect_left(starts, end, first)]
+        return [b for b in found if b is not buffer and b.offset_bytes + b.nbytes > begin]
