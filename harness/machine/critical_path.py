@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.machine.base import Lane
 from harness.machine.recording import OpGraph
 from kernels.simulation import in_lane_order as native_order
 
@@ -56,10 +55,12 @@ def in_lane_order(graph: OpGraph, seconds: Sequence[float]) -> InOrder:
     As on every machine, the head of the normal class blocks its class until it is ready, and a ready urgent head goes
     first, between two packets too. The critical path of the result is as long as such a run takes.
     """
-    numbers: dict[Lane, int] = {}
+    numbers: dict[tuple[str, int], int] = {}
     packets = [1 if op is None else op.packets for op in graph.ops]
     nodes, runs_s, before, last = native_order(
-        lane=[None if lane is None else numbers.setdefault(lane, len(numbers)) for lane in graph.lanes],
+        lane=[
+            None if lane is None else numbers.setdefault((lane.kind, lane.rank), len(numbers)) for lane in graph.lanes
+        ],
         urgent=graph.urgent,
         packets=packets,
         packet_s=[own_s / count for own_s, count in zip(seconds, packets, strict=True)],

@@ -56,6 +56,14 @@ class Hazards:
         """Tie `ticket` to everything unfinished that must come first, and record what it touches."""
         self._native.tie(self, self._keys, ticket, after)
 
+    def forget(self) -> None:
+        """Let go of all tickets: nothing that was registered matters any more."""
+        for touched in self._keys.values():
+            touched.overlapping.clear()  # they refer to each other
+        self._keys.clear()
+        self._by_buffer.clear()
+        self._overlaps = Overlaps()
+
     def _unsettled(self, found: Iterable[Ticket]) -> list[Ticket]:
         """Return those that are not done, with what a cancelled one followed in its place."""
         return [each for each in self._effective(found) if each.state is not _DONE]

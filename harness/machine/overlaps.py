@@ -35,7 +35,8 @@ class Overlaps:
     def add(self, buffer: Buffer) -> list[Buffer]:
         """Take note of a buffer that is not known yet, and return the known ones that share a byte with it."""
         found = self.of(buffer)
-        known = self._by_root.setdefault(buffer.root, _Known())
+        if (known := self._by_root.get(buffer.root)) is None:
+            known = self._by_root[buffer.root] = _Known()
         known.are_apart = known.are_apart and not found and buffer.nbytes > 0
         known.largest_bytes = max(known.largest_bytes, buffer.nbytes)
         at = bisect_right(known.starts, buffer.offset_bytes)

@@ -53,7 +53,7 @@ class RecordingMachine(Machine):
         self._lanes: list[Lane | None] = []
         self._urgent: list[bool] = []
         self._before: list[tuple[int, ...]] = []
-        self._last: dict[tuple[Lane, bool], int] = {}  # node by lane and class
+        self._last: dict[tuple[str, int, bool], int] = {}  # node by lane and class
         self._thread: tuple[int, ...] = ()  # the node of the strategy's thread, once it has waited
         self._awaited: list[int] = []  # nodes, since then
 
@@ -63,10 +63,15 @@ class RecordingMachine(Machine):
         self._go_on()
         ticket = Ticket(op, lane, len(self._ops), urgent)
         self._hazards.register(ticket, after)  # which forgets nothing, as no ticket is ever settled
-        before = {earlier.number for earlier in ticket.waits_for}.union(self._thread)
-        if (last := self._last.get((lane, urgent))) is not None:
+        before = set(self._thread)
+        for earlier in ticket.waits_for:
+            before.add(earlier.number)
+            earlier.dependents = None
+        ticket.waits_for = ()  # tickets that refer to each other would have to be searched for to be gone
+        queue = (lane.kind, lane.rank, urgent)  # a lane's own hash takes longer
+        if (last := self._last.get(queue)) is not None:
             before.add(last)
-        self._last[lane, urgent] = self._add(op, lane, urgent, before)
+        self._last[queue] = self._add(op, lane, urgent, before)
         ticket.done = True
         return ticket
 
@@ -110,6 +115,13 @@ class RecordingMachine(Machine):
         return OpGraph(
             ops=tuple(self._ops), lanes=tuple(self._lanes), urgent=tuple(self._urgent), before=tuple(self._before)
         )
+
+    def forget(self) -> None:
+        """Let go of all ops. Machines and what is built on them refer to each other, and are gone late."""
+        self._hazards.forget()
+        for kept in (self._ops, self._lanes, self._urgent, self._before):
+            kept.clear()
+        self._last.clear()
 
     def _go_on(self) -> None:
         if self._awaited:

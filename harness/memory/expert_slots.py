@@ -63,6 +63,11 @@ class ExpertSlots:
         self.hits = self.misses = self.evictions = self.withdrawals = 0
         self.spared: Collection[Key] = ()  # experts that lose their slot to none that is prefetched, and to others last
 
+    @property
+    def num_free(self) -> int:
+        """The slots that have no expert."""
+        return self._places.num_free
+
     def __contains__(self, key: Key) -> bool:
         """Tell whether the expert is in a slot or on its way there."""
         return key in self._places

@@ -9,7 +9,7 @@ kind that was not measured take what their lane's measured ops take for such wor
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
@@ -40,6 +40,15 @@ def _features(lane: Lane, op: Op) -> tuple[float, ...]:
     return tuple(feature for feature in op.cost_features() if feature > 0)
 
 
+def _all_that_counts(lane: Lane, op: Op) -> tuple[Hashable, ...]:
+    """Return all that an op's time depends on, measured or not; cheaper than `_key` and `_features`, which follow from
+    it."""
+    if lane.kind in _LINKS:
+        return (lane.kind, op.kind, op.work())
+    chosen = type(op) is Expert and op.tokens is not None
+    return (lane.kind, op.kind, op.cost_key, chosen, op.cost_features(), op.work())
+
+
 @dataclass(eq=False)
 class ModuleCosts:
     """The costs are measured features and seconds of single ops, by key, and by lane their work. `estimated` names the
@@ -56,6 +65,12 @@ class ModuleCosts:
 
     def seconds(self, lane: Lane, op: Op) -> float:
         """Return what an op takes. Ops without any work are free."""
+        alike = _all_that_counts(lane, op)
+        if (seconds := self._known.get(alike)) is None:
+            seconds = self._known[alike] = self._asked(lane, op)
+        return seconds
+
+    def _asked(self, lane: Lane, op: Op) -> float:
         function = self._functions.get(_key(lane, op))
         if function is not None:
             return max(function(_features(lane, op)), 0.0)
@@ -65,6 +80,11 @@ class ModuleCosts:
         self.estimated.add(f"{lane.kind} {op.kind}")
         rates = self._rates.get(lane.kind)
         return (rates.seconds(work) if rates is not None else None) or 0.0
+
+    @cached_property
+    def _known(self) -> dict[tuple[Hashable, ...], float]:
+        """The seconds of what was asked before: a pass has thousands of ops that cost the same."""
+        return {}
 
     @cached_property
     def _functions(self) -> dict[Key, Function]:

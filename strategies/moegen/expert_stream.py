@@ -92,7 +92,7 @@ class ExpertStream:
         """Request experts into free slots."""
         if self._slots is None:
             return
-        while (key := self._wants()) is not None and key not in self._slots:
+        while self._slots.num_free and (key := self._wants()) is not None and key not in self._slots:
             if not self._slots.prefetch(*key, evict=False, urgent=not self._ahead):
                 return
             self._next = (self._next[0], self._next[1] + 1)

@@ -159,7 +159,9 @@ def record(
     machine.drain()
     first = machine.num_nodes
     pipeline.run(plan).complete()
-    return Recorded(graph=machine.graph(), first=first, spec=spec)
+    graph = machine.graph()
+    machine.forget()
+    return Recorded(graph=graph, first=first, spec=spec)
 
 
 @lru_cache(maxsize=4)
@@ -211,7 +213,7 @@ def pass_time(recorded: Recorded, cost: Cost, spec: ModelSpec) -> PassTime:
     path = critical_path(runs.before, runs.seconds)
     ends_s = [path.ends_s[run] for run in runs.last]
     layer_ends_s = _layer_ends(graph, recorded.first, ends_s, few.num_layers)
-    embed_s = sum(own_s for own_s, op in zip(seconds, graph.ops, strict=True) if isinstance(op, Embed))
+    embed_s = sum(own_s for own_s, op in zip(seconds, graph.ops, strict=True) if type(op) is Embed)
     begins_s = [embed_s, *layer_ends_s]
     layers_s = [end_s - begin_s for begin_s, end_s in zip(begins_s, layer_ends_s, strict=False)]
     steady = few.moe_layers[1:-1] or few.moe_layers[-1:]
@@ -229,7 +231,7 @@ def pass_time(recorded: Recorded, cost: Cost, spec: ModelSpec) -> PassTime:
         moe_layer_s, bound, decided_by = sum(busiest.values()), busiest, "lane"
     dense_layer_s = layers_s[few.dense_layers[-1]] if few.dense_layers else 0.0
     on_lanes_dense = _on_lanes(graph, seconds, few.dense_layers[-1:])
-    sampled_s = max(end_s for end_s, op in zip(ends_s, graph.ops, strict=True) if isinstance(op, FetchSampled))
+    sampled_s = max(end_s for end_s, op in zip(ends_s, graph.ops, strict=True) if type(op) is FetchSampled)
     ends_only_s = embed_s + sampled_s - layer_ends_s[-1]
     layers_all_s = spec.num_moe_layers * moe_layer_s + len(spec.dense_layers) * dense_layer_s
     return PassTime(
@@ -250,14 +252,18 @@ def pass_time(recorded: Recorded, cost: Cost, spec: ModelSpec) -> PassTime:
 def _on_lanes(graph: OpGraph, seconds: list[float], layers: tuple[int, ...]) -> dict[str, dict[str, float]]:
     """Return what one of these layers' ops take, by lane, and by lane and kind of op. Weights that come again, for the
     next pass, do not count twice."""
-    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    sums: dict[tuple[str, int, str], float] = defaultdict(float)  # by lane and kind of op
     brought = set()
     for op, lane, own_s in zip(graph.ops, graph.lanes, seconds, strict=True):
-        if op is None or op.layer not in layers or not own_s or op.reads in brought:
+        if op is None or lane is None or op.layer not in layers or not own_s or op.reads in brought:
             continue
-        if isinstance(op, CopyWeights):
+        if type(op) is CopyWeights:
             brought.add(op.reads)
-        found[str(lane)][f"{lane} {op.kind}"] += own_s / len(layers)
+        sums[lane.kind, lane.rank, op.kind] += own_s / len(layers)
+    found: dict[str, dict[str, float]] = defaultdict(dict)
+    for (kind, rank, op_kind), its_s in sums.items():
+        name = str(Lane(LaneKind(kind), rank))
+        found[name][f"{name} {op_kind}"] = its_s
     return found
 
 
@@ -276,7 +282,7 @@ def _layer_ends(graph: OpGraph, first: int, ends_s: list[float], num_layers: int
         op, lane = graph.ops[node], graph.lanes[node]
         if op is None or lane is None or lane.kind is not LaneKind.GPU:
             continue
-        if op.layer is not None and not isinstance(op, Combine):
+        if op.layer is not None and type(op) is not Combine:
             found[op.layer] = max(found[op.layer], ends_s[node])
     return found
 
