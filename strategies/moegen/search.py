@@ -3,9 +3,9 @@
 Candidates differ from the best policy so far in one variable. One that Eq. 2 or 3 rules out is dropped at once, by the
 same sizes by which the pipeline reserves its memory. For every other the pipeline's own ops are recorded. One becomes
 the best so far if it takes 0.2 % less time. All variables are gone through once, and a second time where that has found
-a better policy. The result is the fastest policy of all that were tried. After two rounds it may have a faster
-neighbour, and it need not be the fastest of all. Where the device has memory to spare, it goes to experts that stay
-there.
+a better policy. The result is the fastest policy of all that were tried, and of equally fast ones that which differs
+least from the first one. After two rounds it may have a faster neighbour, and it need not be the fastest of all.
+Where the device has memory to spare, it goes to experts that stay there.
 
 The decode batch is no variable: it is what is given, or as large as Eq. 2 and the workload allow. Nor are tokens moved
 to host memory where they fit on the device (§4.2): there rows are gathered and added on the CPU for each expert, which
@@ -128,7 +128,8 @@ class Search:
                 best = self._best_along(variable, best)
             if best is before:
                 break
-        found = sorted((each for each in self._known.values() if each is not None), key=lambda each: each.request_s)
+        fitting = [each for each in self._known.values() if each is not None]
+        found = sorted(fitting, key=lambda each: (each.request_s, *_order(each.policy, start)))
         return Found(
             best=found[0],
             runners_up=found[1 : _RUNNERS_UP + 1],
@@ -237,6 +238,13 @@ class Search:
         spec, shape = self.deployment.spec, self.deployment.shape
         tokens = policy.prefill.batch_size * shape.prompt_tokens if prefills else policy.decode.batch_size
         return max(_FEWEST_EXPERT_TOKENS, ceil(2 * tokens * spec.experts_per_token / max(spec.num_experts, 1)))
+
+
+def _order(policy: Policy, start: Policy) -> tuple[float, ...]:
+    """Return by what equally fast policies are sorted: those that differ from the first one in fewer variables, then
+    those with larger values. Which was found first does not matter."""
+    differs = sum(variable.of(policy) != variable.of(start) for variable in _VARIABLES)
+    return (differs, *(-float(value) for value in policy.as_record().values()))
 
 
 def _doubled(first: int, most: int) -> Iterator[int]:

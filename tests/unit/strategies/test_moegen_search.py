@@ -22,6 +22,7 @@ from paper_figures.moegen.regret import enumerated
 from paper_figures.support import model_spec
 from strategies.common.workload_shape import WorkloadShape
 from strategies.moegen import Config, build
+from strategies.moegen import search as moegen_search
 from strategies.moegen.buffers import PhaseBuffers
 from strategies.moegen.expert_stream import ExpertStream
 from strategies.moegen.memory import WeightSizes, phases
@@ -319,6 +320,23 @@ def test_the_search_is_as_good_as_trying_all(slow_cpu):
     found = search.around(start)
     assert found.best.request_s <= 1.005 * min(each.request_s for each in tried)
     assert all(other.request_s >= found.best.request_s for other in found.runners_up) and found.runners_up
+
+
+def test_of_equally_fast_policies_the_first_is_the_best_whatever_is_tried_first(monkeypatch):
+    """Each candidate takes as long, so that the search tries the same ones in either order of its variables."""
+
+    def as_fast(search: Search, policy: Policy) -> Candidate:
+        return Candidate(policy=policy, prefill=None, decode=None, request_s=1.0)
+
+    monkeypatch.setattr(Search, "candidate", as_fast)
+    orders = []
+    for variables in (moegen_search._VARIABLES, moegen_search._VARIABLES[::-1]):
+        monkeypatch.setattr(moegen_search, "_VARIABLES", variables)
+        _, search, start, _ = prepared()
+        found = search.around(start)
+        assert found.best.policy == search._with_less_prefill(start)
+        orders.append([each.policy for each in (found.best, *found.runners_up)])
+    assert orders[0] == orders[1]
 
 
 def test_a_batch_is_as_large_as_its_keys_and_values_allow():
