@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from itertools import filterfalse
 from typing import Any, Generic, TypeVar
 
 from harness.machine.base import Lane, LaneKind, Machine, Op, Ticket
@@ -24,18 +25,18 @@ class _Occupant:
 class _Idle(Set[Key]):
     """Looks at the occupants only as far as it is asked: thousands may be there, of whom one is evicted."""
 
-    def __init__(self, occupants: Mapping[Any, _Occupant], but: Container[Key]) -> None:
-        self._occupants, self._but = occupants, but
+    def __init__(self, occupants: Mapping[Any, _Occupant], held: Set[Any], but: Container[Key]) -> None:
+        self._occupants, self._held, self._but = occupants, held, but
 
     def __contains__(self, key: object) -> bool:
-        return key in self._occupants and not self._occupants[key].holds and key not in self._but
+        return key in self._occupants and key not in self._held and key not in self._but
 
     def __iter__(self) -> Iterator[Key]:
-        idle = (key for key, occupant in self._occupants.items() if not occupant.holds)
-        return (key for key in idle if key not in self._but) if self._but else idle
+        idle = filterfalse(self._held.__contains__, self._occupants) if self._held else iter(self._occupants)
+        return filterfalse(self._but.__contains__, idle) if self._but else idle
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return sum(1 for _ in self) if self._but else len(self._occupants) - len(self._held)
 
     def __bool__(self) -> bool:
         return next(iter(self), None) is not None
@@ -56,6 +57,7 @@ class Places(Generic[Key]):
         self._all: set[Buffer] = set()
         self._free: dict[Buffer, None] = {}
         self._occupants: dict[Key, _Occupant] = {}  # in the order in which they took their places
+        self._held: set[Key] = set()
         self._tier.checks.append(self.check_integrity)
 
     def reserve(self, name: str, sizes_bytes: Mapping[Label, int]) -> dict[Label, Buffer]:
@@ -77,7 +79,7 @@ class Places(Generic[Key]):
     def idle(self, but: Container[Key] = ()) -> Set[Key]:
         """Return a view of the occupants that nobody holds, without those in `but`, in the order in which they took
         their places."""
-        return _Idle(self._occupants, but)
+        return _Idle(self._occupants, self._held, but)
 
     def is_idle(self, key: Key) -> bool:
         return key in self._occupants and not self._occupants[key].holds
@@ -114,11 +116,14 @@ class Places(Generic[Key]):
     def hold(self, key: Key) -> None:
         """Keep an occupant from leaving until `let_go` has been called as often."""
         self._occupants[key].holds += 1
+        self._held.add(key)
 
     def let_go(self, key: Key) -> None:
         occupant = self._occupants.get(key)
         assert occupant is not None and occupant.holds, f"{key} is not held"
         occupant.holds -= 1
+        if not occupant.holds:
+            self._held.remove(key)
 
     def leave(self, key: Key) -> None:
         """Free the place of an occupant whose last reader was submitted."""
@@ -144,6 +149,7 @@ class Places(Generic[Key]):
         """Withdraw the transfers that have not begun, the latest first, and free all places, those held as well."""
         for occupant in self._occupants.values():
             occupant.holds = 0
+        self._held.clear()
         left = [key for key in reversed(list(self._occupants)) if not self._take_back(key)]
         for key in left:
             self.leave(key)
@@ -172,3 +178,4 @@ class Places(Generic[Key]):
         assert len(taken) + len(self._free) == len(self._all), "a place was lost, or given twice"
         assert {*taken, *self._free} == self._all, "a place was lost, or given twice"
         assert all(occupant.holds >= 0 for occupant in self._occupants.values())
+        assert self._held == {key for key, occupant in self._occupants.items() if occupant.holds}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from heapq import heapify, heappop, heappush
 from math import inf
+from operator import itemgetter
 
 import numpy as np
 
@@ -256,13 +258,12 @@ class ByLayer:
         self._policies[key[0]].used(key)
 
     def victim(self, candidates: Collection[Key], wanted: Key) -> Key:
-        by_layer: dict[int, list[Key]] = {}
-        for key in candidates:
-            by_layer.setdefault(key[0], []).append(key)
-        layer = max(by_layer, key=lambda layer: len(by_layer[layer]) - self._sizes[layer])
-        if len(by_layer[layer]) <= self._sizes[layer] and wanted[0] in by_layer:
+        keys = list(candidates)
+        counts = Counter(map(itemgetter(0), keys))
+        layer = max(counts, key=lambda layer: counts[layer] - self._sizes[layer])
+        if counts[layer] <= self._sizes[layer] and wanted[0] in counts:
             layer = wanted[0]
-        return self._policies[layer].victim(by_layer[layer], wanted)
+        return self._policies[layer].victim([key for key in keys if key[0] == layer], wanted)
 
 
 def _oldest(there: Mapping[Key, None], allowed: Set[Key]) -> Key | None:
