@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 from harness.engine.batch import NUM_ROW_FIELDS
 from harness.engine.temporaries import workspace_bytes_per_token
 from harness.machine.base import GpuKernels, Machine
 from harness.memory.tiers import PINNED, Buffer, device_tier
-from harness.model.spec import ModelSpec
+from harness.model.spec import KvPiece, ModelSpec
 
 ATTENDED_BY = ("prefill", "decode", "decode on device")
 
@@ -79,7 +80,7 @@ class Activations:
             table_bytes = device_blocks * TABLE_ENTRY_BYTES
             self.block_tables = machine.tiers[device_tier(rank)].reserve(f"{name} block tables", table_bytes)
 
-    @property
+    @cached_property
     def attention_keys(self) -> tuple[tuple[Buffer, str], ...]:
         """The rows of `attention` by their writers. One attends for prefilling sequences, one for decoding sequences
         over the cache in host memory, and one for decoding sequences over the cache in device memory."""
@@ -92,11 +93,22 @@ class Activations:
 
     def new_kv(self, spec: ModelSpec) -> tuple[Buffer, ...]:
         """Return the device's rows of the new tokens that go into the KV cache, one buffer per piece of it."""
-        return tuple(getattr(self, piece.name) for piece in spec.kv_pieces)
+        return self._pieces(spec.kv_pieces, "")
 
     def host_new_kv(self, spec: ModelSpec) -> tuple[Buffer, ...]:
         """Return where `new_kv` lies in pinned memory."""
-        return tuple(getattr(self, f"host_{piece.name}") for piece in spec.kv_pieces)
+        return self._pieces(spec.kv_pieces, "host_")
+
+    def _pieces(self, pieces: tuple[KvPiece, ...], prefix: str) -> tuple[Buffer, ...]:
+        """Return the buffers of the pieces, which are the same for all who ask. Remembered, since each layer's ops
+        do."""
+        if (found := self._known_pieces.get(prefix)) is None:
+            found = self._known_pieces[prefix] = tuple(getattr(self, f"{prefix}{piece.name}") for piece in pieces)
+        return found
+
+    @cached_property
+    def _known_pieces(self) -> dict[str, tuple[Buffer, ...]]:
+        return {}
 
     def close(self) -> None:
         """Give all memory back; from then on no op may use it."""

@@ -76,15 +76,15 @@ class MicroBatch:
     def sequences(self) -> tuple[Sequence, ...]:
         return (*self.prefill, *self.decode)
 
-    @property
+    @cached_property
     def num_sequences(self) -> int:
         return len(self.last_rows)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
-    @property
+    @cached_property
     def num_prefill_tokens(self) -> int:
         return len(self.token_ids) - len(self.decode)
 

@@ -58,62 +58,62 @@ class ModelSpec(Dimensions):
         """Return the model of `model.spec`; without a dtype as published, in bfloat16."""
         return cls(name=name, dtype=dtype or "bfloat16", **spec.dimensions())
 
-    @property
+    @cached_property
     def dtype_bytes(self) -> int:
         return DTYPE_BYTES[self.dtype]
 
-    @property
+    @cached_property
     def q_dim(self) -> int:
         return self.num_heads * self.head_dim
 
-    @property
+    @cached_property
     def kv_dim(self) -> int:
         """The dimension of all heads' keys."""
         return self.num_kv_heads * self.head_dim
 
-    @property
+    @cached_property
     def value_dim(self) -> int:
         """The dimension of one head's values and attention results."""
         return self.latent.value_dim if self.latent else self.head_dim
 
-    @property
+    @cached_property
     def v_dim(self) -> int:
         """The dimension of all heads' values."""
         return self.num_kv_heads * self.value_dim
 
-    @property
+    @cached_property
     def o_dim(self) -> int:
         """The dimension of all heads' attention results."""
         return self.num_heads * self.value_dim
 
-    @property
+    @cached_property
     def cached_q_dim(self) -> int:
         """The dimension of all heads' queries for attention over the cache: on the latent where there is one."""
         return self.num_heads * (self.latent.kv_rank + self.latent.rope_dim) if self.latent else self.q_dim
 
-    @property
+    @cached_property
     def cached_o_dim(self) -> int:
         """The dimension of all heads' results of attention over the cache."""
         return self.num_heads * self.latent.kv_rank if self.latent else self.o_dim
 
-    @property
+    @cached_property
     def q_row_dim(self) -> int:
         """The dimension of a token's row of queries, whether it attends to keys and values of heads or to the cache."""
         return max(self.q_dim, self.cached_q_dim)
 
-    @property
+    @cached_property
     def o_row_dim(self) -> int:
         """The dimension of a token's row of attention results, by which way ever they are computed."""
         return max(self.o_dim, self.cached_o_dim)
 
-    @property
+    @cached_property
     def prompt_row_dim(self) -> int:
         """The numbers that a prompt's attention reads and writes for each token: query, key, value and result."""
         if self.expands_prefill:
             return self.q_dim + self.kv_dim + self.v_dim + self.o_dim
         return self.cached_q_dim + self.kv_pieces[0].dim + self.cached_o_dim
 
-    @property
+    @cached_property
     def expands_prefill(self) -> bool:
         """True if prompts attend to keys and values of heads, which their own latents are expanded to.
 
@@ -133,40 +133,40 @@ class ModelSpec(Dimensions):
             return (KvPiece("latent", 1, self.latent.kv_rank + self.latent.rope_dim),)
         return tuple(KvPiece(name, self.num_kv_heads, self.head_dim) for name in ("k", "v"))
 
-    @property
+    @cached_property
     def group_size(self) -> int:
         """The number of query heads per KV head (the papers' s)."""
         return self.num_heads // self.num_kv_heads
 
-    @property
+    @cached_property
     def moe_layers(self) -> tuple[int, ...]:
         """The layers that have a router and experts, ascending."""
         return tuple(layer for layer in range(self.num_layers) if layer not in self.dense_layers)
 
-    @property
+    @cached_property
     def num_moe_layers(self) -> int:
         return self.num_layers - len(self.dense_layers)
 
-    @property
+    @cached_property
     def kv_bytes_per_token_layer(self) -> int:
         """The bytes of all `kv_pieces` of one token in one layer."""
         return sum(piece.dim for piece in self.kv_pieces) * self.dtype_bytes
 
-    @property
+    @cached_property
     def kv_bytes_per_token(self) -> int:
         return self.num_layers * self.kv_bytes_per_token_layer
 
-    @property
+    @cached_property
     def expert_params(self) -> int:
         """The parameters of one expert's gate, up and down projections."""
         return 3 * self.hidden_dim * self.expert_dim
 
-    @property
+    @cached_property
     def shared_expert_params(self) -> int:
         """The parameters of one layer's shared experts with their gate."""
         return 3 * self.hidden_dim * self.shared_expert_dim + (self.hidden_dim if self.shared_expert_gate else 0)
 
-    @property
+    @cached_property
     def attention_params(self) -> int:
         """The parameters of one layer's projections: Q, K, V and O; with latent attention those down to the latents and
         up from them."""
@@ -177,22 +177,22 @@ class ModelSpec(Dimensions):
         kv_up = latent.kv_rank * self.num_heads * (latent.nope_dim + latent.value_dim)
         return q + hidden * (latent.kv_rank + latent.rope_dim) + kv_up + self.o_dim * hidden
 
-    @property
+    @cached_property
     def attention_in_params(self) -> int:
         """The parameters of the matrices in front of attention: all projections except the output's."""
         return self.attention_params - self.attention_out_params
 
-    @property
+    @cached_property
     def attention_out_params(self) -> int:
         return self.o_dim * self.hidden_dim
 
-    @property
+    @cached_property
     def value_up_params(self) -> int:
         """The parameters of the projection from latents to values, which is used in front of attention or behind it.
         It is stored in both places."""
         return self.o_dim * self.latent.kv_rank if self.latent else 0
 
-    @property
+    @cached_property
     def value_up_bytes(self) -> int:
         """The bytes that the second copy of `value_up_params` takes in one layer."""
         attention = self.components[ATTENTION]
@@ -213,12 +213,12 @@ class ModelSpec(Dimensions):
         """Return whether the layer has an MLP that every token passes: shared experts, or a dense MLP."""
         return self.is_dense(layer) or self.shared_expert_dim > 0
 
-    @property
+    @cached_property
     def components(self) -> Mapping[str, Component]:
         """Parameters, bytes and FLOPs by the names of `harness.model.components`."""
         return _components(self)
 
-    @property
+    @cached_property
     def layer_bytes(self) -> int:
         """The bytes of one MoE layer: attention, norms, router, experts and shared experts, as the harness stores
         them."""
@@ -226,41 +226,41 @@ class ModelSpec(Dimensions):
         once = sum(self.components[name].nbytes for name in names) + self.value_up_bytes
         return once + self.num_experts * self.components[EXPERT].nbytes
 
-    @property
+    @cached_property
     def num_params(self) -> int:
         return sum(part.total_params for part in self.components.values())
 
-    @property
+    @cached_property
     def active_params(self) -> int:
         """The parameters that one token passes, head included; the embedding is a lookup."""
         return sum(part.active_params for part in self.components.values())
 
-    @property
+    @cached_property
     def model_bytes(self) -> int:
         return sum(part.total_bytes for part in self.components.values())
 
-    @property
+    @cached_property
     def flops_per_token(self) -> int:
         """The GEMM FLOPs of one token through all layers and the head, without attention scores."""
         return sum(part.flops_per_token for part in self.components.values())
 
-    @property
+    @cached_property
     def flops_per_token_layer(self) -> int:
         """The GEMM FLOPs of one token in one MoE layer (2 per multiply-add), without attention scores."""
         active = self.attention_params + self.hidden_dim * self.num_experts + self.shared_expert_params
         return 2 * (active + self.experts_per_token * self.expert_params)
 
-    @property
+    @cached_property
     def prefill_pair_flops(self) -> int:
         """The FLOPs of one layer's attention in a prompt, for each pair of a query and a token it sees."""
         return self.expanded_pair_flops if self.expands_prefill else self.decode_pair_flops
 
-    @property
+    @cached_property
     def expanded_pair_flops(self) -> int:
         """The FLOPs of attention on keys and values of all heads, for each pair of a query and a token it sees."""
         return 2 * (self.q_dim + self.o_dim)
 
-    @property
+    @cached_property
     def decode_pair_flops(self) -> int:
         """The FLOPs of one layer's decode attention for each pair of a query and a token it sees, on the KV cache as
         stored. With latent attention every head works on the latent itself, and its up projections are absorbed into
@@ -269,7 +269,7 @@ class ModelSpec(Dimensions):
             return self.expanded_pair_flops
         return 2 * self.num_heads * (2 * self.latent.kv_rank + self.latent.rope_dim)
 
-    @property
+    @cached_property
     def attention_scale(self) -> float:
         """The factor by which scores are multiplied before the softmax."""
         more = self.yarn.score_scale if self.yarn and self.latent else 1.0

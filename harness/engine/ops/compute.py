@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, ClassVar
 
 from torch import arange
@@ -45,10 +46,14 @@ class ComputeOp(MicroBatchOp):
     ) -> None:
         super().__init__(spec, batch, acts, layer)
         self.family, self.parts = family, parts
-        self.weight_keys = tuple(dict.fromkeys(key for part in parts for key in part.keys))
+        self.weight_keys: tuple[Hashable, ...]
+        if len(parts) == 1 and len(parts[0].keys) == 1:
+            self.weight_keys = parts[0].keys
+        else:
+            self.weight_keys = tuple(dict.fromkeys([key for part in parts for key in part.keys]))
 
     def weight_bytes(self) -> int:
-        return sum(part.layout.nbytes for part in self.parts)
+        return sum([part.layout.nbytes for part in self.parts])
 
 
 class Embed(ComputeOp):
