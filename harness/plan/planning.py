@@ -11,6 +11,7 @@ from harness.calibration.local import Log, calibrate
 from harness.config import ConfigError
 from harness.engine import loop
 from harness.engine.engine import Engine
+from harness.engine.garbage import collecting_rarely
 from harness.engine.sequences import State
 from harness.engine.strategy import Strategy
 from harness.machine.base import Machine
@@ -64,6 +65,7 @@ def make_plan(values: Mapping[str, Any], *, simulate: bool = True, log: Log = pr
     return simulated(plan) if simulate else plan
 
 
+@collecting_rarely()
 def draft_plan(values: Mapping[str, Any], *, log: Log = print) -> Plan:
     """Plan everything but the simulation, on the simulated machine. Raises ConfigError, and DoesNotFit where memory
     does not suffice."""
