@@ -23,12 +23,8 @@ Row = dict[str, Any]
 def row(case: Case) -> Row:
     """Simulate a case. Where it does not fit, the row says why and has no numbers."""
     began_s = time.monotonic()
-    named = {
-        **{name: getattr(case, name) for name in ("system", "setting", "model", "prompt", "g", "variant")},
-        "num_requests": case.num_requests,
-        "code": code_version(),
-        "command": f"python -m harness.plan {' '.join(case.overrides)}",
-    }
+    command = f"python -m harness.plan {' '.join(case.overrides)}"
+    named = {**_names(case), "code": code_version(), "command": command}
     try:
         plan = planned(case.overrides)
     except DoesNotFit as error:
@@ -73,9 +69,30 @@ def facts(plan: Plan, passes: Sequence[Pass], *, whole: bool = False) -> Row:
     }
 
 
+def _names(case: Case) -> Row:
+    names = ("system", "setting", "model", "prompt", "g", "variant", "num_requests")
+    return {name: getattr(case, name) for name in names}
+
+
+_simulated: dict[tuple[object, ...], Row] = {}  # in this process, by what was simulated: reports share cases
+
+
+def _simulation(case: Case) -> tuple[object, ...]:
+    return (*case.overrides, case.whole)
+
+
 def computed(cases: Sequence[Case]) -> Iterator[Row]:
-    """Yield a row of each case, and tell its result."""
-    for case, found in zip(cases, each(row, cases), strict=True):
+    """Yield a row of each case, and tell its result. Cases that differ in their names only are simulated once, whatever
+    report has them."""
+    missing: dict[tuple[object, ...], Case] = {}
+    for case in cases:
+        if _simulation(case) not in _simulated:
+            missing.setdefault(_simulation(case), case)
+    rows = each(row, list(missing.values()))
+    for case in cases:
+        if _simulation(case) not in _simulated:
+            _simulated[_simulation(case)] = next(rows)
+        found = {**_simulated[_simulation(case)], **_names(case)}
         told = found.get("refused") or f"{found['tok_s']:.4g} tok/s, N = {found['sequences']:,}"
         print(f"{case.setting}, {case.model}, {case.prompt}+{case.g}, {case.system} {case.variant}: {told}", flush=True)
         yield found
