@@ -15,6 +15,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def _simulate_all(args: Namespace) -> int:
     require(0 < args.scale <= 1, "--scale", f"must be above 0 and at most 1, got {args.scale:g}")
     require(all(0 < kv_gb <= MOST_GB for kv_gb in args.kv), "--kv", f"must be above 0 and at most {MOST_GB:g}")
     make_writable(args.out, "--out")  # before the work
-    settings = [(kv_gb, g) for kv_gb in args.kv for g in args.g]
+    settings = sorted(product(args.kv, args.g), reverse=True)  # the longest first, so that no core waits for the last
     for (kv_gb, g), data in zip(settings, each(partial(_simulated, scale=args.scale), settings), strict=True):
         write_json(args.out / f"{name_of(kv_gb, g)}.json", data)
         print(name_of(kv_gb, g), data["setting"], len(data["passes"]["end_s"]), "passes,", data["host_seconds"], "s")
