@@ -29,7 +29,7 @@ from harness.record.provenance import code_version  # noqa: E402
 
 OUT = ROOT / "results" / "reference" / "kernels"
 PAGE = ROOT / "docs" / "kernels.md"
-OTHERS = {"simulator"}  # are no kernels and have reports of their own
+OTHERS = {"simulator", "plans"}  # are no kernels
 PARTS = {path.stem.removeprefix("test_"): path for path in sorted((ROOT / "benchmarks").glob("test_*.py"))}
 PARTS = {part: path for part, path in PARTS.items() if part not in OTHERS}
 STATISTICS = ("min", "max", "median", "rounds")

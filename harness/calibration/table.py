@@ -103,8 +103,7 @@ class CalibrationTable:
 
     @cached_property
     def spared_s(self) -> dict[Company, dict[str, float]]:
-        """The seconds by which a further launch in an op is shorter than an op of its own: the mean over all that was
-        measured, by company and key."""
+        """The mean seconds by which a further launch of an op is shorter than an op of its own, by company and key."""
         found: dict[Company, dict[str, float]] = defaultdict(dict)
         for company, by_key in self.samples.items():
             for key in [key for key in by_key if key.endswith(TOGETHER)]:

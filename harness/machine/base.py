@@ -123,8 +123,8 @@ class Op(ABC):
         return self.kind
 
     def cost_features(self) -> tuple[float, ...]:
-        """Return what the op's duration depends on, or that of one of its pieces or launches, for tables of measured
-        costs; empty where only `work` is known."""
+        """Return what the duration of the op, or of one of its pieces or launches, depends on. Tables of measured costs
+        ask for it; it is empty where only `work` is known."""
         return ()
 
     def launch_works(self) -> Sequence[Work]:

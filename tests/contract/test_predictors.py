@@ -15,10 +15,16 @@ from tests.contract.simulating import simulated_engine
 MODEL = "qwen3-30b-a3b"  # 8 of 128 experts; 8 layers here
 
 
+class Rows(SimpleNamespace):
+    """A micro-batch of rows, itself and no other."""
+
+    __hash__ = object.__hash__
+
+
 def asked(predictor, engine, layer: int, *, num_tokens: int = 3, distance: int = 1):
     """What is predicted for tokens that no emitter has to compute."""
     rows = np.arange(num_tokens)
-    batch = SimpleNamespace(num_tokens=num_tokens, request_ids=rows, positions=rows)
+    batch = Rows(num_tokens=num_tokens, request_ids=rows, positions=rows)
     return predictor.request(None, SimpleNamespace(batch=batch), layer, distance=distance)
 
 
@@ -49,7 +55,7 @@ def test_a_stated_predictor_says_what_the_world_predicts_and_its_source_is_told(
     prediction = asked(predictor, engine, 2)
     ids, chances = prediction.result()
     rows = np.arange(3)
-    expected, likely = world.predicted(SimpleNamespace(num_tokens=3, request_ids=rows, positions=rows), 3)
+    expected, likely = world.predicted(Rows(num_tokens=3, request_ids=rows, positions=rows), 3)
     assert (ids == expected).all() and chances == pytest.approx(likely)
     assert engine.machine.facts["predictions"] == predictor.source == world.prediction_source
     assert predictor.source.startswith("stated: hit rates by rank")

@@ -147,6 +147,8 @@ def _best_program(task: Search, known_rate: float) -> _Program | None:
         if parts := program.parts(relaxed):
             todo.extend(parts)
             continue
+        if round(relaxed[0]) < program.smallest:
+            continue  # fewer sequences than a micro-batch has: smaller ones are looked at on their own
         reached = task.rate(program.policy_of(relaxed))  # no number that is to be whole has a fraction
         if reached > rate * (1 + 1e-9):
             best, rate = replace(program, limits=()), reached

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from harness.bench.shapes import Shape
-from harness.calibration import local, together, undisturbed
-from harness.calibration import probes as probes_module
+from harness.calibration import fills, local, together, undisturbed
 from harness.calibration.local import CalibrationTable, identity, link_rates, local_table, table_path
 from harness.calibration.measure import measure_all
 from harness.calibration.op_costs import OpCosts, Recording
@@ -144,9 +143,9 @@ def test_a_micro_batch_is_there_before_its_background(busy, tiny):
 @pytest.mark.parametrize("count", [1, 6, 7, 8, 50])
 def test_a_large_cache_is_filled_from_a_run_of_random_numbers(count, monkeypatch):
     """Every number of it, and with a period that no block has."""
-    monkeypatch.setattr(probes_module, "_RUN", 7)
+    monkeypatch.setattr(fills, "_RUN", 7)
     numbers = torch.full((count + 1,), float("nan"))
-    probes_module._fill(numbers[:count])
+    fills._fill(numbers[:count])
     assert numbers[:count].isfinite().all() and numbers[count].isnan()
     assert len(set(numbers[:count].tolist())) == min(count, 7)
     assert torch.equal(numbers[7:count], numbers[: max(0, count - 7)])
