@@ -78,6 +78,7 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = torch.bfloat1
     for contexts in (sizes.contexts, sizes.few_contexts):
         for staged in (False, True):
             yield _decode(sizes, device, dtype, contexts, staged=staged)
+    yield _gather(sizes, device, dtype)
 
 
 def _drawn(device: torch.device, dtype: torch.dtype, *shape: int, scale: float = 1.0) -> Tensor:
@@ -213,6 +214,37 @@ def _decode(sizes: Sizes, device: torch.device, dtype: torch.dtype, contexts: tu
         expected=lambda: _attended(query.float(), k.float(), v.float(), causal=False),
         rival=lambda: _fused(query, k, v, causal=False), rival_name="scaled_dot_product_attention",
         flops=4.0 * count * length * sizes.num_heads * dim, nbytes=float(k.nbytes + v.nbytes),
+    )  # fmt: skip
+
+
+def _gather(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Case:
+    count, length = sizes.contexts
+    heads, dim, per_sequence = sizes.num_kv_heads, sizes.head_dim, -(-length // _BLOCK_SIZE)
+
+    def pinned(tensor: Tensor) -> Tensor:
+        return tensor.pin_memory() if device.type == "cuda" else tensor
+
+    shape = (count * per_sequence, heads, _BLOCK_SIZE, dim)
+    caches = [pinned(_drawn(device, dtype, *shape).cpu()) for _ in range(2)]
+    tables = torch.randperm(count * per_sequence, generator=torch.Generator().manual_seed(0)).int().view(count, -1)
+    lengths = torch.full((count,), length, dtype=torch.int32)
+    token_dim = 2 * heads * dim
+    numbers = pinned(gpu.gather_numbers(tables, lengths, token_dim))
+    out = torch.empty(count * length * token_dim, dtype=dtype, device=device)
+    plain = pinned(torch.ones(out.shape, dtype=dtype))
+
+    def run() -> Tensor:
+        gpu.gather_kv(caches, numbers, count, per_sequence, out)
+        return out
+
+    def expected() -> Tensor:
+        each = [cache[tables.long()].transpose(1, 2).flatten(2, 3)[:, :, :length] for cache in caches]
+        return torch.stack(each, 1).flatten().float().to(device)
+
+    return Case(
+        name=f"gather of {count} contexts of {length} out of host memory", kernel="copies", run=run,
+        expected=expected, rival=lambda: out.copy_(plain, non_blocking=True), rival_name="one copy as large",
+        nbytes=float(out.nbytes), tolerance=0.0,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ classes of a lane are shared (`hazards.py`, `queues.py`), so that an op means th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Hashable, Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
@@ -79,9 +79,9 @@ class Context(Protocol):
     def move(self, dst: Any, src: Any) -> None:
         """Copy tensor (or numpy array) `src` into tensor `dst`, any strides, at the speed of this lane."""
 
-    def fill(self, dst: Any, write: Callable[[Any], None]) -> None:
-        """Let `write` fill a contiguous host tensor like `dst`, which reaches `dst` at the speed of this lane. So rows
-        from many places cross a link as one copy."""
+    def gather(self, dst: Any, caches: Sequence[Any], tables: Any, lengths: Any) -> None:
+        """Copy sequences out of paged caches in host memory to `dst`, at the speed of this lane. The other arguments
+        are those of `kernels.kv_gather`, with `tables` and `lengths` on the host."""
 
     def host_value(self, source: Any) -> Any:
         """Return a numpy copy of a tensor, moved at the speed of this lane: this is how values reach the strategy. An

@@ -17,7 +17,8 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-KERNELS = ("routing", "experts", "prefill", "decode")  # by what they do; decode: attention over any kind of cache
+# By what they do. decode: attention over any kind of cache; copies: small and scattered rows out of pinned memory
+KERNELS = ("routing", "experts", "prefill", "decode", "copies")
 _chosen = frozenset(KERNELS)
 _HOMES = {
     "Activation": "matrices",
@@ -28,6 +29,10 @@ _HOMES = {
     "grouped_experts": "experts",
     "grouped_experts_bytes": "sizes",
     "causal_attention": "prefill",
+    "bring": "copies",
+    "gather_kv": "copies",
+    "gather_numbers": "copies",
+    "keep": "copies",
     "paged_decode_attention": "decode",
     "staged_decode_attention": "decode",
     "paged_latent_attention": "latent",
@@ -40,6 +45,10 @@ _HOMES = {
 __all__ = [*_HOMES, "KERNELS", "available", "choose", "serves"]
 
 if TYPE_CHECKING:
+    from kernels.triton.copies import bring as bring
+    from kernels.triton.copies import gather_kv as gather_kv
+    from kernels.triton.copies import gather_numbers as gather_numbers
+    from kernels.triton.copies import keep as keep
     from kernels.triton.decode import paged_decode_attention as paged_decode_attention
     from kernels.triton.decode import staged_decode_attention as staged_decode_attention
     from kernels.triton.experts import expert_scratch_bytes as expert_scratch_bytes

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kernels.triton.copies import bring, gather_kv, gather_numbers
 from kernels.triton.decode import paged_decode_attention, staged_decode_attention
 from kernels.triton.experts import expert_scratch_bytes, launch
 from kernels.triton.latent import paged_latent_attention, staged_latent_attention
@@ -71,6 +72,8 @@ def warm_up(shapes: Shapes, device: torch.device, kernels: Collection[str] | Non
         )
     if kernels is None or "experts" in kernels:
         _run_experts_once(shapes, zeros)
+    if kernels is None or "copies" in kernels:
+        _copy_once(shapes, zeros)
     attends = {"prefill", "decode"} if kernels is None else kernels
     if shapes.latent is not None:
         return _attend_latents_once(shapes, shapes.latent, zeros, attends)
@@ -87,6 +90,19 @@ def _run_experts_once(shapes: Shapes, zeros: Callable[..., torch.Tensor]) -> Non
     for rows in row_choices(experts.dtype.itemsize):
         tokens = (zeros(1, experts.hidden), ids, weights, out)
         launch(*tokens, table, experts, shapes.num_experts, scratch, rows)
+
+
+def _copy_once(shapes: Shapes, zeros: Callable[..., torch.Tensor]) -> None:
+    for count in (1, 8):  # bytes, and words of eight
+        bring(zeros(count, of=torch.uint8), zeros(count, of=torch.uint8))
+    if shapes.kv_block_size is None:
+        return
+    latent = shapes.latent
+    sizes = [(shapes.num_kv_heads, shapes.head_dim)] * 2 if latent is None else [(1, latent.kv_rank + latent.rope_dim)]
+    caches = [zeros(1, heads, shapes.kv_block_size, width) for heads, width in sizes]
+    token_dim = sum(heads * width for heads, width in sizes)
+    numbers = gather_numbers(torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), token_dim)
+    gather_kv(caches, numbers.to(caches[0].device), 1, 1, zeros(token_dim))
 
 
 def _attend_once(

@@ -50,9 +50,9 @@ class CountingMachine(ShuffledMachine):
                 machine.moved_bytes[op.kind] += dst.numel() * dst.element_size()
                 ctx.move(dst, src)
 
-            def fill(self, dst: Any, write: Any) -> None:
+            def gather(self, dst: Any, *of: Any) -> None:
                 machine.moved_bytes[op.kind] += dst.numel() * dst.element_size()
-                ctx.fill(dst, write)
+                ctx.gather(dst, *of)
 
         return super()._execute(op, Counting(), packet)
 
@@ -160,9 +160,9 @@ def test_a_row_of_each_head_over_the_link_is_noticed(monkeypatch, op, place):
             self._ctx.move(rows, src.expand_as(rows))
             dst.copy_(rows[0])
 
-        def fill(self, dst: Any, write: Any) -> None:
-            self._ctx.fill(dst.new_empty(num_heads, *dst.shape), lambda rows: write(rows[0]))
-            write(dst)
+        def gather(self, dst: Any, *of: Any) -> None:
+            for _ in range(num_heads):
+                self._ctx.gather(dst, *of)
 
     monkeypatch.setattr(op, "run", lambda self, ctx, packet: run(self, OfHeads(ctx), packet))
     assert wrong_ones("deepseek_v3", place).keys() == {op.kind}

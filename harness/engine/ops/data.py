@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-import kernels
 from harness.engine.activations import TABLE_ENTRY_BYTES, Activations
 from harness.engine.batch import NUM_ROW_FIELDS, MicroBatch
 from harness.machine.base import Context, Op, Work
@@ -18,8 +16,6 @@ from harness.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from harness.memory.kv_cache import KVCache
-
-_GATHERED_BYTES = 2_000_000  # of a cache that are gathered and copied together at the least
 
 
 class MicroBatchOp(Op):
@@ -159,14 +155,8 @@ class LoadKv(MicroBatchOp):
         assert self.layer is not None
         pieces, token_dim = self.cache.views(ctx, self.layer), sum(piece.dim for piece in self.cache.pieces)
         reads = self.there.reads.among(self.rows.start, self.rows.stop)
-        ends = reads.lens.cumsum(dtype=np.int64) * token_dim
         staging = ctx.tensor(self.to, (self._num_tokens * token_dim,), self.spec.dtype)
-        begin = begin_entry = 0
-        for at, end in enumerate(ends.tolist(), start=1):
-            if at == len(ends) or (end - begin) * self.spec.dtype_bytes >= _GATHERED_BYTES:
-                tables, lens = (tensor_of(x[begin_entry:at]) for x in (reads.tables, reads.lens))
-                ctx.fill(staging[begin:end], partial(kernels.kv_gather, pieces, tables, lens))
-                begin, begin_entry = end, at
+        ctx.gather(staging, pieces, tensor_of(reads.tables), tensor_of(reads.lens))
 
 
 class StageKv(LoadKv):

@@ -66,7 +66,15 @@ def numbers(values: Any, device: Any) -> Any:
     pinned memory, which torch keeps until it has been read: a copy from pageable memory waits until the stream has done
     all work before it."""
     host = tensor_of(values)
-    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+    if device.type != "cuda":
+        return host.to(device)
+    pinned = host.pin_memory()
+    there = pinned.new_empty(pinned.shape, device=device)
+    if not gpu.serves(there, "copies"):
+        return there.copy_(pinned, non_blocking=True)
+    gpu.bring(there, pinned)
+    gpu.keep(pinned)
+    return there
 
 
 def groups_experts(x: Any) -> bool:

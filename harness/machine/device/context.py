@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+import kernels
 from harness.machine.base import Lane, LaneKind
 from harness.machine.device.memory import DeviceArenas
 from harness.machine.device.runtime import DeviceRuntime
 from harness.machine.device.staging import Slot
 from harness.machine.threads.arenas import tensor_of
 from harness.memory.tiers import HOST_TIERS, Buffer
+from kernels import triton as gpu
 
 TakeSlot = Callable[[int], Slot | None]
+_GATHERED_BYTES = 2 << 20  # or more in a copy of rows that were gathered on the host, so that the link is busy
 
 
 @dataclass(eq=False, slots=True)
@@ -115,20 +119,40 @@ class DeviceContext:
             assert self.lane.kind is LaneKind.D2H, f"an op on lane {self.lane} moves data: copy lanes do"
             self._to_host(dst, source)
 
-    def fill(self, dst: torch.Tensor, write: Callable[[torch.Tensor], None]) -> None:
+    def gather(
+        self, dst: torch.Tensor, caches: Sequence[torch.Tensor], tables: torch.Tensor, lengths: torch.Tensor
+    ) -> None:
+        """Let the GPU read what it needs, where it can; else gather on the host, some megabytes at a time."""
         self.flush()
-        assert self.lane.kind is LaneKind.H2D, f"an op on lane {self.lane} fills what is on the device"
+        assert self.lane.kind is LaneKind.H2D, f"an op on lane {self.lane} gathers for the device"
+        token_dim = sum(cache.shape[1] * cache.shape[3] for cache in caches)
+        if gpu.serves(dst, "copies") and all(self._arenas.is_pinned(cache) for cache in caches):
+            numbers = gpu.gather_numbers(tables, lengths, token_dim)
+            if (staged := self._room(numbers.shape, numbers.dtype)) is not None:
+                staged.memory.copy_(numbers)
+                run = partial(gpu.gather_kv, caches, staged.memory, len(lengths), tables.shape[1], dst)
+                self._runtime.launch(self._stream, run)
+                return self._behind(staged)
+        first = begin = 0
+        ends = (lengths.long().cumsum(0) * token_dim).tolist()
+        for stop, end in enumerate(ends, start=1):
+            if stop == len(ends) or (end - begin) * dst.itemsize >= _GATHERED_BYTES:
+                self._gather_on_host(dst[begin:end], caches, tables[first:stop], lengths[first:stop])
+                first, begin = stop, end
+
+    def _gather_on_host(self, dst: torch.Tensor, *of: Any) -> None:
+        """Gather into the staging ring, or for a sequence that is larger than that, into pageable memory."""
         if dst.numel() == 0:
             return
+        caches, tables, lengths = of
         staged = self._room(dst.shape, dst.dtype)
-        if staged is not None:
-            write(staged.memory)
-            self._runtime.copy(dst, staged.memory, self._stream)
-            self._behind(staged)
-        else:  # larger than the ring
-            filled = torch.empty(dst.shape, dtype=dst.dtype)
-            write(filled)
-            self.move(dst, filled)
+        if staged is None:
+            gathered = torch.empty(dst.shape, dtype=dst.dtype)
+            kernels.kv_gather(caches, tables, lengths, gathered)
+            return self.move(dst, gathered)
+        kernels.kv_gather(caches, tables, lengths, staged.memory)
+        self._runtime.copy(dst, staged.memory, self._stream)
+        self._behind(staged)
 
     def host_value(self, source: torch.Tensor) -> np.ndarray:
         self.flush()

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from harness.machine.device.facts import gpu_facts
+from kernels import triton as gpu
 
 
 class DeviceError(RuntimeError):
@@ -77,7 +78,7 @@ class DeviceRuntime(Protocol):
         """Call `run`, whose work on tensors of the device goes to the stream."""
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
-        """Copy between the device and pinned memory, in the stream."""
+        """Copy contiguous memory between the device and pinned memory, in the stream."""
 
     def copy_now(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
         """Copy between the device and any host memory, of any dtype and strides; return when the copy is over."""
@@ -104,6 +105,7 @@ class TorchCudaRuntime:
         torch.cuda.empty_cache()
         self.free_bytes = torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
         self._uuid = str(properties.uuid)
+        self._urgent: set[int] = set()  # streams
 
     def use(self) -> None:
         torch.cuda.set_device(self._device)
@@ -141,7 +143,10 @@ class TorchCudaRuntime:
         raise DeviceError(f"{what} failed: {text}")
 
     def stream(self, *, urgent: bool = False) -> Any:
-        return torch.cuda.Stream(self._device, priority=-1 if urgent else 0)
+        stream = torch.cuda.Stream(self._device, priority=-1 if urgent else 0)
+        if urgent:
+            self._urgent.add(stream.cuda_stream)
+        return stream
 
     def event(self) -> Any:
         return torch.cuda.Event(enable_timing=True, blocking=True)
@@ -170,7 +175,11 @@ class TorchCudaRuntime:
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
         with torch.cuda.stream(stream):
-            dst.copy_(src, non_blocking=True)
+            alike = dst.shape == src.shape and dst.is_contiguous()
+            if alike and stream.cuda_stream in self._urgent and gpu.serves(dst, "copies"):
+                gpu.bring(dst, src)  # the copy engine would let it wait for others
+            else:
+                dst.copy_(src, non_blocking=True)
 
     def copy_now(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
         with torch.cuda.stream(stream):

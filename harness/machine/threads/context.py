@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,9 +71,11 @@ class HostContext:
         dst.copy_(source)
         self._hold(end_s)
 
-    def fill(self, dst: torch.Tensor, write: Callable[[torch.Tensor], None]) -> None:
+    def gather(
+        self, dst: torch.Tensor, caches: Sequence[torch.Tensor], tables: torch.Tensor, lengths: torch.Tensor
+    ) -> None:
         end_s = self._book(dst.numel() * dst.element_size())
-        write(dst)
+        kernels.kv_gather(caches, tables, lengths, dst)
         self._hold(end_s)
 
     def host_value(self, source: torch.Tensor) -> np.ndarray:

@@ -19,7 +19,7 @@ needs_compiler = pytest.mark.skipif(not PTXAS.exists(), reason="no Triton with a
 CHIPS = ((80, 163, "bfloat16"), (90, 227, "bfloat16"), (90, 227, "float32"))  # capability, KiB of shared memory
 PRODUCTS = {"experts._gate_up", "experts._down", "prefill._attend", "decode._attend", "latent._attend_latents"}
 OTHERS = {"routing._choose", "grouping._count", "grouping._offsets", "grouping._place", "experts._combine"}
-OTHERS |= {"decode._join"}
+OTHERS |= {"decode._join", "copies._bring", "copies._gather"}
 
 
 @needs_compiler
@@ -45,6 +45,7 @@ def check(rows, capability, shared_kib, dtype):
         assert row["spill_bytes"] == 0, row
         assert row["atomics"] == 0, row
         assert not row["tf32"], row
+        assert row["kernel"] != "copies._gather" or row["loads_of_2_bytes"] == 0, "it reads 16 bytes at once"
     for row in (row for row in rows if row["kernel"] in PRODUCTS):
         # Weights by address: the compiler must know their alignment, else it loads them number by number.
         assert row["copies_of_16_bytes"] > 0 and row["loads_of_2_bytes"] == 0, row

@@ -42,9 +42,9 @@ class Counting(HostContext):
         self.moved_bytes += dst.numel() * dst.element_size()
         super().move(dst, src)
 
-    def fill(self, dst, write):
+    def gather(self, dst, *of):
         self.moved_bytes += dst.numel() * dst.element_size()
-        super().fill(dst, write)
+        super().gather(dst, *of)
 
 
 class Bench:

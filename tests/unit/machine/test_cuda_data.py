@@ -29,6 +29,18 @@ class Run(FreeOp):
         return self._run(ctx)
 
 
+def paged(source: torch.Tensor, block_size: int = 4, most: int = 3000):
+    """Return a cache of one number a token, and the tables and lengths of the sequences that give `source` in turn."""
+    flat = source.flatten()
+    lengths = [min(most, len(flat) - first) for first in range(0, len(flat), most)]
+    per_sequence = -(-most // block_size)
+    cache = torch.zeros(len(lengths) * per_sequence, 1, block_size, 1, dtype=source.dtype)
+    for number, part in enumerate(flat.split(most)):
+        cache[number * per_sequence :].flatten()[: len(part)] = part
+    tables = torch.arange(len(cache), dtype=torch.int32).view(len(lengths), per_sequence)
+    return [cache], tables, torch.tensor(lengths, dtype=torch.int32)
+
+
 @pytest.fixture
 def moved(cuda):
     """Sends a source to the device and back by the ways that `to_device` and `to_host` are, and gives what comes."""
@@ -45,8 +57,8 @@ def moved(cuda):
             if way == "pinned":
                 src = ctx.tensor(pinned, shape, dtype)
                 src.copy_(source)
-            if way == "filled":
-                ctx.fill(ctx.tensor(device, shape, dtype), lambda host: host.copy_(source))
+            if way == "gathered":
+                ctx.gather(ctx.tensor(device, (source.numel(),), dtype), *paged(source))
             else:
                 ctx.move(ctx.tensor(device, shape, dtype), src)
 
@@ -69,7 +81,7 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize("way", ["pageable", "pinned", "filled"])
+@pytest.mark.parametrize("way", ["pageable", "pinned", "gathered"])
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES.keys())
 def test_what_goes_to_the_device_comes_back(moved, device, source, way):
     device.blocking.clear()
