@@ -15,6 +15,16 @@ from kernels.triton.tiling import prefill_tiles
 LOG2_E = math.log2(math.e)
 
 
+@triton.jit
+def _within(there, AXIS: tl.constexpr, dim, DIM: tl.constexpr, DIMS: tl.constexpr):
+    """Return the mask of the numbers that are `there` and, where the dimension is padded, within it. A power of two
+    needs no more than one line a row: what is loaded then is whole."""
+    mask = tl.expand_dims(there, AXIS)
+    if DIM != DIMS:
+        mask = mask & tl.expand_dims(dim < DIM, 1 - AXIS)
+    return mask
+
+
 @triton.jit(do_not_specialize=["num_tokens", "window"], do_not_specialize_on_alignment=["positions"])
 def _attend(
     q, k, v, positions, sinks, out, num_tokens, window, scale,
@@ -33,7 +43,7 @@ def _attend(
     first_key = tl.maximum(row - position, row - window + 1)
     dim, value_dim = tl.arange(0, DIMS), tl.arange(0, VALUE_DIMS)
     q_at = q + (row.to(tl.int64)[:, None] * NUM_HEADS + head) * HEAD_DIM + dim[None, :]
-    queries = tl.load(q_at, mask=is_row[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+    queries = tl.load(q_at, mask=_within(is_row, 1, dim, HEAD_DIM, DIMS), other=0.0)
 
     if HAS_SINKS:  # one more logit of a value of zero
         top = tl.zeros((ROWS,), tl.float32) + tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
@@ -48,11 +58,11 @@ def _attend(
         is_key = key < num_tokens
         key_at = key.to(tl.int64) * NUM_KV_HEADS + kv_head
         keys = tl.load(
-            k + key_at[None, :] * HEAD_DIM + dim[:, None], mask=is_key[None, :] & (dim < HEAD_DIM)[:, None], other=0.0
+            k + key_at[None, :] * HEAD_DIM + dim[:, None], mask=_within(is_key, 0, dim, HEAD_DIM, DIMS), other=0.0
         )
         values = tl.load(
             v + key_at[:, None] * VALUE_DIM + value_dim[None, :],
-            mask=is_key[:, None] & (value_dim < VALUE_DIM)[None, :],
+            mask=_within(is_key, 1, value_dim, VALUE_DIM, VALUE_DIMS),
             other=0.0,
         )
         scores = product(queries, keys, tl.zeros((ROWS, COLUMNS), tl.float32), WIDEN) * scale
@@ -66,7 +76,7 @@ def _attend(
         top = new_top
     out_at = out + (row.to(tl.int64)[:, None] * NUM_HEADS + head) * VALUE_DIM + value_dim[None, :]
     result = mixed / tl.where(is_row, total, 1.0)[:, None]
-    tl.store(out_at, result.to(out.dtype.element_ty), mask=is_row[:, None] & (value_dim < VALUE_DIM)[None, :])
+    tl.store(out_at, result.to(out.dtype.element_ty), mask=_within(is_row, 1, value_dim, VALUE_DIM, VALUE_DIMS))
 
 
 def causal_attention(

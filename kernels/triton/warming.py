@@ -15,7 +15,7 @@ from kernels.triton.latent import paged_latent_attention, staged_latent_attentio
 from kernels.triton.matrices import ADDRESSES, ExpertShape
 from kernels.triton.prefill import causal_attention
 from kernels.triton.routing import choose_experts
-from kernels.triton.tiling import row_choices
+from kernels.triton.tiling import mean_choices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +87,9 @@ def _run_experts_once(shapes: Shapes, zeros: Callable[..., torch.Tensor]) -> Non
     out, table = zeros(1, experts.hidden, of=torch.float32), zeros(shapes.num_experts, ADDRESSES, of=torch.int64)
     scratch_bytes = expert_scratch_bytes(1, shapes.top_k, shapes.num_experts, shapes.num_experts, experts)
     scratch = zeros(scratch_bytes, of=torch.uint8)
-    for rows in row_choices(experts.dtype.itemsize):
+    for mean_rows in mean_choices(experts.dtype.itemsize):
         tokens = (zeros(1, experts.hidden), ids, weights, out)
-        launch(*tokens, table, experts, shapes.num_experts, scratch, rows)
+        launch(*tokens, table, experts, shapes.num_experts, scratch, mean_rows)
 
 
 def _copy_once(shapes: Shapes, zeros: Callable[..., torch.Tensor]) -> None:

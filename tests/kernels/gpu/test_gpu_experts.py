@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kernels import reference
 from kernels import triton as gpu
-from kernels.triton.tiling import Chip, columns_together, expert_tiles
+from kernels.triton.tiling import Chip, columns_together, expert_tiles, mean_choices
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # of the largest sum
 quick = settings(max_examples=12)
@@ -229,3 +229,15 @@ def test_wrong_matrices_are_named(device):
         _ = gpu.ExpertMatrices(gate=gate, up=gate, down=down, up_bias=gate[:, 0].contiguous()).shape
     with pytest.raises(ValueError, match="activation: expected one of silu"):
         gpu.Activation(name="relu")
+
+
+@pytest.mark.parametrize("element_bytes", [2, 4])
+def test_warming_up_meets_every_tile(element_bytes):
+    """Each number of tokens an expert has a tile that `warm_up` has compiled."""
+    warm = {expert_tiles(element_bytes, mean, 1, Chip()).rows for mean in mean_choices(element_bytes)}
+    assert warm == {expert_tiles(element_bytes, tokens / 8, 1, Chip()).rows for tokens in range(1, 4000)}
+
+
+def test_a_tile_is_higher_than_the_average():
+    """Half of the experts get more tokens than that, and each further tile reads the weights again."""
+    assert [expert_tiles(2, mean, 1, Chip()).rows for mean in (1, 10, 16, 21, 42, 128)] == [16, 16, 32, 32, 64, 128]
