@@ -205,7 +205,7 @@ def run_stages(args: argparse.Namespace, stages: list[str], scale: Any, record: 
     if "ceilings" in stages:
         record.run("ceilings", lambda left_s: ceilings.measure(scale), needs_s=5.0)
     if "tokens" in stages:
-        share_s = min(90.0, record.left_s / 4)
+        share_s = min(120.0, record.left_s / 3)
         tokens = lambda left_s: runs.check_tokens(  # noqa: E731
             scale, args.out, share_s, keep("tokens"), done("tokens"), without
         )

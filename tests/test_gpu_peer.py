@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import re
 import time
 from importlib.util import find_spec
@@ -117,6 +118,8 @@ def test_large_parameters_are_pinned_once_and_refusals_told(monkeypatch):
     large = [(p.data_ptr(), p.nbytes) for p in model.parameters() if p.nbytes >= 1000]
     found = peer.pinned(model, lambda *given: asked.append(given) or 0)
     assert asked == large and len(set(asked)) == len(asked)
+    pages = [set(range(at // mmap.PAGESIZE, (at + size - 1) // mmap.PAGESIZE + 1)) for at, size in asked]
+    assert sum(map(len, pages)) == len(set().union(*pages)), "CUDA refuses to pin a page twice"
     total = sum(p.nbytes for p in model.parameters())
     assert found == {"pinned_share": sum(n for _, n in large) / total, "pinning_refused": None}
     found = peer.pinned(model, lambda address, nbytes: 2)

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.gpu_stages import accuracy, host_memory, kernels, tests_on_gpu
 from benchmarks.gpu_stages.plan import dry_scale, gpu_scale
+from benchmarks.gpu_stages.runs import share_of_s
 from benchmarks.gpu_stages.table import markdown
 from harness.machine.device.pinned import HostMemory
 from tests.conftest import ROOT
@@ -31,7 +32,7 @@ def test_memory_is_touched_as_far_as_the_limits_go():
 
 def test_a_wrong_kernel_is_left_to_torch_in_later_runs_and_told():
     rows = {"experts over 16 tokens": {"kernel": "experts", "status": "wrong", "error": "differs by 0.5"}}
-    assert kernels.overrides(rows) == ["machine.triton=[routing,prefill,decode]"]
+    assert kernels.overrides(rows) == ["machine.triton=[routing,prefill,decode,copies]"]
     page = markdown(
         {"title": "t", "facts": {}, "stages": {"kernels": {"status": "ok", "runs": rows, "left_out": ["experts"]}}}
     )
@@ -42,6 +43,13 @@ def test_what_tells_most_is_measured_first():
     names = list(gpu_scale(host_gb=256.0).strategies)
     assert names[:3] == ["moelens", "moelightning", "ondemand"]
     assert set(names) == {path.stem for path in (ROOT / "conf/strategy").glob("[!_]*.yaml")}
+
+
+def test_a_run_takes_what_later_ones_can_spare():
+    """An equal share would cut the first of many runs off, while the last ones need little."""
+    assert share_of_s(100.0, 1) == 100.0
+    assert share_of_s(100.0, 5) == 60.0, "ten seconds are left for each of the others"
+    assert share_of_s(30.0, 5) == 6.0, "too few for ten seconds each: as much as each of them"
 
 
 def test_steady_passes_and_whole_runs_are_each_compared_with_their_like(tmp_path, monkeypatch):

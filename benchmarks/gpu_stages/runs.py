@@ -32,6 +32,7 @@ _KEPT = (
 
 
 _LEAST_BOX_S = 10.0  # less shows nothing
+_FIRST_BOX_S = 30.0  # of a process's first run: it imports, and loads what all of them use
 _NO_TIME = {"status": "skipped", "error": "no time left"}
 _BROKEN_OFF = {"status": "failed", "error": "the process ended while this was under way"}
 
@@ -109,7 +110,7 @@ def check_tokens(
     end_s = time.monotonic() + left_s
     for number, case in enumerate(todo):
         strategy, model, dtype = cases[case]
-        box_s = max(_LEAST_BOX_S, (end_s - time.monotonic()) / (len(todo) - number))
+        box_s = max(_LEAST_BOX_S if number else _FIRST_BOX_S, (end_s - time.monotonic()) / (len(todo) - number))
         if time.monotonic() >= end_s:
             rows[case] = _NO_TIME
             continue
@@ -154,7 +155,7 @@ def measure_strategies(
     todo = [(name, values) for name, values in scale.strategies.items() if name not in rows]
     end_s = time.monotonic() + left_s
     for number, (name, values) in enumerate(todo):
-        share_s = (end_s - time.monotonic()) / (len(todo) - number)
+        share_s = share_of_s(end_s - time.monotonic(), len(todo) - number)
         if share_s < _LEAST_BOX_S / 2:
             rows[name] = _NO_TIME
             keep({"runs": rows})
@@ -176,6 +177,11 @@ def measure_strategies(
         keep({"runs": rows})
         _require_device()
     return {"runs": rows}
+
+
+def share_of_s(left_s: float, num_runs: int) -> float:
+    """Return the seconds of the next of so many runs: what the others' least leaves, or as much as each of them."""
+    return max(left_s - _LEAST_BOX_S * (num_runs - 1), left_s / num_runs)
 
 
 def _require_device() -> None:

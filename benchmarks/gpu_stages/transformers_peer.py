@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import sys
 import time
 from collections.abc import Iterable
@@ -22,14 +23,25 @@ def config_of(entries: dict[str, Any]) -> Any:
 
 
 def random_model(entries: dict[str, Any]) -> Any:
-    """Make a model in bfloat16 in pageable host memory."""
+    """Make a model in bfloat16 in pageable host memory, each matrix in pages of its own: CUDA pins whole pages, and
+    no page twice."""
     config = config_of(entries)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data = own_pages(parameter)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # the only buffers: computed, not loaded
     fill(((parameter.data, parameter.dim() == 1) for parameter in model.parameters()), entries["hidden_size"])
     return model.eval()
+
+
+def own_pages(like: torch.Tensor) -> torch.Tensor:
+    """Return host memory for such a tensor that shares its pages with nothing else."""
+    area = mmap.mmap(-1, like.nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        area.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(area, dtype=like.dtype).view(like.shape)
 
 
 def fill(parameters: Iterable[tuple[torch.Tensor, bool]], hidden: int) -> None:
