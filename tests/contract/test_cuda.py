@@ -8,10 +8,14 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+import kernels
 from harness.engine import loop
+from harness.engine.ops import warm_up
 from harness.engine.ops.warm_up import StartThreads
 from harness.machine.base import CPU, GPU, Lane, LaneKind, MachineError
 from harness.machine.device import issuing
+from harness.machine.device.context import DeviceContext
+from kernels import triton as gpu
 from tests.conftest import ROOT
 from tests.contract.running import CAPACITIES_BYTES, check_tokens, engine_on, requests, run_to_end, strategy_of
 from tests.contract.test_strategies import CASES, IDS, PLANNED, YAMLS
@@ -62,8 +66,6 @@ def forgets_the_gpu(monkeypatch):
 
 def forgets_to_fill(monkeypatch):
     """Values are handed out as they were before the copy to the host."""
-    from harness.machine.device.context import DeviceContext
-
     original = DeviceContext._to_host
 
     def to_host(self, dst, src):
@@ -72,6 +74,41 @@ def forgets_to_fill(monkeypatch):
             staged.target = None
 
     monkeypatch.setattr(DeviceContext, "_to_host", to_host)
+
+
+GPU_ATTENTION = {"attention": "gpu", "gpu_kv_staging_mb": 0.02}
+
+
+@pytest.fixture
+def gathering(monkeypatch):
+    """The streams run what stands for the kernel that reads pinned memory, which counts how often."""
+    pytest.importorskip("triton", reason="Triton is not installed (extra `test`, on Linux only)")
+    calls = []
+
+    def gather(caches, numbers, num_seqs, max_blocks, out):
+        calls.append(num_seqs)
+        lengths, tables = numbers[num_seqs : 2 * num_seqs].int(), numbers[2 * num_seqs :].int()
+        kernels.kv_gather(caches, tables.view(num_seqs, max_blocks), lengths, out)
+
+    monkeypatch.setattr(gpu, "gather_kv", gather, raising=False)
+    monkeypatch.setattr(gpu, "serves", lambda tensor, kernel: kernel == "copies")
+    monkeypatch.setattr(warm_up, "warm_up", lambda *of: None)  # it would compile kernels for a GPU
+    return calls
+
+
+def test_what_a_kernel_gathers_is_there_when_its_turn_comes(tiny, gathering):
+    assert [outcome(tiny, PLANNED["moelens"] | GPU_ATTENTION, seed) for seed in range(3)] == ["right"] * 3
+    assert gathering
+
+
+def test_numbers_that_are_given_back_early_show(tiny, gathering, monkeypatch):
+    def give_back(self, staged):
+        staged.memory.fill_(0)
+        self._give_back(staged.slot)
+
+    monkeypatch.setattr(DeviceContext, "_behind", give_back)
+    assert outcome(tiny, PLANNED["moelens"] | GPU_ATTENTION) != "right"
+    assert gathering
 
 
 @pytest.mark.parametrize("plant", [forgets_streams, forgets_the_gpu, forgets_to_fill])
