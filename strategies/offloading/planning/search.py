@@ -6,9 +6,10 @@ mu, A_g and F_g fixed, T and all memory are linear in N, the number of micro-bat
 each choice of mu, A_g and F_g is a mixed-integer program. Dinkelbach's method maximises its quotient: the largest N -
 rate T is 0 exactly where the rate is the best one. Micro-batch sizes are searched by branch and bound: a range of them
 is relaxed to its smallest size for memory and time, its largest for the number of micro-batches, and fractions where
-whole numbers are asked for. It is divided at such a fraction first, of an expert, a micro-batch or a sequence, then by
-sizes; what is left has whole numbers without being asked for them, which takes a tenth of the time. The powers of two
-are looked at beforehand: they give a rate that most ranges cannot beat. Torch-free.
+whole numbers are asked for. A wide range is divided by sizes; a narrow one at such a fraction first, of an expert, a
+micro-batch or a sequence. What is left has whole numbers without being asked for them, which takes a tenth of the time.
+The powers of two are looked at beforehand, and sizes near the best of them: they give a rate that most ranges cannot
+beat. Torch-free.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _MARGIN = 1e-6  # of a tier's capacity: larger than the solver's tolerance
 _WORTH_A_THOUGHT = 1e-6  # the search is exact to this share of the rate
 _SAME_RATE = 1e-3  # policies this close in rate count as equal; the one with the fewest sequences is taken
 _FRACTION = 1e-6  # from here on a number is not whole: larger than the solver's tolerance
+_WIDE = 4  # times the smallest size or more: the relaxation of a range with such sizes says little
 _SOLVER = {"mip_rel_gap": 0.0}
 _INFEASIBLE = 2  # a status of `milp`
 
@@ -135,13 +137,36 @@ def _best_program(task: Search, known_rate: float) -> _Program | None:
     largest = most if fewest == 1 else (most - 1) // (fewest - 1)
     given = task.given.micro_batch_size
     sizes = (1, largest) if given is None else (given, given)
-    todo = [_Program(task, on_gpu, ffn, *sizes) for on_gpu, ffn in task.switches()]
+    ranges = [_Program(task, on_gpu, ffn, *sizes) for on_gpu, ffn in task.switches()]
+    found = _Found(None, known_rate, None)
     if given is None:
-        todo += [replace(each, smallest=1 << n, largest=1 << n) for each in todo for n in range(largest.bit_length())]
-    best, rate = None, known_rate
+        powers = [
+            replace(each, smallest=1 << n, largest=1 << n) for each in ranges for n in range(largest.bit_length())
+        ]
+        found = _explored(task, powers, found)
+        sought = _climbed(task, found)
+        if sought.rate > found.rate:  # what reaches as much, and stands first, is the best one
+            better = _explored(task, ranges, replace(found, rate=sought.rate * (1 - 2 * _WORTH_A_THOUGHT)))
+            if better.program is not found.program:
+                return better.program
+    return _explored(task, ranges, found).program
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a search has found: the best program, its rate, and its policy; or a rate that is known otherwise."""
+
+    program: _Program | None
+    rate: float
+    policy: Policy | None
+
+
+def _explored(task: Search, todo: Sequence[_Program], found: _Found) -> _Found:
+    """Search these programs, the last one first, for one that beats what was found."""
+    todo = list(todo)
     while todo:
         program = todo.pop()
-        relaxed = program.relaxed(rate * (1 + _WORTH_A_THOUGHT))
+        relaxed = program.relaxed(found.rate * (1 + _WORTH_A_THOUGHT))
         if relaxed is None:
             continue
         if parts := program.parts(relaxed):
@@ -149,11 +174,37 @@ def _best_program(task: Search, known_rate: float) -> _Program | None:
             continue
         if round(relaxed[0]) < program.smallest:
             continue  # fewer sequences than a micro-batch has: smaller ones are looked at on their own
-        reached = task.rate(program.policy_of(relaxed))  # no number that is to be whole has a fraction
-        if reached > rate * (1 + 1e-9):
-            best, rate = replace(program, limits=()), reached
+        policy = program.policy_of(relaxed)
+        reached = task.rate(policy)  # no number that is to be whole has a fraction
+        if reached > found.rate * (1 + 1e-9):
+            found = _Found(replace(program, limits=()), reached, policy)
             todo.append(program)  # Dinkelbach
-    return best
+    return found
+
+
+def _climbed(task: Search, found: _Found) -> _Found:
+    """Look for a better rate in the sizes that divide the best batch into whole micro-batches: fewer of them, then
+    more, in steps that are halved where they do not help.
+
+    Between two such sizes a larger one only wastes room in the last micro-batch, which the search of ranges would learn
+    size by size.
+    """
+    if found.program is None or found.policy is None:
+        return found
+    batch, program = found.policy.batch_size, found.program
+    count = -(-batch // program.smallest)
+    step = count
+    while step:
+        for other in (count - step, count + step):
+            size = -(-batch // other) if other > 0 else 0
+            if size and task.fewest_micro_batches <= other <= (task.max_micro_batches or other):
+                better = _explored(task, [replace(program, smallest=size, largest=size)], found)
+                if better.rate > found.rate:
+                    found, count = better, other
+                    break
+        else:
+            step //= 2
+    return found
 
 
 @dataclass(frozen=True)
@@ -180,16 +231,25 @@ class _Program:
 
         Returns none where there is neither.
         """
+        if self.largest > _WIDE * self.smallest:
+            return self._halves()
         for column in (2, 1, 0) if self._has_steps else (1, 0):
             number, low, high = (float(row[column]) for row in (relaxed, self._bounds.lb, self._bounds.ub))
             below = np.floor(number)
             if abs(number - round(number)) > _FRACTION and low <= below < high:
-                few, many = (column, low, below), (column, below + 1, high)
-                return replace(self, limits=(*self.limits, few)), replace(self, limits=(*self.limits, many))
-        if self.smallest < self.largest:
-            middle = (self.smallest + self.largest) // 2
-            return replace(self, largest=middle), replace(self, smallest=middle + 1)
-        return ()
+                return self._limited(column, low, below), self._limited(column, below + 1, high)
+        return self._halves() if self.smallest < self.largest else ()
+
+    def _limited(self, column: int, least: float, most: float) -> _Program:
+        """Return this program with a limit more. All but its bounds is as here, and need not be made again."""
+        limited = replace(self, limits=(*self.limits, (column, least, most)))
+        kept = ("switches", "_layer", "_unit_s", "_num_columns", "_constraints")
+        vars(limited).update({name: vars(self)[name] for name in kept if name in vars(self)})
+        return limited
+
+    def _halves(self) -> tuple[_Program, ...]:
+        middle = (self.smallest + self.largest) // 2
+        return replace(self, largest=middle), replace(self, smallest=middle + 1)
 
     def policy_at(self, rate: float) -> Policy | None:
         """Return the policy that maximises N - rate T; None where nothing fits."""
