@@ -32,7 +32,8 @@ class EmulatedMachine(ThreadedMachine):
         watchdog_s: float = 120.0,
     ) -> None:
         torch.set_num_threads(1)  # one core a lane; must precede the workers
-        super().__init__(arenas=Arenas(poison), capacities_bytes=capacities_bytes, board=Board(), watchdog_s=watchdog_s)
+        arenas = Arenas(poison, at_hand=True)
+        super().__init__(arenas=arenas, capacities_bytes=capacities_bytes, board=Board(), watchdog_s=watchdog_s)
         self._rates = dict(rates)
 
     def _host_context(self, lane: Lane) -> HostContext:

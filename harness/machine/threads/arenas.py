@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Hashable, Sequence
 from math import prod
 from typing import Any
@@ -33,11 +34,14 @@ def tensor_of(array: np.ndarray) -> torch.Tensor:
 class Arenas:
     """One aligned uint8 tensor per reserved root buffer; the tiers never share memory."""
 
-    def __init__(self, poison: bool) -> None:
+    def __init__(self, poison: bool, *, at_hand: bool = False) -> None:
+        """Keep no memory yet. With `at_hand` a buffer's pages are there as soon as it is reserved, as a device's are:
+        else the first op that writes to a page waits until the system has found and cleared one."""
         self._roots: dict[Buffer, torch.Tensor] = {}
         self._memos: dict[Buffer, dict[Hashable, Any]] = {}  # what ops keep about a root, for as long as it is backed
         self._views: dict[Buffer, dict[Hashable, torch.Tensor]] = {}
         self.poisons = poison
+        self._at_hand = at_hand
 
     def tiers(self, capacities_bytes: dict[str, int]) -> dict[str, Tier]:
         return make_tiers(capacities_bytes, self.back, self.unback)
@@ -51,6 +55,8 @@ class Arenas:
 
     def _allocate(self, buffer: Buffer) -> torch.Tensor:
         raw = torch.empty(buffer.nbytes + _ALIGNMENT_BYTES, dtype=torch.uint8)
+        if self._at_hand:
+            raw[:: mmap.PAGESIZE] = 0
         skip = -raw.data_ptr() % _ALIGNMENT_BYTES
         return raw[skip : skip + buffer.nbytes]
 

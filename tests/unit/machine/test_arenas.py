@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import resource
 import weakref
 
 import pytest
@@ -76,3 +78,16 @@ def test_a_view_is_made_once_and_its_shape_checked_for_every_buffer(tiers, monke
     for rows in range(1, 5):
         arenas.tensor(buffer, (rows, 4), "float32")
     assert len(arenas._views[buffer]) <= 3
+
+
+@pytest.mark.parametrize("at_hand", [False, True])
+def test_pages_at_hand_are_there_before_the_first_op_writes(at_hand):
+    arenas = Arenas(poison=False, at_hand=at_hand)
+    buffer = arenas.tiers({"device": 1 << 26})["device"].reserve("a", 1 << 26)
+    memory = arenas.bytes_of(buffer)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    memory.fill_(1)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    num_pages = memory.nbytes // mmap.PAGESIZE
+    assert faults < num_pages / 100 if at_hand else faults > 0
+    arenas.close()
