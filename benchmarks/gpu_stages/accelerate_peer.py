@@ -74,8 +74,9 @@ def main() -> int:
             "cannot": "prefetch: it copies a module's weights when it is called, and waits",
         }
         answer |= pinned(model, lambda address, nbytes: torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
-        with suppress(RuntimeError):  # CUDA tells a refusal once more, behind the next kernel
-            torch.zeros(1, device="cuda")
+        if answer["pinning_refused"]:
+            with suppress(RuntimeError):  # CUDA tells a refusal once more, behind the next kernel
+                torch.zeros(1, device="cuda")
         weights_bytes = asked["device_gb"] * RESIDENT_SHARE * 1e9 + largest_layer_bytes(model)
         asked["prompts"] = asked["prompts"][: likely_batch(asked, weights_bytes)]
         model = offloaded(model, asked["device_gb"])

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def random_model(entries: dict[str, Any]) -> Any:
 def own_pages(like: torch.Tensor) -> torch.Tensor:
     """Return host memory for such a tensor that shares its pages with nothing else."""
     area = mmap.mmap(-1, like.nbytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    with suppress(AttributeError, OSError):  # of systems without huge pages
         area.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(area, dtype=like.dtype).view(like.shape)
 

@@ -1,9 +1,9 @@
-"""The GPU kernels in Triton serve the gpu lane: routing, grouped experts, and attention over flat tokens and KV caches.
+"""The GPU kernels in Triton compute routing, grouped experts and attention, and bring rows out of pinned memory.
 
 Triton is optional. Nothing here imports it before the first kernel is called; `serves` says whether a tensor's device
 has a kernel, and is what ops ask before they use one. `choose` leaves some out, so that a fault can be looked for. None
 of the kernels waits for the device: grids come from upper bounds that the host knows, and whatever depends on routing
-or lengths is read from device memory. None uses atomics: every result is the same bit for bit in every run. Tile sizes
+or lengths is read from memory. None uses atomics: every result is the same bit for bit in every run. Tile sizes
 are fixed tables (`tiling.py`); nothing is tuned, and after `warm_up` nothing is compiled, inside a pass.
 
 With TRITON_INTERPRET=1 in the environment when Triton is first imported, the kernels run on CPU tensors, slowly.

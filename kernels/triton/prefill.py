@@ -17,8 +17,7 @@ LOG2_E = math.log2(math.e)
 
 @triton.jit
 def _within(there, AXIS: tl.constexpr, dim, DIM: tl.constexpr, DIMS: tl.constexpr):
-    """Return the mask of the numbers that are `there` and, where the dimension is padded, within it. A power of two
-    needs no more than one line a row: what is loaded then is whole."""
+    """Return the mask of what is `there` along the other axis and, where the dimension is padded, within it."""
     mask = tl.expand_dims(there, AXIS)
     if DIM != DIMS:
         mask = mask & tl.expand_dims(dim < DIM, 1 - AXIS)

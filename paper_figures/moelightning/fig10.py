@@ -19,7 +19,8 @@ from strategies.offloading.planning.cost import CostModel, Rates
 from strategies.offloading.planning.hrm import Level
 from strategies.offloading.planning.memory import Deployment, Storage, Switches, WeightSizes
 from strategies.offloading.planning.policy import GivenPolicy, Policy
-from strategies.offloading.planning.search import Search, better_policy
+from strategies.offloading.planning.search import better_policy
+from strategies.offloading.planning.task import Search
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

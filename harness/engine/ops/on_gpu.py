@@ -63,7 +63,7 @@ def paged_latent_attention(
 
 def numbers(values: Any, device: Any) -> Any:
     """Copy a numpy array to the device for kernels, where an op needs what only the host knows. The copy goes by way of
-    pinned memory, which torch keeps until it has been read: a copy from pageable memory waits until the stream has done
+    pinned memory, which is kept until it has been read: a copy from pageable memory waits until the stream has done
     all work before it."""
     host = tensor_of(values)
     if device.type != "cuda":

@@ -84,6 +84,9 @@ class DeviceRuntime(Protocol):
         """Copy between the device and any host memory, of any dtype and strides; return when the copy is over."""
 
 
+_SMALL_BYTES = 8 << 20  # of a copy that a kernel does: the rows of some hundred tokens, not an expert
+
+
 class TorchCudaRuntime:
     """The `DeviceRuntime` that torch.cuda provides."""
 
@@ -175,9 +178,9 @@ class TorchCudaRuntime:
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
         with torch.cuda.stream(stream):
-            alike = dst.shape == src.shape and dst.is_contiguous()
-            if alike and stream.cuda_stream in self._urgent and gpu.serves(dst, "copies"):
-                gpu.bring(dst, src)  # the copy engine would let it wait for others
+            is_small = stream.cuda_stream in self._urgent and dst.nbytes <= _SMALL_BYTES
+            if is_small and gpu.serves(dst, "copies"):
+                gpu.bring(dst, src)  # a copy engine would let it wait for large ones
             else:
                 dst.copy_(src, non_blocking=True)
 

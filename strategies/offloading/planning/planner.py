@@ -30,7 +30,8 @@ from strategies.offloading.planning.micro_batch_memory import MicroBatchMemory
 from strategies.offloading.planning.policy import GivenPolicy, Policy
 from strategies.offloading.planning.prediction import predict
 from strategies.offloading.planning.rate_probe import RateProbe
-from strategies.offloading.planning.search import Search, better_policy, nothing_fits
+from strategies.offloading.planning.search import better_policy, nothing_fits
+from strategies.offloading.planning.task import Search
 
 _MARGIN = 1e-9  # a resident expert must not be lost to the last bit of its share
 

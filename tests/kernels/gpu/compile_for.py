@@ -93,6 +93,7 @@ def row_of(name: str, kernel: Any, options: dict[str, Any], report: str) -> dict
         "shared_bytes": kernel.metadata.shared,
         "spill_bytes": sum(map(int, spills)),
         "copies_of_16_bytes": len(re.findall(r"cp\.async\.cg\.shared\.global", ptx)),
+        "loads_of_16_bytes": len(re.findall(r"ld\.global\.v4\.b32", ptx)),
         "loads_of_2_bytes": len(re.findall(r"ld\.global\.b16", ptx)),
         "copies_of_4_bytes": len(re.findall(r"cp\.async\.ca\.shared\.global", ptx)),
         "warp_group_products": len(re.findall(r"wgmma\.mma_async", ptx)),

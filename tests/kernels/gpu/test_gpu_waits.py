@@ -36,6 +36,16 @@ def one_layer(device, num_tokens):
     gpu.staged_decode_attention(q, staging, firsts, torch.empty_like(q), num_kv_heads=KV_HEADS, scale=0.125)
     cache, blocks = randn(3, KV_HEADS, BLOCK_SIZE, HEAD_DIM), torch.zeros(num_tokens, dtype=torch.int32, device=device)
     gpu.paged_decode_attention(q, cache, cache, blocks, firsts, torch.empty_like(q), scale=0.125)
+    for dtype in (torch.uint8, torch.int64):
+        rows = torch.zeros(num_tokens, dtype=dtype).pin_memory()
+        gpu.bring(torch.empty(num_tokens, dtype=dtype, device=device), rows)
+        gpu.keep(rows)
+    host_cache, lengths = cache.new_zeros(cache.shape, device="cpu").pin_memory(), torch.ones(num_tokens).int()
+    numbers = gpu.gather_numbers(torch.zeros(num_tokens, 1).int(), lengths, 2 * KV_HEADS * HEAD_DIM).pin_memory()
+    gathered = randn(num_tokens * 2 * KV_HEADS * HEAD_DIM)
+    gpu.gather_kv([host_cache, host_cache], numbers, num_tokens, 1, gathered)
+    gpu.keep(host_cache)
+    gpu.keep(numbers)
     return matrices[0].shape
 
 

@@ -109,6 +109,20 @@ def test_streams_wait_for_events_and_tell_their_times(runtime):
     assert 0 < runtime.elapsed_s(first, written) < runtime.elapsed_s(first, read) < 10
 
 
+@pytest.mark.parametrize("nbytes", [5, 4096, 8 * MB, 9 * MB])
+def test_urgent_copies_bring_the_same_bytes(runtime, nbytes):
+    """Small ones are read by a kernel, large ones copied."""
+    host = HostMemory()
+    memory = host.pinned(nbytes, "urgent", runtime, print)
+    memory.random_(0, 256)
+    stream, last, target = runtime.stream(urgent=True), runtime.event(), runtime.allocate(nbytes)
+    runtime.copy(target, memory, stream)
+    runtime.record(last, stream)
+    runtime.synchronize(last)
+    assert torch.equal(target.cpu(), memory)
+    host.give_back(memory, runtime)
+
+
 def test_memory_of_this_process_is_not_locked_beyond_its_pages(runtime):
     """cudaHostRegister takes whole pages: of memory that is no multiple of them, too."""
     host = HostMemory()

@@ -13,6 +13,7 @@ from scipy.optimize import OptimizeResult
 
 from harness.config import ConfigError
 from strategies.common.workload_shape import WorkloadShape
+from strategies.offloading.planning import program as policy_program
 from strategies.offloading.planning import search as policy_search
 from strategies.offloading.planning.cost import CostModel, OpSeconds, Rates
 from strategies.offloading.planning.hrm import Level
@@ -24,7 +25,8 @@ from strategies.offloading.planning.memory import (
     kv_bytes_per_sequence,
 )
 from strategies.offloading.planning.policy import GivenPolicy, Policy
-from strategies.offloading.planning.search import Search, search
+from strategies.offloading.planning.search import search
+from strategies.offloading.planning.task import Search
 from tests.unit.engine.fakes import SPEC
 from tests.unit.model.test_components import spec_of
 
@@ -234,34 +236,46 @@ def test_a_cache_that_holds_just_so_many_sequences_holds_them(sequences):
         search(replace(fewer, given=given))
 
 
-def test_a_search_solves_few_programs(monkeypatch):
-    """A plan is to answer in seconds, and a program takes milliseconds. Each of the 600 sizes has four."""
-    solved, real = [], policy_search.milp
+@pytest.fixture
+def solved(monkeypatch):
+    """Notes the programs that are solved. A plan is to answer in seconds, and a program takes milliseconds."""
+    calls, real = [], policy_program.milp
+    monkeypatch.setattr(policy_program, "milp", lambda *args, **others: calls.append(args) or real(*args, **others))
+    return calls
 
-    def counted(*args, **others):
-        solved.append(args)
-        return real(*args, **others)
 
-    monkeypatch.setattr(policy_search, "milp", counted)
+def test_a_search_solves_few_programs(solved):
+    """Each of the 600 sizes has four."""
     deployment = s1().deployment
     storage = replace(deployment.storage, resident_step=0.12)
     task = replace(s1(), cost=replace(s1().cost, deployment=replace(deployment, storage=storage)))
     found = search(task)
-    assert len(solved) <= 200
+    assert len(solved) <= 150
     assert policy_search.better_policy(task, task.rate(found) * (1 + 2e-3)) is None
+
+
+def test_a_search_does_not_learn_size_by_size_what_fills_micro_batches(solved, monkeypatch):
+    """Without what looks for such sizes beforehand the same policy takes twice as many programs."""
+    task = s1(device=40 * 10**9, **dict.fromkeys(("pinned", "host", "ram"), 600 * 10**9))
+    shape = replace(task.deployment.shape, num_requests=2999)
+    task = replace(task, cost=replace(task.cost, deployment=replace(task.deployment, shape=shape)))
+    found, count = search(task), len(solved)
+    monkeypatch.setattr(policy_search, "_climbed", lambda task, found: found)
+    assert search(task) == found
+    assert count < 0.7 * (len(solved) - count)
 
 
 def test_where_presolve_gives_up_the_program_is_solved_without(monkeypatch):
     """HiGHS's presolve ends some small programs with a "solve error"."""
     task = replace(s1(), given=GivenPolicy(micro_batch_size=36))
-    expected, real = search(task), policy_search.milp
+    expected, real = search(task), policy_program.milp
 
     def giving_up(*args, options, **kwargs):
         if options["presolve"]:
             return OptimizeResult(status=4, success=False, message="solve error", x=None)
         return real(*args, options=options, **kwargs)
 
-    monkeypatch.setattr(policy_search, "milp", giving_up)
+    monkeypatch.setattr(policy_program, "milp", giving_up)
     assert search(task) == expected
 
 
