@@ -41,7 +41,7 @@ class CalibratedCosts:
     _gpu_bytes: float = 0.0  # that ops of the gpu lane have read and written
     # Where in these bytes weights were read last; None: they have come over the link since.
     _last_read: dict[Hashable, float | None] = field(default_factory=dict)
-    _last_s: dict[LaneKind, float] = field(default_factory=dict)  # of the op that began last on a lane
+    _last_s: dict[LaneKind, float] = field(default_factory=dict)  # of one launch of the op that began last on a lane
     _told: dict[tuple[LaneKind, str], _Told] = field(default_factory=lambda: defaultdict(_Told))
 
     def seconds(self, lane: Lane, op: Op, work: Work) -> float:
@@ -55,7 +55,7 @@ class CalibratedCosts:
             alone_s = self.table.seconds(lane, op, found=found)
             measured = max(measured, more_s + (alone_s or 0.0))
         seconds = link_s + (self._estimated(lane, op, work, company) if measured is None else measured)
-        self._last_s[kind] = seconds
+        self._last_s[kind] = seconds / op.launches
         told = self._told[kind, op.kind]
         told.all_s += seconds
         told.estimated_s += seconds if measured is None else 0.0

@@ -39,11 +39,14 @@ from harness.calibration.table import (
 from harness.calibration.undisturbed import Undisturbed
 from harness.engine.emitter import Emitter
 from harness.engine.engine import Engine
+from harness.engine.in_flight import InFlight
 from harness.machine.base import CPU, D2H, GPU, Context, Lane, LaneKind, Op, Ticket, Work
 from harness.memory.weights import WeightStream
 
 _LAYERS_BESIDE_LINK = 3
 _FEED_EVERY_S = 2e-3
+_SHORT_TOKENS = 64  # a micro-batch of no more has short ops, which scatter
+_SHORT_DRAWS = 3
 _AT_ONCE = 8  # submissions between two looks at whether an op has run
 
 
@@ -74,16 +77,8 @@ class OpCosts:
         for repeat in range(repeats):
             log(f"ops alone and in company: {repeat + 1} of {repeats}")
             for shape in self._shapes():
-                self._keep(ALONE, self._undisturbed(f"ops alone, {shape}", partial(self._serial, shape)))
-                for company in (ALONE, BESIDE_LINK):
-                    name = f"ops with weights at rest, {_beside(company)}{shape}"
-                    tickets = self._undisturbed(name, partial(self._at_rest, shape, company))
-                    self._keep(company, tickets, at_rest=True)
-                tickets = self._undisturbed(f"gpu ops beside the link, {shape}", partial(self._overlapped, shape))
-                self._keep(BESIDE_LINK, [t for t in tickets if t.lane == GPU])
-                for company in (BESIDE_LINK, BESIDE_GPU, BESIDE_GPU_AND_LINK):
-                    name = f"ops beside {'+'.join(sorted(company))}, {shape}"
-                    self._keep(company, self._undisturbed(name, partial(self._host_side, shape, company)))
+                for _ in range(_draws(shape)):
+                    self._in_all_companies(shape)
             for shape, lane, company in product(self._short_shapes(), (CPU, GPU), (ALONE, BESIDE_LINK)):
                 measure = partial(self._beside_short_ones, shape, lane, company)
                 name = f"ops beside short ones on {lane}, {_beside(company)}{shape}"
@@ -93,6 +88,19 @@ class OpCosts:
                 tickets = self._undisturbed(name, partial(self._beside_submissions, shape, lane))
                 self._add(self.beside_strategy, tickets, at_rest=lane == CPU)
         self._fill_gaps()
+
+    def _in_all_companies(self, shape: Shape) -> None:
+        """Measure the ops of a micro-batch alone, over weights at rest, and beside busy lanes."""
+        self._keep(ALONE, self._undisturbed(f"ops alone, {shape}", partial(self._serial, shape)))
+        for company in (ALONE, BESIDE_LINK):
+            name = f"ops with weights at rest, {_beside(company)}{shape}"
+            tickets = self._undisturbed(name, partial(self._at_rest, shape, company))
+            self._keep(company, tickets, at_rest=True)
+        tickets = self._undisturbed(f"gpu ops beside the link, {shape}", partial(self._overlapped, shape))
+        self._keep(BESIDE_LINK, [t for t in tickets if t.lane == GPU])
+        for company in (BESIDE_LINK, BESIDE_GPU, BESIDE_GPU_AND_LINK):
+            name = f"ops beside {'+'.join(sorted(company))}, {shape}"
+            self._keep(company, self._undisturbed(name, partial(self._host_side, shape, company)))
 
     def _keep(self, company: Company, tickets: list[Ticket], *, at_rest: bool = False) -> None:
         """Add the ops of one chain to the samples, as the mean over ops whose features agree to two digits. What stayed
@@ -200,7 +208,7 @@ class OpCosts:
         self._engine.machine.drain()
         with probes.background(link=LaneKind.H2D in company) as background:
             with self._held(emit):
-                probes.gpu_side(emit, it, probes.layer)
+                self._gpu_side(emit, it)
             self._fed(background, emit)
         self._end()
         return emit.tickets
@@ -258,8 +266,15 @@ class OpCosts:
             probes.stream.request_layer(probes.layer)
             probes.ops.emit.embed(it)
             self._engine.machine.drain()
-        side = probes.gpu_side if beside == CPU else probes.host_side
-        return emit, lambda: side(emit, it, probes.layer)
+            return emit, lambda: self._gpu_side(emit, it)
+        return emit, lambda: probes.host_side(emit, it, probes.layer)
+
+    def _gpu_side(self, emit: Recording, it: InFlight) -> None:
+        """Submit the ops of the gpu lane behind one that does not count. A lane's first op after a rest takes longer,
+        and in a pass others come before a layer's."""
+        emit.look_up(it)
+        emit.tickets.clear()
+        self._probes.gpu_side(emit, it, self._probes.layer)
 
     @contextmanager
     def _held(self, emit: Recording) -> Iterator[None]:
@@ -343,6 +358,11 @@ class Recording(Emitter):
         ticket = super().load(stream, index, part_name)
         self.tickets.append(ticket)
         return ticket
+
+
+def _draws(shape: Shape) -> int:
+    """Return how often a micro-batch is measured in turn: in its short ops, waits for a core count for much."""
+    return _SHORT_DRAWS if shape.num_tokens <= _SHORT_TOKENS else 1
 
 
 def _beside(company: Company) -> str:

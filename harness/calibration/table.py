@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from harness.bench.estimates import LaneRates
-from harness.bench.fitting import Interpolated, Plane, fit, relative_spread, typical_by_features
+from harness.bench.fitting import Interpolated, Plane, fit, fit_plane, relative_spread, typical_by_features
 from harness.machine.base import Lane, LaneKind, Op, Work
 from harness.record.files import atomic_file
 
@@ -97,21 +97,24 @@ class CalibrationTable:
                 function = self.functions.get(candidate, {}).get(key)
                 if function is not None:
                     one_s = function(op.cost_features())
-                    spared_s = self.spared_s.get(candidate, {}).get(key, 0.0)
-                    return max(one_s, op.launches * one_s - (op.launches - 1) * spared_s)
+                    joint = self.joint.get(candidate, {}).get(key) if op.launches > 1 else None
+                    return max(one_s, joint(_of_all(op.cost_features(), op.launches)) if joint else op.launches * one_s)
         return None
 
     @cached_property
-    def spared_s(self) -> dict[Company, dict[str, float]]:
-        """The mean seconds by which a further launch of an op is shorter than an op of its own, by company and key."""
-        found: dict[Company, dict[str, float]] = defaultdict(dict)
-        for company, by_key in self.samples.items():
-            for key in [key for key in by_key if key.endswith(TOGETHER)]:
-                if (alone := self.functions[company].get(key.removesuffix(TOGETHER))) is not None:
-                    points = typical_by_features(by_key[key]).items()
-                    spared = [(n * alone(tuple(at)) - seconds) / (n - 1) for (*at, n), seconds in points]
-                    found[company][key.removesuffix(TOGETHER)] = fmean(spared)
-        return found
+    def joint(self) -> dict[Company, dict[str, Plane]]:
+        """The seconds of ops of several launches over their number and over what all of them have together of each
+        feature, by company and by the key of such an op with one launch."""
+        return {
+            company: {
+                key.removesuffix(TOGETHER): fit_plane(
+                    {_of_all(at, n): seconds for (*at, n), seconds in typical_by_features(points).items()}
+                )
+                for key, points in by_key.items()
+                if key.endswith(TOGETHER)
+            }
+            for company, by_key in self.samples.items()
+        }
 
     @cached_property
     def crowding_s(self) -> dict[Company, dict[tuple[str, bool], float]]:
@@ -292,6 +295,11 @@ def table_key(lane: Lane, op: Op, *, found: str = "") -> str:
 def features_of(op: Op) -> tuple[float, ...]:
     """Return what a sample says of an op: its cost features, and the number of its launches where it has several."""
     return (*op.cost_features(), *([float(op.launches)] if op.launches > 1 else []))
+
+
+def _of_all(features: Sequence[float], launches: float) -> tuple[float, ...]:
+    """Return the number of launches, and what all of them have together of each feature of one."""
+    return (launches, *(feature * launches for feature in features))
 
 
 def weight_keys(op: Op) -> tuple[Hashable, ...]:

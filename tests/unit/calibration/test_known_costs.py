@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from harness.calibration import host_times, op_costs, together, undisturbed
 from harness.calibration.measure import measure_all
 from harness.calibration.table import AGAIN, ALONE, AT_REST, BESIDE_GPU, BESIDE_LINK, LINKS, TOGETHER, CalibrationTable
-from harness.machine.base import D2H, GPU, H2D, LaneKind, Work
+from harness.machine.base import CPU, D2H, GPU, H2D, LaneKind, Op, Work
 from harness.machine.emulated import EmulatedMachine
 from harness.machine.simulated import SimulatedMachine
 from harness.machine.virtual.contention import MeasuredTogether
@@ -79,6 +80,21 @@ def found(tiny, request) -> CalibrationTable:
         )
 
 
+class CpuExperts(Op):
+    """Experts in one op of the cpu lane, as the table is asked for them."""
+
+    cost_key = "experts x1"
+
+    def __init__(self) -> None:
+        self.features: tuple[float, ...] = ()
+
+    def work(self) -> Work:
+        return Work()
+
+    def cost_features(self) -> tuple[float, ...]:
+        return self.features
+
+
 def told_s(key: str, kind: LaneKind, features: tuple[float, ...]) -> float:
     """What the machine takes for a sample of the table."""
     *features, launches = features if key.endswith(TOGETHER) else (*features, 1)
@@ -102,8 +118,11 @@ def test_experts_are_measured_together_and_apart(found):
         assert {"cpu: experts x1", f"cpu: experts x1{TOGETHER}"} <= set(found.samples[company])
 
 
-def test_what_experts_of_one_op_are_spared_is_what_the_machine_spares_them(found):
-    assert found.spared_s[ALONE] == {"cpu: experts x1": pytest.approx(SPARED_S, rel=1e-6)}
+def test_experts_of_one_op_cost_what_they_cost_the_machine(found):
+    op = CpuExperts()
+    for op.features, op.launches in product(((0.0,), (16.0,), (40.0,)), (2, 3, 30)):
+        told = op.launches * own_s(LaneKind.CPU, op.features) - (op.launches - 1) * SPARED_S
+        assert found.seconds(CPU, op) == pytest.approx(told, rel=1e-6), (op.features, op.launches)
 
 
 def test_dense_layers_are_measured_apart_where_there_are_any(found, request):

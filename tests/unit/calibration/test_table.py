@@ -118,15 +118,17 @@ def test_costs_follow_the_measurements():
     assert costs().seconds(GPU, op, op.work()) == pytest.approx(0.4)
 
 
-def test_each_launch_costs_what_was_measured_of_one_less_what_it_is_spared():
+def test_launches_of_one_op_cost_what_such_ops_were_seen_to_cost():
+    """A fixed 0.1, 0.05 a launch and 0.04 for each of all their features; apart, if no such op was measured."""
     op = Measured(4.0)
     op.launches = 3
     assert costs().seconds(GPU, op, op.work()) == pytest.approx(3 * 0.4)
-    together = {f"gpu: measured{TOGETHER}": [((4.0, 2.0), 0.7), ((2.0, 4.0), 0.5)]}  # 0.4 each, and 0.2
+    seen = [((at, n), 0.1 + 0.05 * n + 0.04 * n * at) for at, n in ((4.0, 2.0), (2.0, 4.0), (4.0, 8.0), (1.0, 8.0))]
+    together = {f"gpu: measured{TOGETHER}": seen}
     asked = CalibratedCosts(
         table(samples={ALONE: {"gpu: measured": LINE, **together}}), LINK_BYTES_S, lambda kind: False
     )
-    assert asked.seconds(GPU, op, op.work()) == pytest.approx(3 * 0.4 - 2 * 0.1)
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.1 + 3 * 0.05 + 12 * 0.04)
     op.launches = 1
     assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4)
 
@@ -268,6 +270,10 @@ def test_an_op_takes_longer_beside_short_ones():
     op.launches = 1
     asked.seconds(CPU, Measured(8.0), op.work())
     assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4 + 0.15 * 1e-3 / 2.0), "two seconds, not a thousandth"
+    many = Measured(4.0)
+    many.launches = 4000
+    asked.seconds(CPU, many, many.work())
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4 + 0.15), "two seconds, but each launch is short"
     asked.seconds(CPU, op, op.work())
     is_busy.clear()
     assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4), "the cpu lane has nothing more to do"
