@@ -49,6 +49,7 @@ SOURCES = ("harness", "kernels", "strategies", "conf")  # what a run's numbers d
 QUIET = ("verify=off", "wandb.mode=disabled", "progress=false")
 EMULATED = ("machine=emulated", "hardware=laptop")
 SIMULATED = ("machine=simulated", "hardware=local")
+LINK_RATES = tuple(f"hardware.{link}_gb_s=" for link in ("h2d", "d2h", "pin"))  # what a table does not depend on
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,10 @@ class Setting:
         return [f"strategy={self.strategy}", *(each.replace("{recorded}", f"'{trace}'") for each in self.overrides)]
 
     @property
-    def model(self) -> tuple[str, ...]:
-        """The override that chooses the model; none for the default one."""
-        return tuple(each for each in self.overrides if each.startswith("model="))
+    def calibrated(self) -> tuple[str, ...]:
+        """The overrides on which measured costs depend: the model and the hardware, but not its links."""
+        of_both = (each for each in self.overrides if each.startswith(("model=", "hardware.")))
+        return tuple(each for each in of_both if not each.startswith(LINK_RATES))
 
 
 def settings_of(root: Path = ROOT) -> list[Setting]:
@@ -214,11 +216,11 @@ def measure_all(
 ) -> None:
     """Run the calibrations and emulated runs that are missing; then make one table of all calibrations."""
     console = Console(stderr=True)
-    models = list(dict.fromkeys(setting.model for setting in everything))
-    tables = {model: [table_of(out, model, repeat) for repeat in range(repeats)] for model in models}
+    needed = dict.fromkeys(setting.calibrated for setting in everything)
+    tables = {overrides: [table_of(out, overrides, repeat) for repeat in range(repeats)] for overrides in needed}
     for repeat in range(repeats):
-        for model in models:
-            calibrate(tables[model][repeat], model, console, keep=resume)
+        for overrides, paths in tables.items():
+            calibrate(paths[repeat], overrides, console, keep=resume)
         for number, setting in enumerate(everything):
             runs = report.runs.setdefault(setting.name, [])
             if len(runs) > repeat:
@@ -229,26 +231,26 @@ def measure_all(
                 rate += f", DISTURBED: others had {runs[-1]['taken_share']:.0%} of the cores"
             console.print(f"{repeat + 1}.{number + 1} {setting.name}: {rate}", highlight=False, soft_wrap=True)
             report.write([])
-    for model in models:
-        merge_calibrations(tables[model], model)
+    for overrides, paths in tables.items():
+        merge_calibrations(paths, overrides)
 
 
-def table_of(out: Path, model: Sequence[str], repeat: int) -> Path:
-    """Return where a repeat's calibration of a model is kept."""
-    name = "".join(f"-{override.removeprefix('model=')}" for override in model)
+def table_of(out: Path, overrides: Sequence[str], repeat: int) -> Path:
+    """Return where a repeat's calibration of a model and hardware is kept."""
+    name = "".join(f"-{_file_name([each.removeprefix('model=').removeprefix('hardware.')])}" for each in overrides)
     return out / f"calibration{name}-{repeat + 1}.json"
 
 
-def calibrate(path: Path, model: Sequence[str], console: Console, *, keep: bool) -> None:
-    """Measure a model's ops into a table of its own."""
+def calibrate(path: Path, overrides: Sequence[str], console: Console, *, keep: bool) -> None:
+    """Measure the ops of a model and hardware into a table of their own."""
     if not (keep and path.exists()):
-        settings = parse_settings(composed_values([*EMULATED, *model]))
+        settings = parse_settings(composed_values([*EMULATED, *overrides]))
         measure(settings, lambda text: console.print(text, style="dim", highlight=False)).write(path)
 
 
-def merge_calibrations(paths: Sequence[Path], model: Sequence[str]) -> None:
-    """Merge a model's tables to one, where the simulator looks for it."""
-    settings = parse_settings(composed_values([*SIMULATED, *model]))
+def merge_calibrations(paths: Sequence[Path], overrides: Sequence[str]) -> None:
+    """Merge the tables of a model and hardware to one, where the simulator looks for it."""
+    settings = parse_settings(composed_values([*SIMULATED, *overrides]))
     cached = table_path(settings, planned_model(settings.model).spec)
     CalibrationTable.merged([CalibrationTable.read(path) for path in paths]).write(cached)
 

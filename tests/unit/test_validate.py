@@ -183,6 +183,14 @@ def test_a_disturbed_run_is_made_again_and_the_better_one_kept(monkeypatch):
     assert [validate.emulated(None, None)["taken_share"] for _ in range(3)] == [0.01, 0.3, 0.0]
 
 
+def test_what_costs_depend_on_is_calibrated(tmp_path):
+    hardware = ("hardware.h2d_gb_s=0.7", "hardware.device_memory_gb=0.5", "hardware.d2h_gb_s=0.2", "kv_cache_gb=0.1")
+    setting = validate.Setting("ondemand", ("model=qwen3-mini", *hardware))
+    assert setting.calibrated == ("model=qwen3-mini", "hardware.device_memory_gb=0.5")
+    name = "calibration-qwen3-mini-device_memory_gb-0.5-2.json"
+    assert validate.table_of(tmp_path, setting.calibrated, 2 - 1) == tmp_path / name
+
+
 def test_each_model_is_calibrated_and_simulated_by_tables_of_its_own(tmp_path, monkeypatch):
     settings = [validate.Setting("ondemand", model) for model in ((), ("model=qwen3-mini",), ())]
     written, read = [], []
