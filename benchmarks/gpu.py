@@ -20,6 +20,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,10 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--stages", default=",".join(STAGES), help=f"some of {','.join(STAGES)}")
     parser.add_argument("--go-on", action="store_true", help="add to the results in --out, in this process alone")
     parser.add_argument("--strategies", default=None, help="only these, by name; default: all of conf/strategy")
+    parser.add_argument("--whole", default=None, help="only these in whole runs; default: all measured")
+    parser.add_argument(
+        "--decode-passes", type=whole_number(1), default=None, help="that are compared, in a row; default: 3"
+    )
     parser.add_argument("--host-gb", type=float, default=None, help="memory of the host; default: what it says")
     parser.add_argument("--device-gb", type=float, default=16.0, help="memory of the GPU that is played")
     parser.add_argument("--kv-gb", type=float, default=None, help="KV cache; default: 24, or a fifth of the host")
@@ -75,9 +80,10 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     unknown = set(args.stages.split(",")) - set(STAGES)
     if unknown:
         parser.error(f"--stages: unknown {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}")
-    chosen = args.strategies.split(",") if args.strategies else []
-    if unknown := set(chosen) - {path.stem for path in (ROOT / "conf/strategy").glob("[!_]*.yaml")}:
-        parser.error(f"--strategies: unknown {', '.join(sorted(unknown))}")
+    there = {path.stem for path in (ROOT / "conf/strategy").glob("[!_]*.yaml")}
+    for option, names in (("--strategies", args.strategies), ("--whole", args.whole)):
+        if unknown := set(names.split(",") if names else []) - there:
+            parser.error(f"{option}: unknown {', '.join(sorted(unknown))}")
     if "build" in args.stages.split(","):
         require_packages(_BUILD_NEEDS)
     return args
@@ -136,6 +142,8 @@ def main(given: Sequence[str] | None = None) -> int:
         host_gb=args.host_gb, device_gb=args.device_gb, kv_gb=args.kv_gb, requests=args.requests,
         new_tokens=args.new_tokens, box_s=args.box_s, names=args.strategies, most_layers=args.layers,
     )  # fmt: skip
+    if args.decode_passes is not None:
+        scale = replace(scale, decode_passes=args.decode_passes)
 
     def after(content: dict[str, Any]) -> None:
         (args.out / "gpu.md").write_text(markdown(content))
@@ -187,6 +195,7 @@ def run_stages(args: argparse.Namespace, stages: list[str], scale: Any, record: 
     if "build" in stages:
         record.run("build", lambda left_s: build(left_s, dry=args.dry), needs_s=0.0)
     from benchmarks.gpu_stages import accuracy, ceilings, kernels, loop, peer, runs, stream, tests_on_gpu
+    from benchmarks.gpu_stages.plan import strategies
     from benchmarks.gpu_stages.processes import reserved_s
     from harness.machine.device.pinned import keeping
     from kernels import triton as gpu_kernels
@@ -219,11 +228,12 @@ def run_stages(args: argparse.Namespace, stages: list[str], scale: Any, record: 
             record.run("stream", lambda left_s: stream.measure(scale, [*rates, *without]), needs_s=20.0)
         if "loop" in stages:
             record.run("loop", lambda left_s: loop.measure(scale, [*rates, *without]), needs_s=40.0)
-        for name, more in (("steady", [scale.stop]), ("strategies", [])):
+        whole = replace(scale, strategies=strategies(args.whole)) if args.whole else scale
+        for name, of, more in (("steady", scale, [scale.stop]), ("strategies", whole, [])):
             if name in stages:
                 reserve_s = 0.0 if args.dry else reserved_s(stages, record.left_s)
-                measured = lambda left_s, name=name, more=more, reserve_s=reserve_s: runs.measure_strategies(  # noqa: E731
-                    scale, args.out, [*rates, *without, *more], left_s - reserve_s, keep(name), done(name)
+                measured = lambda left_s, name=name, of=of, more=more, reserve_s=reserve_s: runs.measure_strategies(  # noqa: E731
+                    of, args.out, [*rates, *without, *more], left_s - reserve_s, keep(name), done(name)
                 )
                 record.run(name, measured, needs_s=20.0)
         if "calibrate" in stages:
