@@ -67,7 +67,7 @@ def test_a_dry_run_measures_calibrates_simulates_and_packs(tmp_path, monkeypatch
     assert (out / "calibration.json").exists()
     loop = content["stages"]["loop"]
     assert loop["tokens"] == {"exact": 6, "of": 6}
-    assert (loop["decode"]["sequences"], loop["decode"]["passes"]) == (6, 1) and loop["decode"]["tok_s"] > 0
+    assert (loop["decode"]["sequences"], loop["decode"]["passes"]) == (6, 2) and loop["decode"]["tok_s"] > 0
     page = (out / "gpu.md").read_text()
     assert "Loop by hand (torch; 6 of 6 sequences" in page and "| moelens | " in page
     assert page.count("| emulated |") == len(SOME) + 1 and "| packets of 0.05 MB |" in page
