@@ -15,6 +15,8 @@ _FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
 def integer(name: str, value: Any, least: int, hint: str = "", *, most: int = _INT32_MAX) -> int:
     """Check for an integer from `least` to `most`, by default what the extension's 32 bits hold. `hint` says what
     `least` means."""
+    if type(value) is int and least <= value <= most:
+        return value
     try:
         number = operator.index(value)
     except TypeError:
@@ -26,13 +28,11 @@ def integer(name: str, value: Any, least: int, hint: str = "", *, most: int = _I
     return number
 
 
-def _is_real(value: Any) -> bool:
-    return type(value) is float or isinstance(value, Real)  # the second takes longer
-
-
 def finite(name: str, value: Any) -> None:
     """Check for a number that is finite in float32 too."""
-    if not _is_real(value):
+    if type(value) is float and -_FLOAT32_MAX <= value <= _FLOAT32_MAX:
+        return
+    if not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {value!r}")
     magnitude: Any = abs(value)
     if not magnitude <= _FLOAT32_MAX:  # NaN too
@@ -41,7 +41,9 @@ def finite(name: str, value: Any) -> None:
 
 def at_least_zero(name: str, value: Any) -> None:
     """Check for a number from 0 on, infinity included."""
-    if not _is_real(value):
+    if type(value) is float and value >= 0:
+        return
+    if not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {value!r}")
     if not float(value) >= 0:  # NaN too
         raise ValueError(f"{name}: expected 0 or more, got {value}")

@@ -1,16 +1,58 @@
 """Check tensor arguments, as in `check.cpu("q", q, 3)`: each check raises a `ValueError` that names the argument.
 
-They stand between Python and raw addresses, so they must be complete; they run on every call, so they must be cheap
-(all checks of one kernel call together take a few microseconds).
+They stand between Python and raw addresses, so they must be complete. One call's take 5 to 15 microseconds: a kernel
+asks the test that `quick` made first, which takes one or two, and then only where that cannot tell.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 
-# The numbers are those of `DType` in csrc/core/types.h.
-DTYPE_CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+from kernels._extension import native
+
+BFLOAT16, FLOAT16, FLOAT32, INT32, INT64 = torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64
+# The numbers are those of csrc/core/types.h and, from 3 on, of csrc/bindings/bindings.h.
+DTYPE_CODES = {BFLOAT16: 0, FLOAT16: 1, FLOAT32: 2, INT32: 3, INT64: 4}
+FLOATS, WEIGHTS, SLOTS = (BFLOAT16, FLOAT16, FLOAT32), (BFLOAT16, FLOAT16), (INT32, INT64)
 _FLOAT_NAMES = "bfloat16, float16 or float32"
+
+
+Found = tuple[tuple[int, ...], tuple[int, ...]]
+Quick = Callable[..., Found | None]
+
+
+class Expected(NamedTuple):
+    """Says for `quick` what a call's tensor must be, besides in its storage on the CPU, with contiguous rows."""
+
+    dims: str  # a letter each, the same for the same size; upper case: not 0
+    dtypes: tuple[torch.dtype, ...] = ()
+    like: str = ""  # or the dtype of this tensor, which is named before
+    contiguous: bool = False  # from row to row too
+    written: bool = False  # overlaps no other; only the rows of two that are written may alternate
+    optional: bool = False  # may be None; others have its sizes
+
+
+def quick(**tensors: Expected) -> Quick:
+    """Make the test that tells at once of nearly every call whether its tensors are good.
+
+    It is given the tensors in this order. It returns None where it cannot tell: the checks below then explain what is
+    wrong, or accept what it does not know. Else it returns the sizes, in the order of their letters, and all places:
+    the addresses (0 for None), the codes of dtypes where there is a choice, and the strides of what need not be
+    contiguous. With an older torch, which lacks DLPack's C exchange API, it can never tell.
+    """
+    names = list(tensors)
+    return native().quick_test(
+        [
+            (
+                *(each.dims, sum(1 << DTYPE_CODES[dtype] for dtype in each.dtypes)),
+                *(names.index(each.like) if each.like else -1, each.contiguous, each.written, each.optional),
+            )
+            for each in tensors.values()
+        ]
+    )
 
 
 def cpu(name: str, tensor: torch.Tensor, num_dims: int) -> None:
@@ -25,15 +67,14 @@ def cpu(name: str, tensor: torch.Tensor, num_dims: int) -> None:
 
 
 def float_code(name: str, tensor: torch.Tensor) -> int:
-    code = DTYPE_CODES.get(tensor.dtype)
-    if code is None:
+    if tensor.dtype not in FLOATS:
         raise ValueError(f"{name}: expected {_FLOAT_NAMES}, got {tensor.dtype}")
-    return code
+    return DTYPE_CODES[tensor.dtype]
 
 
 def weight_code(name: str, tensor: torch.Tensor) -> int:
     """Return the extension's code of the type of weights, which products read in place."""
-    if tensor.dtype is not torch.bfloat16 and tensor.dtype is not torch.float16:
+    if tensor.dtype not in WEIGHTS:
         raise ValueError(f"{name}: expected bfloat16 or float16, got {tensor.dtype}")
     return DTYPE_CODES[tensor.dtype]
 
@@ -95,6 +136,17 @@ def _span(name: str, tensor: torch.Tensor) -> Span:
         raise ValueError(f"{name}: reaches beyond its storage, which was freed or resized to {held_bytes} bytes")
     start = tensor.data_ptr()
     return start, start + num_bytes
+
+
+def places(
+    tensors: dict[str, torch.Tensor | None], codes: tuple[int, ...], *, contiguous: tuple[str, ...] = ()
+) -> tuple[int, ...]:
+    """Return what `quick` does of where tensors lie, after the checks of that: nothing may overlap `out`."""
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    strides = [rows(name, tensor) for name, tensor in given.items() if name not in contiguous]
+    lie = spans(**given)
+    disjoint("out", lie)
+    return (*[lie[name][0] if name in lie else 0 for name in tensors], *codes, *strides)
 
 
 class Memory:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
 
 import torch
 
 from kernels import _options
 from kernels import _tensors as check
 from kernels._extension import native
+from kernels._tensors import FLOAT32, FLOATS, INT32, Expected
 
 _MODES = {"float32": False, "bf16_round": True}
 
@@ -41,21 +42,13 @@ def decode_attention(
     of the process. Raises ValueError or TypeError naming the argument, also for a context length or a used block id out
     of range.
     """
-    check.cpu("q", q, 3)
-    check.cpu("k_cache", k_cache, 4)
-    check.cpu("v_cache", v_cache, 4)
-    check.cpu("out", out, 3)
-    _, num_heads, head_dim = q.shape
-    num_blocks, num_kv_heads, block_size, cache_dim = k_cache.shape
-    if cache_dim != head_dim or head_dim == 0:
-        raise ValueError(f"k_cache: expected head_dim {head_dim} as q has, got {cache_dim}")
-    if num_kv_heads == 0 or num_heads % num_kv_heads:
-        raise ValueError(f"k_cache: q's {num_heads} heads are no multiple of {num_kv_heads} KV heads")
-    check.shape("v_cache", v_cache, (num_blocks, num_kv_heads, block_size, head_dim))
-    check.dtype("v_cache", v_cache, k_cache.dtype)
-    values = _Rows("v_cache", v_cache, check.rows("v_cache", v_cache), head_dim)
-    options = _Options(scale, sliding_window, sinks, mode, num_threads)
-    _decode(q, "k_cache", k_cache, values, block_tables, context_lens, out, options)
+    found = _quick_decode()(q, k_cache, v_cache, block_tables, context_lens, out, sinks)
+    if found is None or found[0][1] % found[0][4]:  # heads, KV heads
+        found = _checked_decode(q, k_cache, v_cache, block_tables, context_lens, out, sinks)
+    sizes, places = found
+    options = _checked_options(scale, sliding_window, mode, num_threads)
+    if sizes[0] and sizes[1]:
+        native().decode_attention(sizes[2], *sizes, *places, *options)
 
 
 def latent_attention(
@@ -79,19 +72,17 @@ def latent_attention(
     Each head's score is its q times the whole cached row, its value the row's first latent_dim elements. The rest is as
     in `decode_attention`. `scale` is that of the uncompressed head (no-rope plus rope dimension), not of q's.
     """
-    check.cpu("q", q, 3)
-    check.cpu("cache", cache, 3)
-    check.cpu("out", out, 3)
-    if cache.shape[2] != q.shape[2]:
-        raise ValueError(f"cache: expected rows of {q.shape[2]} elements as q has, got {cache.shape[2]}")
-    if not 0 < out.shape[2] <= q.shape[2]:
-        raise ValueError(f"out: expected latent_dim from 1 to {q.shape[2]} (q's dimension), got {out.shape[2]}")
-    block_stride = check.rows("cache", cache)
-    check.spans(cache=cache)  # torch makes no view of a freed one
-    keys = cache.unsqueeze(1)
-    values = _Rows("cache", keys, block_stride, out.shape[2])
-    options = _Options(scale, 0, None, mode, num_threads)
-    _decode(q, "cache", keys, values, block_tables, context_lens, out, options)
+    found = _quick_latent()(q, cache, block_tables, context_lens, out, None)
+    if found is None or found[0][6] > found[0][2]:  # dimensions of out and q
+        found = _checked_latent(q, cache, block_tables, context_lens, out)
+    (num_seqs, num_heads, dim, num_blocks, block_size, max_blocks, latent_dim), places = found
+    q_at, cache_at, *other_places, q_stride, cache_stride, table_stride, out_stride = places
+    options = _checked_options(scale, 0, mode, num_threads)
+    if num_seqs and num_heads:
+        native().decode_attention(
+            latent_dim, num_seqs, num_heads, dim, num_blocks, 1, block_size, max_blocks, q_at, cache_at, cache_at,
+            *other_places, q_stride, cache_stride, cache_stride, table_stride, out_stride, *options,
+        )  # fmt: skip
 
 
 def staged_attention(
@@ -112,12 +103,13 @@ def staged_attention(
     staging: [tokens of all sequences * 2 * kv_heads * head_dim]; of each sequence its keys, then its values, each
              [kv_heads, context, head_dim]
     """
-    check.cpu("q", q, 3)
-    _, num_heads, head_dim = q.shape
-    if num_kv_heads < 1 or num_heads % num_kv_heads or not head_dim:
-        raise ValueError(f"num_kv_heads: q's {num_heads} heads are no multiple of {num_kv_heads} KV heads")
-    options = _Options(scale, sliding_window, sinks, mode, num_threads)
-    _staged(q, staging, context_lens, out, options, num_kv_heads, value_dim=head_dim, has_values=True)
+    found = _quick_staged("D")(q, staging, context_lens, out, sinks)
+    if found is None or num_kv_heads < 1 or found[0][1] % num_kv_heads:
+        found = _checked_staged(q, staging, context_lens, out, sinks, num_kv_heads)
+    sizes, places = found
+    options = _checked_options(scale, sliding_window, mode, num_threads)
+    if sizes[0] and sizes[1]:
+        native().staged_attention(True, num_kv_heads, sizes[2], *sizes, *places, *options)
 
 
 def staged_latent_attention(
@@ -134,126 +126,177 @@ def staged_latent_attention(
 
     staging: [tokens of all sequences * (latent_dim + rope_dim)]
     """
+    found = _quick_staged("L")(q, staging, context_lens, out, None)
+    if found is None or found[0][4] > found[0][2]:  # dimensions of out and q
+        found = _checked_staged_latent(q, staging, context_lens, out)
+    sizes, places = found
+    options = _checked_options(scale, 0, mode, num_threads)
+    if sizes[0] and sizes[1]:
+        native().staged_attention(False, 1, sizes[4], *sizes[:4], *places, *options)
+
+
+def _checked_options(scale: float, sliding_window: int, mode: str, num_threads: int) -> tuple[float, int, bool, int]:
+    _options.finite("scale", scale)
+    _options.integer("sliding_window", sliding_window, 0, " (off)")
+    _options.one_of("mode", mode, _MODES)
+    return scale, sliding_window, _MODES[mode], _options.num_threads(num_threads)
+
+
+_LENS = Expected("s", (INT32,), contiguous=True)
+_SINKS = Expected("h", (FLOAT32,), contiguous=True, optional=True)
+
+
+@functools.cache
+def _quick_decode() -> check.Quick:
+    return check.quick(
+        q=Expected("shD", FLOATS),
+        k_cache=Expected("bGTD", FLOATS),
+        v_cache=Expected("bGTD", like="k_cache"),
+        block_tables=Expected("sm", (INT32,)),
+        context_lens=_LENS,
+        out=Expected("shD", (FLOAT32,), like="q", written=True),
+        sinks=_SINKS,
+    )
+
+
+@functools.cache
+def _quick_latent() -> check.Quick:
+    return check.quick(
+        q=Expected("shd", FLOATS),
+        cache=Expected("bTd", FLOATS),
+        block_tables=Expected("sm", (INT32,)),
+        context_lens=_LENS,
+        out=Expected("shL", (FLOAT32,), like="q", written=True),
+        sinks=_SINKS,
+    )
+
+
+@functools.cache
+def _quick_staged(value_dim: str) -> check.Quick:
+    return check.quick(
+        q=Expected("shD", FLOATS),
+        staging=Expected("e", FLOATS, contiguous=True),
+        context_lens=_LENS,
+        out=Expected("sh" + value_dim, (FLOAT32,), like="q", written=True),
+        sinks=_SINKS,
+    )
+
+
+def _checked_decode(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
+    context_lens: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None,
+) -> check.Found:  # fmt: skip
+    check.cpu("q", q, 3)
+    check.cpu("k_cache", k_cache, 4)
+    check.cpu("v_cache", v_cache, 4)
+    check.cpu("out", out, 3)
+    num_seqs, num_heads, head_dim = q.shape
+    num_blocks, num_kv_heads, block_size, cache_dim = k_cache.shape
+    if cache_dim != head_dim or head_dim == 0:
+        raise ValueError(f"k_cache: expected head_dim {head_dim} as q has, got {cache_dim}")
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(f"k_cache: q's {num_heads} heads are no multiple of {num_kv_heads} KV heads")
+    check.shape("v_cache", v_cache, (num_blocks, num_kv_heads, block_size, head_dim))
+    check.dtype("v_cache", v_cache, k_cache.dtype)
+    caches = {"k_cache": k_cache, "v_cache": v_cache}
+    places = _checked_pages(q, caches, block_tables, context_lens, out, head_dim, sinks)
+    return (num_seqs, num_heads, head_dim, num_blocks, num_kv_heads, block_size, block_tables.shape[1]), places
+
+
+def _checked_latent(
+    q: torch.Tensor, cache: torch.Tensor, block_tables: torch.Tensor, context_lens: torch.Tensor, out: torch.Tensor
+) -> check.Found:
+    check.cpu("q", q, 3)
+    check.cpu("cache", cache, 3)
+    check.cpu("out", out, 3)
+    if cache.shape[2] != q.shape[2]:
+        raise ValueError(f"cache: expected rows of {q.shape[2]} elements as q has, got {cache.shape[2]}")
+    _check_latent_dim(q, out)
+    places = _checked_pages(q, {"cache": cache}, block_tables, context_lens, out, out.shape[2], None)
+    return (*q.shape, *cache.shape[:2], block_tables.shape[1], out.shape[2]), places
+
+
+def _checked_pages(
+    q: torch.Tensor, caches: dict[str, torch.Tensor], block_tables: torch.Tensor, context_lens: torch.Tensor,
+    out: torch.Tensor, value_dim: int, sinks: torch.Tensor | None,
+) -> tuple[int, ...]:  # fmt: skip
+    """Make the checks that both attentions over pages share."""
+    (num_seqs, num_heads, _), (name, cache) = q.shape, next(iter(caches.items()))
+    check.cpu("block_tables", block_tables, 2)
+    check.cpu("context_lens", context_lens, 1)
+    if cache.shape[-2] == 0:
+        raise ValueError(f"{name}: block_size is 0")
+    check.shape("block_tables", block_tables, (num_seqs, block_tables.shape[1]))
+    check.shape("context_lens", context_lens, (num_seqs,))
+    check.shape("out", out, (num_seqs, num_heads, value_dim))
+    check.dtype("block_tables", block_tables, INT32)
+    check.dtype("context_lens", context_lens, INT32)
+    check.contiguous("context_lens", context_lens)
+    codes = _codes(q, out, name, cache)
+    _check_sinks(sinks, num_heads)
+    tensors = {"q": q, **caches, "block_tables": block_tables, "context_lens": context_lens, "out": out, "sinks": sinks}
+    return check.places(tensors, codes, contiguous=("context_lens", "sinks"))
+
+
+def _checked_staged(
+    q: torch.Tensor, staging: torch.Tensor, context_lens: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None,
+    num_kv_heads: int,
+) -> check.Found:  # fmt: skip
+    check.cpu("q", q, 3)
+    _, num_heads, head_dim = q.shape
+    if num_kv_heads < 1 or num_heads % num_kv_heads or not head_dim:
+        raise ValueError(f"num_kv_heads: q's {num_heads} heads are no multiple of {num_kv_heads} KV heads")
+    places = _checked_staging(q, staging, context_lens, out, head_dim, sinks)
+    return (*q.shape, staging.numel()), places
+
+
+def _checked_staged_latent(
+    q: torch.Tensor, staging: torch.Tensor, context_lens: torch.Tensor, out: torch.Tensor
+) -> check.Found:
     check.cpu("q", q, 3)
     check.cpu("out", out, 3)
-    if not 0 < out.shape[2] <= q.shape[2]:
-        raise ValueError(f"out: expected latent_dim from 1 to {q.shape[2]} (q's dimension), got {out.shape[2]}")
-    options = _Options(scale, 0, None, mode, num_threads)
-    _staged(q, staging, context_lens, out, options, 1, value_dim=out.shape[2], has_values=False)
+    _check_latent_dim(q, out)
+    places = _checked_staging(q, staging, context_lens, out, out.shape[2], None)
+    return (*q.shape, staging.numel(), out.shape[2]), places
 
 
-def _staged(
-    q: torch.Tensor, staging: torch.Tensor, context_lens: torch.Tensor, out: torch.Tensor, options: _Options,
-    num_kv_heads: int, *, value_dim: int, has_values: bool,
-) -> None:  # fmt: skip
-    """Make the checks and the call of both attentions over what was staged."""
-    num_seqs, num_heads, head_dim = q.shape
+def _checked_staging(
+    q: torch.Tensor, staging: torch.Tensor, context_lens: torch.Tensor, out: torch.Tensor, value_dim: int,
+    sinks: torch.Tensor | None,
+) -> tuple[int, ...]:  # fmt: skip
+    """Make the checks that both attentions over what was staged share."""
+    num_seqs, num_heads, _ = q.shape
     check.cpu("staging", staging, 1)
     check.cpu("context_lens", context_lens, 1)
     check.cpu("out", out, 3)
     check.contiguous("staging", staging)
     check.contiguous("context_lens", context_lens)
-    check.dtype("context_lens", context_lens, torch.int32)
+    check.dtype("context_lens", context_lens, INT32)
     check.shape("context_lens", context_lens, (num_seqs,))
     check.shape("out", out, (num_seqs, num_heads, value_dim))
     codes = _codes(q, out, "staging", staging)
-    options.check(num_heads)
-    q_stride, out_stride = check.rows("q", q), check.rows("out", out)
-    tensors = {"out": out, "q": q, "staging": staging, "context_lens": context_lens, **options.tensors}
-    check.disjoint("out", check.spans(**tensors))
-    num_threads = _options.num_threads(options.num_threads)
-    if out.numel():
-        native().staged_attention(
-            q.data_ptr(), out.data_ptr(), staging.data_ptr(), context_lens.data_ptr(), options.sinks_address, *codes,
-            num_seqs, num_heads, num_kv_heads, head_dim, value_dim, has_values, staging.numel(), q_stride, out_stride,
-            options.scale, options.sliding_window, _MODES[options.mode], num_threads,
-        )  # fmt: skip
+    _check_sinks(sinks, num_heads)
+    tensors = {"q": q, "staging": staging, "context_lens": context_lens, "out": out, "sinks": sinks}
+    return check.places(tensors, codes, contiguous=("staging", "context_lens", "sinks"))
+
+
+def _check_latent_dim(q: torch.Tensor, out: torch.Tensor) -> None:
+    if not 0 < out.shape[2] <= q.shape[2]:
+        raise ValueError(f"out: expected latent_dim from 1 to {q.shape[2]} (q's dimension), got {out.shape[2]}")
+
+
+def _check_sinks(sinks: torch.Tensor | None, num_heads: int) -> None:
+    if sinks is not None:
+        check.cpu("sinks", sinks, 1)
+        check.dtype("sinks", sinks, FLOAT32)
+        check.shape("sinks", sinks, (num_heads,))
+        check.contiguous("sinks", sinks)
 
 
 def _codes(q: torch.Tensor, out: torch.Tensor, cache_name: str, cache: torch.Tensor) -> tuple[int, int, int]:
-    """Return the numbers of the dtypes of q, out and the cache."""
+    """Return the numbers of the dtypes of q, the cache and out."""
     q_code, out_code = check.float_code("q", q), check.float_code("out", out)
     kv_code = check.float_code(cache_name, cache)
-    if out_code not in (q_code, 2):
+    if out_code not in (q_code, check.DTYPE_CODES[FLOAT32]):
         raise ValueError(f"out: expected {q.dtype} as q has, or float32, got {out.dtype}")
-    return q_code, out_code, kv_code
-
-
-@dataclass(slots=True)
-class _Rows:
-    """The values of attention: a cache of their own, or the first elements of the keys' rows (latent attention)."""
-
-    name: str
-    tensor: torch.Tensor
-    block_stride: int
-    dim: int
-
-
-@dataclass(slots=True)
-class _Options:
-    scale: float
-    sliding_window: int
-    sinks: torch.Tensor | None
-    mode: str
-    num_threads: int
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {} if self.sinks is None else {"sinks": self.sinks}
-
-    @property
-    def sinks_address(self) -> int:
-        return 0 if self.sinks is None else self.sinks.data_ptr()
-
-    def check(self, num_heads: int) -> None:
-        _options.finite("scale", self.scale)
-        _options.integer("sliding_window", self.sliding_window, 0, " (off)")
-        _options.one_of("mode", self.mode, _MODES)
-        if self.sinks is not None:
-            check.cpu("sinks", self.sinks, 1)
-            check.dtype("sinks", self.sinks, torch.float32)
-            check.shape("sinks", self.sinks, (num_heads,))
-            check.contiguous("sinks", self.sinks)
-
-
-def _decode(
-    q: torch.Tensor,
-    cache_name: str,
-    k_cache: torch.Tensor,  # [num_blocks, kv_heads, block_size, head_dim]
-    values: _Rows,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
-    out: torch.Tensor,
-    options: _Options,
-) -> None:
-    """Make the checks and the call that the two attentions share."""
-    num_seqs, num_heads, head_dim = q.shape
-    num_blocks, num_kv_heads, block_size, _ = k_cache.shape
-    check.cpu("block_tables", block_tables, 2)
-    check.cpu("context_lens", context_lens, 1)
-    max_blocks = block_tables.shape[1]
-    if block_size == 0:
-        raise ValueError(f"{cache_name}: block_size is 0")
-    check.shape("block_tables", block_tables, (num_seqs, max_blocks))
-    check.shape("context_lens", context_lens, (num_seqs,))
-    check.shape("out", out, (num_seqs, num_heads, values.dim))
-    check.dtype("block_tables", block_tables, torch.int32)
-    check.dtype("context_lens", context_lens, torch.int32)
-    check.contiguous("context_lens", context_lens)
-    codes = _codes(q, out, cache_name, k_cache)
-    options.check(num_heads)
-
-    q_stride, out_stride = check.rows("q", q), check.rows("out", out)
-    k_stride, table_stride = check.rows(cache_name, k_cache), check.rows("block_tables", block_tables)
-    tensors = {cache_name: k_cache, values.name: values.tensor, **options.tensors}
-    spans = check.spans(out=out, q=q, block_tables=block_tables, context_lens=context_lens, **tensors)
-    check.disjoint("out", spans)
-    num_threads = _options.num_threads(options.num_threads)
-    if not out.numel():
-        return
-    native().decode_attention(
-        spans["q"][0], spans["out"][0], spans[cache_name][0], spans[values.name][0], spans["block_tables"][0],
-        spans["context_lens"][0], options.sinks_address, *codes, num_seqs, num_heads, num_kv_heads, head_dim,
-        values.dim, num_blocks, block_size, max_blocks, q_stride, out_stride, k_stride, values.block_stride,
-        table_stride, options.scale, options.sliding_window, _MODES[options.mode], num_threads,
-    )  # fmt: skip
+    return q_code, kv_code, out_code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from kernels import _options
 from kernels import _tensors as check
 from kernels._extension import native
+from kernels._tensors import FLOATS, SLOTS, Expected
 
 
 def kv_append(
@@ -30,36 +32,10 @@ def kv_append(
     `num_threads` is that of `decode_attention`; threads share the heads. Raises ValueError naming the argument; nothing
     is written if a slot is out of range.
     """
-    check.cpu("k", k, 3)
-    check.cpu("v", v, 3)
-    check.cpu("k_cache", k_cache, 4)
-    check.cpu("v_cache", v_cache, 4)
-    check.cpu("slots", slots, 1)
-    num_tokens, num_kv_heads, head_dim = k.shape
-    num_blocks, _, block_size, _ = k_cache.shape
-    check.shape("v", v, (num_tokens, num_kv_heads, head_dim))
-    check.shape("k_cache", k_cache, (num_blocks, num_kv_heads, block_size, head_dim))
-    check.shape("v_cache", v_cache, (num_blocks, num_kv_heads, block_size, head_dim))
-    check.shape("slots", slots, (num_tokens,))
-    src_code, cache_code = check.float_code("k", k), check.float_code("k_cache", k_cache)
-    check.dtype("v", v, k.dtype)
-    check.dtype("v_cache", v_cache, k_cache.dtype)
-    _check_slots(slots)
+    sizes, places = _quick_append()(k, v, k_cache, v_cache, slots) or _checked_append(k, v, k_cache, v_cache, slots)
     num_threads = _options.num_threads(num_threads)
-    if num_tokens == 0:
-        return
-
-    k_stride, v_stride = check.rows("k", k), check.rows("v", v)
-    k_block_stride, v_block_stride = check.rows("k_cache", k_cache), check.rows("v_cache", v_cache)
-    spans = check.spans(k=k, v=v, slots=slots, k_cache=k_cache, v_cache=v_cache)
-    check.disjoint("k_cache", spans, "k", "v", "slots")
-    check.disjoint("v_cache", spans, "k", "v", "slots")
-    check.disjoint_rows("v_cache", v_cache, "k_cache", k_cache)
-    native().kv_append(
-        k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slots.data_ptr(),
-        slots.dtype is torch.int64, src_code, cache_code, num_tokens, num_blocks, num_kv_heads, head_dim, block_size,
-        k_stride, v_stride, k_block_stride, v_block_stride, num_threads,
-    )  # fmt: skip
+    if sizes[0]:
+        native().kv_append(*sizes, *places, num_threads)
 
 
 def latent_append(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, *, num_threads: int = 1) -> None:
@@ -69,24 +45,15 @@ def latent_append(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
     cache:  [num_blocks, block_size, dim]; may be strided in dim 0
     slots:  as in `kv_append`, as is `num_threads`: threads share a row's columns
     """
-    check.cpu("latent", latent, 2)
-    check.cpu("cache", cache, 3)
-    check.cpu("slots", slots, 1)
-    num_tokens, dim = latent.shape
-    num_blocks, block_size, _ = cache.shape
-    check.shape("cache", cache, (num_blocks, block_size, dim))
-    check.shape("slots", slots, (num_tokens,))
-    _check_slots(slots)
+    found = _quick_latent_append()(latent, cache, slots) or _checked_latent_append(latent, cache, slots)
+    (num_tokens, dim, num_blocks, block_size), places = found
     num_threads = _options.num_threads(num_threads)
-    if num_tokens == 0:
-        return
-    src_code, cache_code = check.float_code("latent", latent), check.float_code("cache", cache)
-    stride, block_stride = check.rows("latent", latent), check.rows("cache", cache)
-    check.disjoint("cache", check.spans(cache=cache, latent=latent, slots=slots))
-    native().kv_append(
-        latent.data_ptr(), 0, cache.data_ptr(), 0, slots.data_ptr(), slots.dtype is torch.int64, src_code, cache_code,
-        num_tokens, num_blocks, 1, dim, block_size, stride, stride, block_stride, block_stride, num_threads,
-    )  # fmt: skip
+    if num_tokens:
+        latent_at, cache_at, slots_at, *codes, stride, block_stride = places
+        native().kv_append(
+            num_tokens, 1, dim, num_blocks, block_size, latent_at, 0, cache_at, 0, slots_at, *codes, stride, stride,
+            block_stride, block_stride, num_threads,
+        )  # fmt: skip
 
 
 def kv_gather(
@@ -133,7 +100,76 @@ def kv_gather(
     )  # fmt: skip
 
 
-def _check_slots(slots: torch.Tensor) -> None:
-    if slots.dtype is not torch.int64 and slots.dtype is not torch.int32:
+@functools.cache
+def _quick_append() -> check.Quick:
+    return check.quick(
+        k=Expected("nhd", FLOATS),
+        v=Expected("nhd", like="k"),
+        k_cache=Expected("bhtd", FLOATS, written=True),
+        v_cache=Expected("bhtd", like="k_cache", written=True),
+        slots=Expected("n", SLOTS, contiguous=True),
+    )
+
+
+@functools.cache
+def _quick_latent_append() -> check.Quick:
+    return check.quick(
+        latent=Expected("nd", FLOATS),
+        cache=Expected("btd", FLOATS, written=True),
+        slots=Expected("n", SLOTS, contiguous=True),
+    )
+
+
+def _checked_append(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
+) -> check.Found:
+    check.cpu("k", k, 3)
+    check.cpu("v", v, 3)
+    check.cpu("k_cache", k_cache, 4)
+    check.cpu("v_cache", v_cache, 4)
+    check.cpu("slots", slots, 1)
+    num_tokens, num_kv_heads, head_dim = k.shape
+    num_blocks, _, block_size, _ = k_cache.shape
+    check.shape("v", v, (num_tokens, num_kv_heads, head_dim))
+    check.shape("k_cache", k_cache, (num_blocks, num_kv_heads, block_size, head_dim))
+    check.shape("v_cache", v_cache, (num_blocks, num_kv_heads, block_size, head_dim))
+    check.shape("slots", slots, (num_tokens,))
+    codes = check.float_code("k", k), check.float_code("k_cache", k_cache)
+    check.dtype("v", v, k.dtype)
+    check.dtype("v_cache", v_cache, k_cache.dtype)
+    slots_code = _checked_slots(slots)
+    sizes = num_tokens, num_kv_heads, head_dim, num_blocks, block_size
+    if num_tokens == 0:
+        return sizes, ()
+    strides = check.rows("k", k), check.rows("v", v), check.rows("k_cache", k_cache), check.rows("v_cache", v_cache)
+    spans = check.spans(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slots=slots)
+    check.disjoint("k_cache", spans, "k", "v", "slots")
+    check.disjoint("v_cache", spans, "k", "v", "slots")
+    check.disjoint_rows("v_cache", v_cache, "k_cache", k_cache)
+    return sizes, (*[start for start, _ in spans.values()], *codes, slots_code, *strides)
+
+
+def _checked_latent_append(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> check.Found:
+    check.cpu("latent", latent, 2)
+    check.cpu("cache", cache, 3)
+    check.cpu("slots", slots, 1)
+    num_tokens, dim = latent.shape
+    num_blocks, block_size, _ = cache.shape
+    check.shape("cache", cache, (num_blocks, block_size, dim))
+    check.shape("slots", slots, (num_tokens,))
+    slots_code = _checked_slots(slots)
+    sizes = num_tokens, dim, num_blocks, block_size
+    if num_tokens == 0:
+        return sizes, ()
+    codes = check.float_code("latent", latent), check.float_code("cache", cache)
+    strides = check.rows("latent", latent), check.rows("cache", cache)
+    spans = check.spans(latent=latent, cache=cache, slots=slots)
+    check.disjoint("cache", spans)
+    return sizes, (*[start for start, _ in spans.values()], *codes, slots_code, *strides)
+
+
+def _checked_slots(slots: torch.Tensor) -> int:
+    if slots.dtype not in SLOTS:
         raise ValueError(f"slots: expected torch.int64 or torch.int32, got {slots.dtype}")
     check.contiguous("slots", slots)
+    return check.DTYPE_CODES[slots.dtype]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -9,11 +10,12 @@ import torch
 from kernels import _options
 from kernels import _tensors as check
 from kernels._extension import native
-from kernels.gating import ACTIVATIONS, Gating
+from kernels._tensors import FLOAT32, FLOATS, WEIGHTS, Expected
+from kernels.gating import Gating
 from kernels.gemm import gemm_ffn, gemm_from_tokens
 
 _METHODS = ("auto", "kernel", "gemm")
-
+_ROW_WEIGHTS = Expected("n", (FLOAT32,), contiguous=True, optional=True)
 
 SILU = Gating()
 
@@ -43,7 +45,7 @@ class ExpertWeights:
         self.gate, self.up, self.down, self.gating = gate, up, down, gating
         self.biases = gating.float_biases(hidden, expert_dim)
         # What experts of one call must have in common.
-        self.kind = (hidden, expert_dim, self.code, gating.activation, float(gating.alpha), float(gating.limit))
+        self.kind = (expert_dim, hidden, self.code, *gating.checked())
         strides = (check.rows("gate", gate), check.rows("up", up), check.rows("down", down))
         tensors = {"gate": gate, "up": up, "down": down}
         for name, bias in zip(("gate_bias", "up_bias", "down_bias"), self.biases, strict=True):
@@ -97,11 +99,28 @@ def expert_ffn(
     to the weights' dtype; "auto" takes the kernel unless x is bfloat16 and torch was measured to be faster for so many
     tokens (gemm.py). `num_threads` is that of `decode_attention`. Raises ValueError naming the argument.
     """
-    check.cpu("x", x, 2)
-    check.cpu("gate", gate, 2)
-    check.shape("gate", gate, (gate.shape[0], x.shape[1]))
-    experts = [ExpertWeights(gate, up, down, gating)]
-    _compute(x, [len(x)], experts, out, row_weights, accumulate, num_threads, method)
+    found = _quick_one()(gate, up, down, x, out, row_weights)
+    if found is None or not isinstance(gating, Gating) or gating.has_biases:
+        check.cpu("x", x, 2)
+        check.cpu("gate", gate, 2)
+        check.shape("gate", gate, (gate.shape[0], x.shape[1]))
+        experts = [ExpertWeights(gate, up, down, gating)]
+        return _compute(x, [len(x)], experts, out, row_weights, accumulate, num_threads, method)
+    activation = gating.checked()
+    num_threads = _checked_options(accumulate, method, num_threads)
+    (expert_dim, hidden, num_tokens), (gate_at, up_at, down_at, x_at, out_at, row_weights_at, *others) = found
+    w_code, x_code, out_code, gate_stride, up_stride, down_stride, x_stride, out_stride = others
+    if not num_tokens or not hidden:
+        return None
+    least = _least_tokens_of_torch(method, x, num_threads)
+    if least is not None and num_tokens >= least:
+        return gemm_ffn(x, gate, up, down, out, row_weights, gating, (None, None, None), accumulate)
+    native().expert_ffns(
+        [(0, num_tokens, gate_at, up_at, down_at, 0, 0, 0, gate_stride, up_stride, down_stride)], expert_dim, hidden,
+        w_code, x_at, out_at, row_weights_at, x_code, out_code, x_stride, out_stride, *activation, accumulate,
+        num_threads,
+    )  # fmt: skip
+    return None
 
 
 def expert_ffns(
@@ -134,23 +153,18 @@ def _compute(
     row_weights: torch.Tensor | None, accumulate: bool, num_threads: int, method: str,
 ) -> None:  # fmt: skip
     """Check the rest and compute, with experts whose memory was just looked at."""
-    check.cpu("x", x, 2)
-    check.cpu("out", out, 2)
-    num_tokens, hidden = x.shape
-    check.shape("out", out, (num_tokens, hidden))
+    found = _quick_tokens()(x, out, row_weights) or _checked_tokens(x, out, row_weights)
+    (num_tokens, hidden), tokens = found
     if len(counts) != len(experts) or sum(counts) != num_tokens or min(counts, default=0) < 0:
         raise ValueError(f"counts: expected the tokens of {len(experts)} experts, {num_tokens} in all, got {counts}")
-    _options.instance("accumulate", accumulate, bool)
-    _options.one_of("method", method, _METHODS)
-    num_threads = _options.num_threads(num_threads)
-    strides = check.rows("x", x), check.rows("out", out)
-    spans = _spans(x, out, row_weights)
-    check.disjoint("out", spans)
+    num_threads = _checked_options(accumulate, method, num_threads)
     if not experts:
         return
-    first = experts[0]
-    codes = check.sum_code("x", x, first.gate), first.code, check.sum_code("out", out, first.gate)
-    _check_experts(experts, hidden, spans["out"])
+    first, (_, out_at, *_, out_stride) = experts[0], tokens
+    check.sum_code("x", x, first.gate)
+    check.sum_code("out", out, first.gate)
+    num_elements = (num_tokens - 1) * out_stride + hidden if num_tokens and hidden else 0
+    _check_experts(experts, hidden, (out_at, out_at + num_elements * out.itemsize))
     if not num_tokens or not hidden:
         return
     least = _least_tokens_of_torch(method, x, num_threads)
@@ -162,23 +176,46 @@ def _compute(
             mine.append(expert.arguments(start, count))
         start += count
     if mine:
-        gating = first.gating
-        native().expert_ffns(
-            mine, spans["x"][0], spans["out"][0], row_weights.data_ptr() if row_weights is not None else 0,
-            *codes, *first.kind[:2], *strides, ACTIVATIONS[gating.activation], gating.alpha, gating.limit, accumulate,
-            num_threads,
-        )  # fmt: skip
+        native().expert_ffns(mine, *first.kind[:3], *tokens, *first.kind[3:], accumulate, num_threads)
 
 
-def _spans(x: torch.Tensor, out: torch.Tensor, row_weights: torch.Tensor | None) -> dict[str, check.Span]:
-    """Return where the arguments of tokens lie, after checking the router's weights."""
-    if row_weights is None:
-        return check.spans(out=out, x=x)
-    check.cpu("row_weights", row_weights, 1)
-    check.dtype("row_weights", row_weights, torch.float32)
-    check.shape("row_weights", row_weights, (len(x),))
-    check.contiguous("row_weights", row_weights)
-    return check.spans(out=out, x=x, row_weights=row_weights)
+def _checked_options(accumulate: bool, method: str, num_threads: int) -> int:
+    _options.instance("accumulate", accumulate, bool)
+    _options.one_of("method", method, _METHODS)
+    return _options.num_threads(num_threads)
+
+
+@functools.cache
+def _quick_one() -> check.Quick:
+    return check.quick(
+        gate=Expected("eh", WEIGHTS),
+        up=Expected("eh", like="gate"),
+        down=Expected("he", like="gate"),
+        x=Expected("nh", (FLOAT32,), like="gate"),
+        out=Expected("nh", (FLOAT32,), like="gate", written=True),
+        row_weights=_ROW_WEIGHTS,
+    )
+
+
+@functools.cache
+def _quick_tokens() -> check.Quick:
+    return check.quick(x=Expected("nh", FLOATS), out=Expected("nh", FLOATS, written=True), row_weights=_ROW_WEIGHTS)
+
+
+def _checked_tokens(x: torch.Tensor, out: torch.Tensor, row_weights: torch.Tensor | None) -> check.Found:
+    """Make the checks that need no weights; the codes mean nothing where the dtypes are no floats."""
+    check.cpu("x", x, 2)
+    check.cpu("out", out, 2)
+    num_tokens, hidden = x.shape
+    check.shape("out", out, (num_tokens, hidden))
+    if row_weights is not None:
+        check.cpu("row_weights", row_weights, 1)
+        check.dtype("row_weights", row_weights, FLOAT32)
+        check.shape("row_weights", row_weights, (num_tokens,))
+        check.contiguous("row_weights", row_weights)
+    codes = check.DTYPE_CODES.get(x.dtype, -1), check.DTYPE_CODES.get(out.dtype, -1)
+    tensors = {"x": x, "out": out, "row_weights": row_weights}
+    return (num_tokens, hidden), check.places(tensors, codes, contiguous=("row_weights",))
 
 
 def _check_experts(experts: Sequence[ExpertWeights], hidden: int, out: check.Span) -> None:
@@ -187,8 +224,8 @@ def _check_experts(experts: Sequence[ExpertWeights], hidden: int, out: check.Spa
         if expert.kind != experts[0].kind:
             raise ValueError("experts: expected the same sizes, dtypes and activation in one call")
         expert.require_outside(out)
-    if hidden != experts[0].kind[0]:
-        raise ValueError(f"x: expected rows of {experts[0].kind[0]} elements as the experts have, got {hidden}")
+    if hidden != experts[0].kind[1]:
+        raise ValueError(f"x: expected rows of {experts[0].kind[1]} elements as the experts have, got {hidden}")
 
 
 def _by_torch(

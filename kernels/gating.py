@@ -31,11 +31,20 @@ class Gating:
     up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
 
-    def float_biases(self, hidden: int, expert_dim: int) -> tuple[torch.Tensor | None, ...]:
+    @property
+    def has_biases(self) -> bool:
+        return self.gate_bias is not None or self.up_bias is not None or self.down_bias is not None
+
+    def checked(self) -> tuple[int, float, float]:
+        """Return what the extension is told of all but the biases."""
         _options.one_of("activation", self.activation, ACTIVATIONS)
         _options.finite("alpha", self.alpha)
         _options.at_least_zero("limit", self.limit)
-        if self.gate_bias is None and self.up_bias is None and self.down_bias is None:
+        return ACTIVATIONS[self.activation], float(self.alpha), float(self.limit)
+
+    def float_biases(self, hidden: int, expert_dim: int) -> tuple[torch.Tensor | None, ...]:
+        self.checked()
+        if not self.has_biases:
             return None, None, None
         sizes = {"gate_bias": expert_dim, "up_bias": expert_dim, "down_bias": hidden}
         return tuple(_float_vector(name, getattr(self, name), size) for name, size in sizes.items())

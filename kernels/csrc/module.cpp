@@ -5,6 +5,7 @@
 
 PYBIND11_MODULE(_native, m) {
   using namespace kernels;
+  bind_quick(m);
   bind_attention(m);
   bind_cache(m);
   bind_linear(m);

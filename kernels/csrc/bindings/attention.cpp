@@ -11,11 +11,11 @@ namespace kernels {
 
 void bind_attention(py::module_& m) {
   m.def("decode_attention",
-        [](uintptr_t q, uintptr_t out, uintptr_t k_cache, uintptr_t v_cache, uintptr_t block_tables,
-           uintptr_t context_lens, uintptr_t sinks, int q_dtype, int out_dtype, int kv_dtype, int num_seqs,
-           int num_heads, int num_kv_heads, int head_dim, int value_dim, int64_t num_blocks, int block_size,
-           int max_blocks, int64_t q_stride, int64_t out_stride, int64_t k_block_stride, int64_t v_block_stride,
-           int64_t table_stride, float scale, int sliding_window, bool bf16_round, int num_threads) {
+        [](int value_dim, int num_seqs, int num_heads, int head_dim, int64_t num_blocks, int num_kv_heads,
+           int block_size, int max_blocks, uintptr_t q, uintptr_t k_cache, uintptr_t v_cache, uintptr_t block_tables,
+           uintptr_t context_lens, uintptr_t out, uintptr_t sinks, int q_dtype, int kv_dtype, int out_dtype,
+           int64_t q_stride, int64_t k_block_stride, int64_t v_block_stride, int64_t table_stride, int64_t out_stride,
+           float scale, int sliding_window, bool bf16_round, int num_threads) {
           const DecodeRequest request{pointer(q), pointer(out), pointer(k_cache), pointer(v_cache),
                                       pointer_to<const int32_t>(block_tables), pointer_to<const int32_t>(context_lens),
                                       pointer_to<const float>(sinks), DType(q_dtype), DType(out_dtype),
@@ -26,9 +26,9 @@ void bind_attention(py::module_& m) {
           decode_attention(request, default_pool(num_threads));
         });
   m.def("staged_attention",
-        [](uintptr_t q, uintptr_t out, uintptr_t staging, uintptr_t context_lens, uintptr_t sinks, int q_dtype,
-           int out_dtype, int kv_dtype, int num_seqs, int num_heads, int num_kv_heads, int head_dim, int value_dim,
-           bool has_values, int64_t num_elements, int64_t q_stride, int64_t out_stride, float scale,
+        [](bool has_values, int num_kv_heads, int value_dim, int num_seqs, int num_heads, int head_dim,
+           int64_t num_elements, uintptr_t q, uintptr_t staging, uintptr_t context_lens, uintptr_t out, uintptr_t sinks,
+           int q_dtype, int kv_dtype, int out_dtype, int64_t q_stride, int64_t out_stride, float scale,
            int sliding_window, bool bf16_round, int num_threads) {
           DecodeRequest request{};
           request.q = pointer(q), request.out = pointer(out), request.k_cache = pointer(staging);
@@ -46,14 +46,14 @@ void bind_attention(py::module_& m) {
 
 void bind_cache(py::module_& m) {
   m.def("kv_append",
-        [](uintptr_t k, uintptr_t v, uintptr_t k_cache, uintptr_t v_cache, uintptr_t slots, bool slots_are_64_bit,
-           int src_dtype, int cache_dtype, int64_t num_tokens, int64_t num_blocks, int num_kv_heads, int head_dim,
-           int block_size, int64_t k_stride, int64_t v_stride, int64_t k_block_stride, int64_t v_block_stride,
+        [](int64_t num_tokens, int num_kv_heads, int head_dim, int64_t num_blocks, int block_size, uintptr_t k,
+           uintptr_t v, uintptr_t k_cache, uintptr_t v_cache, uintptr_t slots, int src_dtype, int cache_dtype,
+           int slots_dtype, int64_t k_stride, int64_t v_stride, int64_t k_block_stride, int64_t v_block_stride,
            int num_threads) {
           const AppendRequest request{pointer(k), pointer(v), pointer(k_cache), pointer(v_cache), pointer(slots),
-                                      slots_are_64_bit, DType(src_dtype), DType(cache_dtype), num_tokens, num_blocks,
-                                      num_kv_heads, head_dim, block_size, k_stride, v_stride, k_block_stride,
-                                      v_block_stride};
+                                      slots_dtype == kInt64, DType(src_dtype), DType(cache_dtype), num_tokens,
+                                      num_blocks, num_kv_heads, head_dim, block_size, k_stride, v_stride,
+                                      k_block_stride, v_block_stride};
           py::gil_scoped_release unlocked;
           kv_append(request, default_pool(num_threads));
         });

@@ -8,8 +8,8 @@
 namespace kernels {
 
 void bind_linear(py::module_& m) {
-  m.def("linear", [](uintptr_t x, uintptr_t w, uintptr_t y, int x_dtype, int w_dtype, int y_dtype, int64_t num_rows,
-                     int64_t num_outputs, int64_t depth, int64_t x_stride, int64_t w_stride, int64_t y_stride,
+  m.def("linear", [](int64_t num_outputs, int64_t depth, int64_t num_rows, uintptr_t w, uintptr_t x, uintptr_t y,
+                     int w_dtype, int x_dtype, int y_dtype, int64_t w_stride, int64_t x_stride, int64_t y_stride,
                      int num_threads) {
     const LinearRequest request{pointer(x), pointer(w), pointer(y), DType(x_dtype), DType(w_dtype), DType(y_dtype),
                                 num_rows, num_outputs, depth, x_stride, w_stride, y_stride};
@@ -24,8 +24,8 @@ void bind_ffn(py::module_& m) {
   using Expert = std::tuple<int64_t, int64_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, int64_t,
                             int64_t, int64_t>;
   m.def("expert_ffns",
-        [](const std::vector<Expert>& experts, uintptr_t x, uintptr_t out, uintptr_t row_weights, int x_dtype,
-           int w_dtype, int out_dtype, int64_t hidden, int64_t expert_dim, int64_t x_stride, int64_t out_stride,
+        [](const std::vector<Expert>& experts, int64_t expert_dim, int64_t hidden, int w_dtype, uintptr_t x,
+           uintptr_t out, uintptr_t row_weights, int x_dtype, int out_dtype, int64_t x_stride, int64_t out_stride,
            int activation, float alpha, float limit, bool accumulate, int num_threads) {
           FfnRequest r{};
           r.x_dtype = DType(x_dtype), r.w_dtype = DType(w_dtype), r.out_dtype = DType(out_dtype);
