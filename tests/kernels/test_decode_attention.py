@@ -56,16 +56,45 @@ def test_matches_the_oracle(
     assert worst_error(case, out, sliding_window=sliding_window, sinks=sinks) < TOLERANCE
 
 
+@per_isa
+@given(
+    lengths=st.lists(st.integers(0, 300), min_size=1, max_size=3),
+    num_kv_heads=st.integers(1, 3),
+    group=st.sampled_from([4, 5, 6, 7, 8, 9, 16, 17]),
+    head_dim=st.sampled_from([32, 64, 96, 128]),
+    block_size=st.sampled_from([1, 16, 24, 32]),
+    sliding_window=st.sampled_from([0, 1, 40, 150]),
+    with_sinks=st.booleans(),
+    out_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    num_threads=st.sampled_from([1, 2]),
+    seed=st.integers(0, 1000),
+)
+def test_groups_of_bfloat16_heads(
+    isa, lengths, num_kv_heads, group, head_dim, block_size, sliding_window, with_sinks, out_dtype, num_threads, seed
+):
+    """Tiles take these alone, several blocks at a time."""
+    case = paged_case(
+        lengths, num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, block_size=block_size, seed=seed
+    )
+    options = {"sliding_window": sliding_window, "sinks": torch.randn(num_kv_heads * group) if with_sinks else None}
+    out = run(case, out_dtype, num_threads=num_threads, **options)
+    exact = reference.decode_attention(*case.arguments, scale=case.scale, **options)
+    rounding = 2.0**-8 * float(exact.abs().max()) if out_dtype == torch.bfloat16 else 0.0
+    assert worst_error(case, out, **options) < TOLERANCE + rounding
+
+
+@pytest.mark.parametrize("group", [4, 8])
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
-def test_long_context_split_merges_exactly(isa, num_threads):
-    case = paged_case([2500, 3], num_kv_heads=1, group=4, head_dim=64)
+def test_long_context_split_merges_exactly(isa, num_threads, group):
+    case = paged_case([2500, 3], num_kv_heads=1, group=group, head_dim=64)
     assert worst_error(case, run(case, num_threads=num_threads)) < TOLERANCE
 
 
+@pytest.mark.parametrize("group", [3, 6])
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.parametrize("kv", list(DTYPES))
-def test_last_blocks_of_every_length(isa, kv, block_size):
-    case = paged_case(list(range(1, 40)), group=3, block_size=block_size, kv_dtype=DTYPES[kv])
+def test_last_blocks_of_every_length(isa, kv, block_size, group):
+    case = paged_case(list(range(1, 40)), group=group, block_size=block_size, kv_dtype=DTYPES[kv])
     assert worst_error(case, run(case)) < TOLERANCE
 
 
@@ -118,10 +147,11 @@ def test_wide_groups(isa, group, head_dim):
     assert worst_error(case, run(case, num_threads=2)) < TOLERANCE
 
 
+@pytest.mark.parametrize("group", [3, 6])
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("kv", list(DTYPES))
-def test_tokens_with_scores_of_minus_infinity_have_no_weight(isa, kv, num_threads):
-    case = paged_case([600, 20, 9], group=3, kv_dtype=DTYPES[kv])
+def test_tokens_with_scores_of_minus_infinity_have_no_weight(isa, kv, num_threads, group):
+    case = paged_case([600, 20, 9], group=group, kv_dtype=DTYPES[kv])
     case.q[..., 0] = 1.0
     masked = torch.rand(600, generator=torch.Generator().manual_seed(0)) < 0.5
     masked[300:] = True  # whole tiles, and with several threads whole pieces
@@ -196,7 +226,7 @@ def test_strided_queries_and_outputs(isa):
 @per_isa
 @given(
     head_dim=st.sampled_from([64, 80, 128]),
-    group=st.integers(1, 5),
+    group=st.integers(1, 8),
     length=st.integers(1, 60),
     seed=st.integers(0, 100),
 )

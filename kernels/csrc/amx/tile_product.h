@@ -180,12 +180,8 @@ inline Panel panel_of(const bf16* weights, int64_t stride, int64_t first, int64_
 
 // Sums of one group of tokens as rows of tokens: rows[token][weight row], kPanelRows apart.
 inline void tokens_first(const PanelSums& sums, int64_t group, float* rows) {
-  const __m512i lines = _mm512_slli_epi32(
-      _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), 4);
   for (int tile = 0; tile < kPanelTiles; ++tile)
-    for (int token = 0; token < kTileSide; ++token)
-      store(rows + token * kPanelRows + tile * kTileSide,
-            _mm512_i32gather_ps(lines, sums.tile(tile, group) + token, 4));
+    transpose_tile(sums.tile(tile, group), rows + tile * kTileSide, kPanelRows * int64_t(sizeof(float)));
 }
 
 // Calls put(token, weight rows, sums) for all tokens and for weight rows [range) of one matrix, some at a time.

@@ -12,10 +12,10 @@ constexpr int64_t kTileBytes = 1024;
 #ifdef KERNELS_EMULATED_TILES
 // The registers in memory, for tests: processors without tiles take this path as well, and sanitizers see what the
 // instructions read and write.
-struct Tile {
+struct TileRegister {
   alignas(64) char lines[kTileSide][kTileLine];
 };
-inline thread_local Tile tiles_of_thread[8];
+inline thread_local TileRegister tiles_of_thread[8];
 
 struct TileSession {
   TileSession() { std::memset(tiles_of_thread, 0, sizeof tiles_of_thread); }
@@ -23,7 +23,7 @@ struct TileSession {
 
 template <int T>
 inline void tile_zero() {
-  std::memset(&tiles_of_thread[T], 0, sizeof(Tile));
+  std::memset(&tiles_of_thread[T], 0, sizeof(TileRegister));
 }
 template <int T>
 inline void tile_load(const void* start, int64_t stride_bytes) {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "tiles.h"
+#include "transpose.h"
 
 namespace kernels::KERNELS_ISA_NS {
 
@@ -82,12 +83,7 @@ inline void pack_tile(const TokenTiles& tiles, const T* x, int64_t stride, int64
     token_pairs(x + (group * kTileSide + token) * stride + k, count, terms);
     for (int i = 0; i < tiles.num_terms; ++i) _mm512_store_si512(rows[i][token], terms[i]);
   }
-  const __m512i tokens = _mm512_slli_epi32(
-      _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), 4);
-  for (int i = 0; i < tiles.num_terms; ++i)
-    for (int pair = 0; pair < kTileSide; ++pair)
-      _mm512_store_si512(tiles.tile(k, i, group) + pair * kTileLine,
-                         _mm512_i32gather_epi32(tokens, &rows[i][0][pair], 4));
+  for (int i = 0; i < tiles.num_terms; ++i) transpose_tile(rows[i], tiles.tile(k, i, group), kTileLine);
 }
 
 inline void pack_tokens(const TokenTiles& tiles, const InputRows& x) {

@@ -54,6 +54,9 @@ struct DecodeKernel {
   int64_t (*state_floats)(const DecodeRequest&);
 };
 
+namespace amx {  // for q and caches of bfloat16, and rows of a multiple of 32
+DecodeKernel decode_kernel(const DecodeRequest& request);
+}
 namespace avx512bf16 {  // for q and caches of bfloat16
 DecodeKernel decode_kernel(const DecodeRequest& request);
 }

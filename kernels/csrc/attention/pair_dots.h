@@ -9,6 +9,7 @@ constexpr bool kOnlyBf16 = true;
 // second-level cache, which can wait for more lines than the first, its values from the end; on a Zen 5 into the first.
 constexpr int kFetchedTiles = 1;
 constexpr bool kMayFetchFar = true;
+constexpr int kTilesAtOnce = 1;
 
 }  // namespace kernels::KERNELS_ISA_NS
 

@@ -13,54 +13,56 @@ struct Tile {
   int kv_head, num_tokens;
 };
 
-// Block by block, within a block head by head: the order in which they lie in memory.
+// kTilesAtOnce blocks after so many, of them head by head: for one, the order in which they lie in memory.
 template <class T>
 class TileStream {
  public:
   TileStream(const DecodeRequest& r, const DecodePiece& piece)
       : r_(r), piece_(piece), table_(r.block_tables + piece.seq * r.table_stride) {
-    enter_block(piece.first);
+    enter_blocks(piece.first);
   }
 
   bool done() const { return token_ >= piece_.last; }
 
   Tile<T> next() {
-    const int num_tokens = std::min(kTile, block_end_ - token_in_head_);
-    const int64_t offset = (int64_t(head_) * r_.block_size + token_in_head_ % r_.block_size) * r_.head_dim;
-    const Tile<T> tile{k_block_ + offset, v_block_ + offset, head_, num_tokens};
+    const int block = token_in_head_ / r_.block_size, in_block = token_in_head_ % r_.block_size;
+    const int num_tokens = std::min({kTile, r_.block_size - in_block, last_token_ - token_in_head_});
+    const int64_t offset = (int64_t(head_) * r_.block_size + in_block) * r_.head_dim;
+    const Tile<T> tile{static_cast<const T*>(r_.k_cache) + table_[block] * r_.k_block_stride + offset,
+                       static_cast<const T*>(r_.v_cache) + table_[block] * r_.v_block_stride + offset, head_,
+                       num_tokens};
     token_in_head_ += num_tokens;
-    if (token_in_head_ < block_end_) return tile;
+    if (token_in_head_ < last_token_) return tile;
     token_in_head_ = token_;
-    if (++head_ == piece_.last_head) enter_block(block_end_);
+    if (++head_ == piece_.last_head) enter_blocks(last_token_);
     return tile;
   }
 
  private:
-  void enter_block(int token) {
+  void enter_blocks(int token) {
     token_ = token_in_head_ = token;
     head_ = piece_.first_head;
     if (done()) return;
-    const int block = token / r_.block_size;
-    block_end_ = int(std::min<int64_t>(piece_.last, int64_t(block + 1) * r_.block_size));
-    k_block_ = static_cast<const T*>(r_.k_cache) + table_[block] * r_.k_block_stride;
-    v_block_ = static_cast<const T*>(r_.v_cache) + table_[block] * r_.v_block_stride;
+    const int64_t end = (int64_t(token / r_.block_size) + kTilesAtOnce) * r_.block_size;
+    last_token_ = int(std::min<int64_t>(piece_.last, end));
   }
 
   const DecodeRequest& r_;
   const DecodePiece& piece_;
   const int32_t* const table_;
-  int token_, token_in_head_, block_end_ = 0, head_ = 0;
-  const T *k_block_ = nullptr, *v_block_ = nullptr;
+  int token_, token_in_head_, last_token_ = 0, head_ = 0;
 };
 
 // Fetches the tiles that will follow, a line of each in turn: a core then reads as many DRAM pages at once as there are
 // tiles in the window, which makes scattered blocks almost as fast as one long array. A tile enters the window kWindow
-// tiles before its turn and gets an equal share of its lines per tile, so that it is complete when needed. Lines are
-// spread evenly over the computation, because a burst fills the core's line buffers and stalls it.
+// tiles before its turn (before that of the first, where kTilesAtOnce are computed together) and gets an equal share of
+// its lines per tile, so that it is complete when needed. Lines are spread evenly over the computation, because a burst
+// fills the core's line buffers and stalls it.
 template <class T>
 class TilePrefetcher {
  public:
   static constexpr int kWindow = kFetchedTiles;  // twice as many streams, one for K and one for V
+  static constexpr int kTogether = 4;
 
   // `current` stands at the piece's first tile; `after` is what this thread does next. The first tiles are taken to be
   // under way, because the piece before fetched them. A tile is computed in `num_units` units.
@@ -75,7 +77,7 @@ class TilePrefetcher {
     pairs_per_tile_ = (lines + kWindow - 1) / kWindow * kWindow;
     dot_pairs_ = std::max(1, kWidth * int(sizeof(T)) / 16 / num_units);
     value_pairs_ = std::max(1, kWidth * int(sizeof(T)) / 16 / num_units);
-    for (int i = 0; i <= kWindow; ++i) {
+    for (int i = 0; i < kWindow + kTilesAtOnce; ++i) {
       begin_tile();
       position_ += left_;
     }
@@ -94,6 +96,16 @@ class TilePrefetcher {
     newest.k = reinterpret_cast<uintptr_t>(tile.k) - offset;
     newest.v = reinterpret_cast<uintptr_t>(tile.v) + second_half_;
     newest.v += fetches_far() ? last_line_ + offset : -offset;
+  }
+
+  // For kernels that take up to kTilesAtOnce tiles together: begin_tiles before them, during_tiles some
+  // head_dim / 8 times a tile while they are computed, and end_tiles after them, which fetches what is left.
+  void begin_tiles(int num_tiles) { tiles_left_ = num_tiles; }
+  KERNELS_INLINE void during_tiles() {
+    if (left_ > 0 || next_of_tiles()) fetch_together();
+  }
+  void end_tiles() {
+    while (left_ > 0 || next_of_tiles()) fetch_together();
   }
 
   // To be called once per 2 vectors of 4 keys, and once per 4 vectors of 2 values.
@@ -123,6 +135,26 @@ class TilePrefetcher {
     }
   }
 
+  // As `fetch` does kTogether times, in fewer instructions.
+  KERNELS_INLINE void fetch_together() {
+    static_assert(kWindow % kTogether == 0 || kTilesAtOnce == 1);
+    const Stream* const streams = streams_ + position_ % kWindow;
+    const uintptr_t offset = uintptr_t(position_ / kWindow * 64);
+    for (int i = 0; i < kTogether; ++i) {
+      __builtin_prefetch(reinterpret_cast<const char*>(streams[i].k + offset), 0, 3);
+      __builtin_prefetch(reinterpret_cast<const char*>(streams[i].v + offset), 0, 3);
+    }
+    left_ -= kTogether;
+    position_ += kTogether;
+  }
+
+  __attribute__((noinline)) bool next_of_tiles() {
+    if (tiles_left_ == 0) return false;
+    --tiles_left_;
+    begin_tile();
+    return true;
+  }
+
   struct Stream {
     uintptr_t k = 0, v = 0;  // less the offset at which the tile entered the window; backwards, with it
   };
@@ -130,7 +162,7 @@ class TilePrefetcher {
   const bool is_far_ = !has_large_first_cache();
   TileStream<T> ahead_, after_;
   int pairs_per_tile_, dot_pairs_, value_pairs_;
-  int left_ = 0, oldest_ = 0;
+  int left_ = 0, tiles_left_ = 0, oldest_ = 0;
   uint64_t position_ = 0;
   uintptr_t second_half_ = 0, last_line_;
   Stream streams_[kWindow];

@@ -6,6 +6,7 @@ namespace kernels::KERNELS_ISA_NS {
 constexpr bool kOnlyBf16 = false;
 constexpr int kFetchedTiles = 8;  // lines of so many tiles are fetched in turn, into the first-level cache
 constexpr bool kMayFetchFar = false;
+constexpr int kTilesAtOnce = 1;
 
 }  // namespace kernels::KERNELS_ISA_NS
 
