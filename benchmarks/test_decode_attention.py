@@ -28,7 +28,6 @@ SHAPES = {
     "group-8": (64, 8, 100, 700),
 }
 NUM_CHECKED_SEQS = 2
-LEAST_TILE_HEADS = 5  # on a KV head, as in attention/decode.cpp
 CACHED_BYTES, NUM_SHARING = 3 << 18, 200  # K and V that fit a core's L2 cache, shared by many sequences
 # Largest error over the outputs' standard deviation: float32 sums, then bfloat16 weights and outputs, then fp16 sums
 TOLERANCE = {"ours": 1e-4, "C++": 1e-4, "torch": 0.1, "vllm": 0.1, "llama": 0.2}
@@ -59,14 +58,11 @@ class Contest:
             peer.close()
 
     def others(self, num_threads: int) -> dict[str, Stopwatch]:
-        """Return every contestant but the chosen code path of our kernel, under whatever name."""
-        chosen = {native().isa()}
-        if native().isa() != "amx" or self.shape.num_heads // self.shape.num_kv_heads < LEAST_TILE_HEADS:
-            chosen.add(native().vector_isa())
+        """Return every contestant but the chosen code path of our kernel."""
         contestants = {
             f"ours, {isa}": self.paged.ours_on(isa, num_threads)
             for isa in native().supported_isas()
-            if isa not in chosen
+            if isa not in (native().isa(), native().vector_isa())  # tiles are no path of this kernel
         }
         contestants |= {name: self.paged.compiled(library, num_threads) for name, library in self.libraries.items()}
         contestants |= self.torch.contestants(num_threads)

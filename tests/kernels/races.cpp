@@ -27,7 +27,7 @@ std::vector<bf16> random_bf16(size_t size, unsigned seed) {
 }
 
 std::vector<float> attend(ThreadPool* pool) {
-  const int heads = 12, kv_heads = 2, dim = 64, block = 16, blocks = 80;
+  const int heads = 24, kv_heads = 2, dim = 64, block = 16, blocks = 80;
   const std::vector<bf16> q = random_bf16(2 * heads * dim, 1);
   const std::vector<bf16> k = random_bf16(size_t(blocks) * kv_heads * block * dim, 2);
   const std::vector<bf16> v = random_bf16(k.size(), 3);
