@@ -11,7 +11,6 @@ from harness.calibration.table import (
     AGAIN,
     AT_REST,
     BESIDE_GPU_AND_LINK,
-    LINKS,
     CalibrationTable,
     Company,
     weight_keys,
@@ -48,7 +47,7 @@ class CalibratedCosts:
         """Return seconds of the whole op. Raises MachineError where its lane has no rate for any of its work."""
         kind = lane.kind
         company = frozenset(other for other in BESIDE_GPU_AND_LINK if other is not kind and self.is_busy(other))
-        link_s = work.link_bytes / self.link_bytes_s[kind] if kind in LINKS else 0.0
+        link_s = work.link_bytes / self.link_bytes_s[kind] if kind in self.link_bytes_s else 0.0
         found = self._found(kind, op, work)
         measured = self.table.seconds(lane, op, company, found=found)
         if measured is not None and (more_s := self._crowding_s(lane, op, company)):
@@ -74,7 +73,7 @@ class CalibratedCosts:
         if work == Work():
             return 0.0
         seconds = self.table.estimated_seconds(lane, work, company)
-        if seconds is None and not (lane.kind in LINKS and work.link_bytes):
+        if seconds is None and not (lane.kind in self.link_bytes_s and work.link_bytes):
             raise MachineError(
                 f"{op} on {lane}: the calibration has no measurement of '{op.cost_key}', and no op on that lane with "
                 f"such work ({work}) from which to estimate it"

@@ -131,12 +131,10 @@ class OpCosts:
                 clean.extend(point for point in points if point[0] not in known)
 
     def _seconds(self, ticket: Ticket) -> float:
-        """Return the seconds that an op took; on links, those beyond the link's own time."""
+        """Return the seconds that an op took; on links whose rate is stated, those beyond the link's own time."""
         assert ticket.started_s is not None and ticket.finished_s is not None
-        seconds = ticket.finished_s - ticket.started_s
-        if ticket.lane.kind in LINKS:
-            seconds -= ticket.op.work().link_bytes / self._link_bytes_s[ticket.lane.kind]
-        return seconds
+        seconds, rate = ticket.finished_s - ticket.started_s, self._link_bytes_s.get(ticket.lane.kind)
+        return seconds if rate is None else seconds - ticket.op.work().link_bytes / rate
 
     def _shapes(self) -> Iterator[Shape]:
         """Yield shapes of prefill, of decode and of both, up to what micro-batches and the KV cache can hold."""

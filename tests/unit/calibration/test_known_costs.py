@@ -13,7 +13,7 @@ import pytest
 from harness.calibration import host_times, op_costs, together, undisturbed
 from harness.calibration.measure import measure_all
 from harness.calibration.table import AGAIN, ALONE, AT_REST, BESIDE_GPU, BESIDE_LINK, LINKS, TOGETHER, CalibrationTable
-from harness.machine.base import CPU, D2H, GPU, H2D, LaneKind, Op, Work
+from harness.machine.base import CPU, D2H, GPU, H2D, PIN, LaneKind, Op, Work
 from harness.machine.emulated import EmulatedMachine
 from harness.machine.simulated import SimulatedMachine
 from harness.machine.virtual.contention import MeasuredTogether
@@ -109,6 +109,11 @@ def test_an_op_alone_costs_what_it_costs_beyond_the_links_time(found):
         for features, seconds in points:
             assert seconds == pytest.approx(told_s(key, kind, features), rel=1e-6), (key, features)
     assert kinds == set(LaneKind) and set(LINKS) < kinds
+
+
+def test_a_link_without_a_stated_rate_is_measured_whole():
+    ops = op_costs.OpCosts(None, None, link_bytes_s={}, undisturbed=None, max_tokens=1, max_context=1)
+    assert ops._seconds(SimpleNamespace(started_s=1.0, finished_s=1.5, lane=PIN)) == 0.5
 
 
 def test_experts_are_measured_together_and_apart(found):

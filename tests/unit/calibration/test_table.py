@@ -158,6 +158,15 @@ def test_a_link_takes_its_stated_rate_beside_what_was_measured():
     assert found == pytest.approx([0.4 + 1.0, 0.4 + 0.25, 0.4]), "bytes between GPUs are part of what was measured"
 
 
+def test_a_link_without_a_stated_rate_takes_what_was_measured():
+    """Staging copies on a real machine have none; what nobody has measured of it is then an error."""
+    op = Measured(4.0, link_bytes=5e8)
+    asked = CalibratedCosts(table(samples={ALONE: {"pin: measured": LINE}}), {}, lambda kind: False)
+    assert asked.seconds(PIN, op, op.work()) == pytest.approx(0.4)
+    with pytest.raises(MachineError, match="no measurement of 'measured'"):
+        asked.seconds(H2D, op, op.work())
+
+
 @pytest.mark.parametrize(("busy", "times"), [((), 1), ((LaneKind.H2D,), 2)])
 def test_a_new_kind_of_op_takes_what_its_lane_takes_for_such_work(busy, times):
     """The gpu's ops take 0.01 s a FLOP, twice as much beside a busy link."""
