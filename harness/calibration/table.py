@@ -103,8 +103,8 @@ class CalibrationTable:
 
     @cached_property
     def joint(self) -> dict[Company, dict[str, Plane]]:
-        """The seconds of ops of several launches over their number and over what all of them have together of each
-        feature, by company and by the key of such an op with one launch."""
+        """The seconds of ops of several launches, by company and by the key of such an op with one. They are over the
+        number of launches and over what all of them have together of each feature."""
         return {
             company: {
                 key.removesuffix(TOGETHER): fit_plane(
