@@ -8,14 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
-
 from harness.config import ConfigError, parse
 from harness.hardware.profile import HardwareConfig
 from harness.model.config import ModelConfig
 from harness.model.planned import planned_model
 from harness.model.spec import ModelSpec
+from paper_figures import composing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,12 +29,8 @@ _FOOT_CHARACTERS_AN_INCH = 16
 
 
 def composed(*overrides: str) -> dict[str, Any]:
-    """Compose the configuration as run.py gets it."""
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("config", overrides=["machine=simulated", *overrides])
-    values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
+    """Compose the configuration of the simulated machine, or of another one that is named."""
+    return composing.composed("machine=simulated", *overrides)
 
 
 def hardware_profile(name: str) -> HardwareConfig:

@@ -20,7 +20,7 @@ from harness.machine.build import load_machine
 from harness.machine.cuda import device_found
 from harness.model.planned import planned_model
 from harness.settings import Settings, load_strategy, parse_settings
-from tests import composing
+from paper_figures import composing
 from tests.composing import CONF, GROUPS, composed, names_in
 
 CHOICES = [(group, name) for group in GROUPS for name in names_in(group)]
@@ -101,12 +101,13 @@ def test_every_machine_is_built_as_the_profile_says(name):
         ["dataset.num_requests=7", "experiment=balanced", "seed=3", "hardware.h2d_gb_s=1e-1"],
         ["strategy=flexgen", "strategy.policy.batch_size=3", "dataset.path=null", "machine.poison=true"],
         ["model=deepseek-v2", "model.spec.dense_layers=[]", "hardware=t4x2", "results_dir=/a b/c-d_0"],
+        ["routing=skewed", "strategy=fate", "routing.hit_rates=[[0.85],[0.8]]", "dataset.output_lengths=a_b"],
     ],
 )
-def test_tests_compose_as_hydra_does(overrides):
+def test_figures_and_tests_compose_as_hydra_does(overrides):
     """They have the files from a cache and set values in them."""
-    assert composing._set(*composing.parted(overrides)) is not None, "nothing is left to Hydra"
-    by_hydra = OmegaConf.to_container(composing._by_hydra(tuple(overrides)), resolve=True)
+    assert composing.with_settings(*composing.parted(overrides)) is not None, "nothing is left to Hydra"
+    by_hydra = OmegaConf.to_container(composing.by_hydra(overrides), resolve=True)
     assert composed(*overrides) == composed(*overrides) == by_hydra
 
 
