@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import cache
 from multiprocessing import active_children, get_context, parent_process
 from multiprocessing.connection import wait
 from threading import Thread
@@ -21,31 +22,48 @@ Row = TypeVar("Row")
 def each(row: Callable[[Case], Row], cases: Sequence[Case]) -> Iterator[Row]:
     """Yield `row` of each case, in their order. `row` is a function of a module, and cases can be pickled.
 
-    There are as many processes as this one may use cores; on one core the rows are computed here. What a row raises is
-    raised where its turn comes, and then, as on Ctrl-C, all processes are ended at once. Raises ConfigError where a
-    process was killed.
+    There are as many processes as this one may use cores; on one core the rows are computed here. They stay for the
+    next rows, and keep what they have imported and read. What a row raises is raised where its turn comes, and then, as
+    on Ctrl-C, all processes are ended at once. Raises ConfigError where a process was killed.
     """
-    processes = min(num_cores(), len(cases))
-    if processes < 2:
+    if min(num_cores(), len(cases)) < 2:
         yield from map(row, cases)
         return
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["paper_figures.passes"])
-    others = {child.pid for child in active_children()}
-    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_follow_the_parent)
+    pool = _processes(num_cores())
     done = 0
     try:
-        for found in pool.map(row, cases):
+        for found in pool.executor.map(row, cases):
             done += 1
             yield found
     except BrokenProcessPool:
         told = f"a process was killed while row {done + 1} of {len(cases)} or one behind it was computed; is there"
         raise ConfigError("memory", f"{told} too little? `taskset -c 0` computes one row at a time") from None
     finally:
+        if done < len(cases):
+            pool.end()
+
+
+class _Pool:
+    """The processes of this one that compute rows."""
+
+    def __init__(self, size: int) -> None:
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["paper_figures.passes"])
+        self._others = {child.pid for child in active_children()}
+        self.executor = ProcessPoolExecutor(size, mp_context=context, initializer=_follow_the_parent)
+
+    def end(self) -> None:
+        """End all processes at once, whatever they are at."""
+        _processes.cache_clear()
         for child in active_children():
-            if done < len(cases) and child.pid not in others:
+            if child.pid not in self._others:
                 child.terminate()
-        pool.shutdown(cancel_futures=True)
+        self.executor.shutdown(cancel_futures=True)
+
+
+@cache
+def _processes(size: int) -> _Pool:
+    return _Pool(size)
 
 
 def num_cores() -> int:
