@@ -11,7 +11,7 @@ from harness.memory.tiers import Buffer
 from kernels.dependencies import NativeDependencies, dependencies
 
 _SIFT_READERS_FROM = 16
-_SWEEP_KEYS_FROM = 1024
+_SWEEP_KEYS_FROM = 1 << 14  # more than most models have experts: a key that comes again costs more than one that stays
 _DONE, _CANCELLED = TicketState.DONE, TicketState.CANCELLED
 
 

@@ -41,6 +41,10 @@ class Popularity:
     expert_at: NDArray[np.int64]  # [layers, ranks]
     inverse_rates: NDArray[np.float64] | None  # [layers, ranks]; None: all equal
 
+    def of_layer(self, row: int) -> tuple[NDArray[np.int64], NDArray[np.float64] | None]:
+        """Return the experts of the `row`-th MoE layer by rank, and their inverse rates."""
+        return self.expert_at[row], None if self.inverse_rates is None else self.inverse_rates[row]
+
 
 def popularity(settings: PopularityConfig, model: RoutedModel) -> Popularity:
     """Return the popularity that the settings ask for. Raises ConfigError("distributions") where the file cannot be

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from harness.config import ConfigError, config, load_json, require
 from harness.routing.base import RoutedModel, Routing
-from harness.routing.counters import Stream, derive, fractions, stream
+from harness.routing.counters import Keys, Stream, derive, fractions, stream
+from harness.routing.remembered import remembered
 from harness.routing.sampling import race
 
 RATES_FORMAT, RATES_VERSION = "moe-hit-rates", 1
@@ -141,9 +142,22 @@ class StatedPredictor:
         rates = self._rates.get((distance, layer))
         if rates is None:
             return no_experts(len(request_ids))
-        k = self._k
         right = chosen() if chosen else self._routing.experts(request_ids, positions, layer)  # [tokens, k]
-        keys = stream(self._seed, Stream.PREDICTION, request_ids, positions, layer, distance)
+
+        def draw() -> NDArray[np.int64]:
+            return self._named(
+                right, rates, stream(self._seed, Stream.PREDICTION, request_ids, positions, layer, distance)
+            )
+
+        named = remembered(
+            draw, "stated", self._seed, self._num_experts, rates, right, request_ids, positions, layer, distance
+        )
+        return named, np.tile(rates, (len(right), 1))
+
+    def _named(self, right: NDArray[np.int64], rates: Floats, keys: Keys) -> NDArray[np.int64]:
+        """Return the experts that are named for each token [tokens, k], by the token's key, where the router chooses
+        those that are `right`."""
+        k = self._k
         is_hit = fractions(derive(keys[:, None], np.arange(k))) < rates
         # Among any 2 k experts, k or more are not chosen.
         drawn = race(derive(keys, k), self._num_experts, 2 * k)
@@ -151,7 +165,7 @@ class StatedPredictor:
         for rank in range(k):  # several times faster than one comparison in three dimensions
             is_chosen |= drawn == right[:, rank, None]
         wrong = np.take_along_axis(drawn, np.argsort(is_chosen, axis=1, kind="stable")[:, :k], axis=1)
-        return np.where(is_hit, right, wrong), np.tile(rates, (len(right), 1))
+        return np.where(is_hit, right, wrong)
 
 
 def no_experts(num_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

@@ -16,6 +16,7 @@ from harness.routing.base import RoutedModel, Routing, Synthetic
 from harness.routing.counters import Stream, derive, fractions, stream
 from harness.routing.kinds.skewed import experts_of
 from harness.routing.popularity import Popularity, PopularityConfig, popularity
+from harness.routing.remembered import remembered
 
 
 @config
@@ -56,10 +57,15 @@ class CorrelatedRouting(Synthetic):
         self._keep = settings.keep_token * settings.lookback / (settings.lookback - 1)
 
     def experts(self, request_ids: NDArray[np.int64], positions: NDArray[np.int64], layer: int) -> NDArray[np.int64]:
-        anchors = self._anchor_positions(np.asarray(request_ids), np.asarray(positions))
-        layers = self._anchor_layers(np.asarray(request_ids), anchors, layer)
-        keys = stream(self._seed, Stream.EXPERTS, request_ids, anchors, layers)
-        return experts_of(self._popular, keys, self._index[layer], self._k)
+        def draw() -> NDArray[np.int64]:
+            anchors = self._anchor_positions(np.asarray(request_ids), np.asarray(positions))
+            layers = self._anchor_layers(np.asarray(request_ids), anchors, layer)
+            keys = stream(self._seed, Stream.EXPERTS, request_ids, anchors, layers)
+            return experts_of(self._popular, keys, self._index[layer], self._k)
+
+        follows = self._keep, self._settings.lookback, self._settings.follow_layer, self._layers
+        popular = self._popular.of_layer(self._index[layer])
+        return remembered(draw, "correlated", self._seed, self._k, *follows, *popular, request_ids, positions, layer)
 
     def _anchor_positions(self, request_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return for each token [tokens] the last position up to it that did not keep its predecessor's experts. It may

@@ -9,6 +9,7 @@ from harness.config import config
 from harness.routing.base import RoutedModel, Routing, Synthetic
 from harness.routing.counters import Stream, stream
 from harness.routing.popularity import Popularity, PopularityConfig, popularity
+from harness.routing.remembered import remembered
 from harness.routing.sampling import race
 
 
@@ -32,16 +33,21 @@ class SkewedRouting(Synthetic):
         self._index = {layer: index for index, layer in enumerate(model.moe_layers)}
 
     def experts(self, request_ids: NDArray[np.int64], positions: NDArray[np.int64], layer: int) -> NDArray[np.int64]:
-        keys = stream(self._seed, Stream.EXPERTS, request_ids, positions, layer)
-        return experts_of(self._popular, keys, self._index[layer], self._k)
+        row = self._index[layer]
+
+        def draw() -> NDArray[np.int64]:
+            keys = stream(self._seed, Stream.EXPERTS, request_ids, positions, layer)
+            return experts_of(self._popular, keys, row, self._k)
+
+        popular = self._popular.of_layer(row)
+        return remembered(draw, "skewed", self._seed, self._k, *popular, request_ids, positions, layer)
 
 
 def experts_of(popular: Popularity, keys: NDArray[np.uint64], row: int, k: int) -> NDArray[np.int64]:
     """Run the race for each key [n] in the `row`-th MoE layer, and return the winners [n, k]. Noise belongs to ranks,
     so the same key in another layer gives experts of similar popularity there."""
     assert row >= 0, "a dense layer has no routing"
-    expert_at = popular.expert_at[row]
-    inverse = None if popular.inverse_rates is None else popular.inverse_rates[row]
+    expert_at, inverse = popular.of_layer(row)
     return expert_at[race(keys, len(expert_at), k, inverse)]
 
 
