@@ -39,7 +39,7 @@ def _digest(asked: tuple[object, ...]) -> bytes:
     for each in asked:
         if isinstance(each, np.ndarray):
             digest.update(f"{each.dtype} {each.shape}\0".encode())
-            digest.update(np.ascontiguousarray(each))
+            digest.update(np.ascontiguousarray(each).data)
         else:
             digest.update(f"{each!r}\0".encode())
     return digest.digest()
