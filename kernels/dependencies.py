@@ -13,7 +13,7 @@ from kernels._extension import native
 NativeDependencies = Any  # Dependencies of the extension
 
 
-def dependencies(*, ticket: type, touched: type, done: Any, cancelled: Any, sift_from: int) -> NativeDependencies:
-    """Build the native half of `Hazards`. It is told the classes of tickets and of what is kept by key, two states of
-    tickets, and the length from which a key's readers are sifted."""
-    return native().Dependencies(ticket=ticket, touched=touched, done=done, cancelled=cancelled, sift_from=sift_from)
+def dependencies(*, blank: Any, touched: type, done: Any, cancelled: Any, sift_from: int) -> NativeDependencies:
+    """Build the native half of `Hazards`. It is told a ticket of nothing, which new ones are copies of, the class of
+    what is kept by key, two states of tickets, and the length from which a key's readers are sifted."""
+    return native().Dependencies(blank=blank, touched=touched, done=done, cancelled=cancelled, sift_from=sift_from)

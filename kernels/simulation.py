@@ -45,9 +45,10 @@ def span_log(*, keeps_rows: bool) -> NativeSpanLog:
     return native().SpanLog(keeps_rows=keeps_rows)
 
 
-def virtual_lanes(log: NativeSpanLog, **classes: Any) -> NativeLanes:
-    """Build the native lanes; `classes` says what the loop has to know of the classes of ops and tickets."""
-    return native().VirtualLanes(lane_kinds=LANE_KINDS, log=log, **classes)
+def virtual_lanes(log: NativeSpanLog, **others: Any) -> NativeLanes:
+    """Build the native lanes. `others` says what the loop has to know of the classes of ops and tickets, and what ties
+    an op to earlier ones."""
+    return native().VirtualLanes(lane_kinds=LANE_KINDS, log=log, **others)
 
 
 def in_lane_order(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cache
 
-from harness.machine.base import Ticket, TicketState
+from harness.machine.base import Lane, Op, Ticket, TicketState
 from harness.machine.overlaps import Overlaps, buffer_of
 from harness.memory.tiers import Buffer
 from kernels.dependencies import NativeDependencies, dependencies
@@ -29,7 +29,8 @@ class _Touched:
 
 @cache
 def _native() -> NativeDependencies:
-    return dependencies(ticket=Ticket, touched=_Touched, done=_DONE, cancelled=_CANCELLED, sift_from=_SIFT_READERS_FROM)
+    blank = Ticket(None, None, -1, False)  # type: ignore[arg-type]
+    return dependencies(blank=blank, touched=_Touched, done=_DONE, cancelled=_CANCELLED, sift_from=_SIFT_READERS_FROM)
 
 
 class Hazards:
@@ -46,21 +47,33 @@ class Hazards:
     """
 
     def __init__(self) -> None:
-        self._native = _native()
-        self._keys: dict[Hashable, _Touched] = {}
+        self.native = _native()
+        self.keys: dict[Hashable, _Touched] = {}
         self._by_buffer: dict[Buffer, dict[Hashable, None]] = {}  # its keys, in order
         self._overlaps = Overlaps()
         self._sweep_at = _SWEEP_KEYS_FROM
 
     def register(self, ticket: Ticket, after: Iterable[Ticket] = ()) -> None:
         """Tie `ticket` to everything unfinished that must come first, and record what it touches."""
-        self._native.tie(self, self._keys, ticket, after)
+        self.native.tie(self, self.keys, ticket, after)
+
+    def record(
+        self, lane: Lane, op: Op, number: int, *, urgent: bool, after: Iterable[Ticket], before: Sequence[int]
+    ) -> tuple[Ticket, tuple[int, ...]]:
+        """Return the ticket of an op that counts as over, and the numbers of the ops that come before it.
+
+        These are those that it follows, and of those given as `before` all that are not below 0.
+        """
+        found: tuple[Ticket, tuple[int, ...]] = self.native.record(
+            self, self.keys, op, lane, number, urgent, after, before
+        )
+        return found
 
     def forget(self) -> None:
         """Let go of all tickets: nothing that was registered matters any more."""
-        for touched in self._keys.values():
+        for touched in self.keys.values():
             touched.overlapping.clear()  # they refer to each other
-        self._keys.clear()
+        self.keys.clear()
         self._by_buffer.clear()
         self._overlaps = Overlaps()
 
@@ -76,11 +89,11 @@ class Hazards:
 
     def _add_key(self, key: Hashable) -> _Touched:
         """Add a key, and drop keys that nobody will name again, which must not stay for ever."""
-        if len(self._keys) >= self._sweep_at:
-            for old in [k for k, t in self._keys.items() if not self._matters(t)]:
+        if len(self.keys) >= self._sweep_at:
+            for old in [k for k, t in self.keys.items() if not self._matters(t)]:
                 self._drop(old)
-            self._sweep_at = max(_SWEEP_KEYS_FROM, 2 * len(self._keys))
-        touched = self._keys[key] = _Touched()
+            self._sweep_at = max(_SWEEP_KEYS_FROM, 2 * len(self.keys))
+        touched = self.keys[key] = _Touched()
         if (buffer := buffer_of(key)) is not None:
             self._add_memory(key, buffer, touched)
         return touched
@@ -96,14 +109,14 @@ class Hazards:
         if not others:
             return
         for old in [k for other in others for k in self._by_buffer[other]]:
-            if self._matters(self._keys[old]):
-                touched.overlapping.append(self._keys[old])
-                self._keys[old].overlapping.append(touched)
+            if self._matters(self.keys[old]):
+                touched.overlapping.append(self.keys[old])
+                self.keys[old].overlapping.append(touched)
             else:
                 self._drop(old)
 
     def _drop(self, key: Hashable) -> None:
-        touched = self._keys.pop(key)
+        touched = self.keys.pop(key)
         for other in touched.overlapping:
             other.overlapping.remove(touched)
         if (buffer := buffer_of(key)) is not None:

@@ -61,18 +61,10 @@ class RecordingMachine(Machine):
         if self.world is not None:
             op.foresee(self.world)
         self._go_on()
-        ticket = Ticket(op, lane, len(self._ops), urgent)
-        self._hazards.register(ticket, after)  # which forgets nothing, as no ticket is ever settled
-        before = set(self._thread)
-        for earlier in ticket.waits_for:
-            before.add(earlier.number)
-            earlier.dependents = None
-        ticket.waits_for = ()  # tickets that refer to each other would have to be searched for to be gone
         queue = (lane.kind, lane.rank, urgent)  # a lane's own hash takes longer
-        if (last := self._last.get(queue)) is not None:
-            before.add(last)
+        first = (*self._thread, self._last.get(queue, -1))
+        ticket, before = self._hazards.record(lane, op, len(self._ops), urgent=urgent, after=after, before=first)
         self._last[queue] = self._add(op, lane, urgent, before)
-        ticket.done = True
         return ticket
 
     def wait(self, ticket: Ticket) -> Any:
@@ -125,12 +117,12 @@ class RecordingMachine(Machine):
 
     def _go_on(self) -> None:
         if self._awaited:
-            self._thread = (self._add(None, None, False, {*self._awaited, *self._thread}),)
+            self._thread = (self._add(None, None, False, tuple(sorted({*self._awaited, *self._thread}))),)
             self._awaited.clear()
 
-    def _add(self, op: Op | None, lane: Lane | None, urgent: bool, before: set[int]) -> int:
+    def _add(self, op: Op | None, lane: Lane | None, urgent: bool, before: tuple[int, ...]) -> int:
         self._ops.append(op)
         self._lanes.append(lane)
         self._urgent.append(urgent)
-        self._before.append(tuple(sorted(before)))
+        self._before.append(before)
         return len(self._ops) - 1

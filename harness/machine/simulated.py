@@ -35,7 +35,6 @@ from harness.model.spec import ModelSpec
 from kernels.simulation import virtual_lanes
 
 _MAX_IDLE_POLLS = 10_000
-_MAX_ALIASES = 256  # equal lanes that are different objects, remembered by identity
 
 
 class HostTimes(Protocol):
@@ -92,6 +91,7 @@ class SimulatedMachine(Machine):
         assert (host_bytes_s is None) != (contention is None), "lanes share memory in one way"
         self.tiers = make_tiers(capacities_bytes)
         self.spans = log = SpanLog(keeps_rows=keep_spans == "all")
+        self._hazards, self._lane_names = Hazards(), list[Lane]()  # lanes by id
         self._lanes = virtual_lanes(
             log.native,
             ticket_type=Ticket,
@@ -99,15 +99,14 @@ class SimulatedMachine(Machine):
             done=TicketState.DONE,
             cancelled=TicketState.CANCELLED,
             imagine=Op.imagine,
+            foresee=Op.foresee,
             machine_error=MachineError,
+            dependencies=self._hazards.native,
+            hazards=self._hazards,
+            keys=self._hazards.keys,
+            lanes=self._lane_names,
         )
         self._submit = self._lanes.submit
-        self._hazards = Hazards()
-        self._lane_names: list[Lane] = []  # by id
-        self._id_of: dict[Lane, int] = {}
-        self._id_by_identity: dict[int, int] = {}
-        self._aliases: list[Lane] = []  # keeps what is known by its identity alive
-        self._num_submitted = 0
         self._num_idle_polls = 0
         self._pass_s = self._sequence_s = 0.0
         self._measured: MeasuredCosts | None = None
@@ -119,7 +118,7 @@ class SimulatedMachine(Machine):
     def calibrate(self, costs: MeasuredCosts, together: Mapping[str, Mapping[str, float]], host: HostTimes) -> None:
         """Take measured costs, slow-downs of lanes together ("cpu+gpu": {"gpu": 1.1}) and host times instead of the
         profile's; before the first op."""
-        assert not self._num_submitted, "ops have run already"
+        assert not self._lanes.num_submitted, "ops have run already"
         self._measured = costs
         self._take(costs, MeasuredTogether.of_slowdowns(together))
         self._lanes.host_times(host.submit_s, host.wake_s, host.handover_s, host.handover_beside_s)
@@ -174,16 +173,8 @@ class SimulatedMachine(Machine):
         self._world = self._lanes.world = world
 
     def submit(self, lane: Lane, op: Op, *, after: Iterable[Ticket] = (), urgent: bool = False) -> Ticket:
-        lane_id = self._id_by_identity.get(id(lane))
-        if lane_id is None:
-            lane_id = self._find(lane)
-        if self._world is not None:
-            op.foresee(self._world)
-        ticket = Ticket(op, lane, self._num_submitted, urgent)
-        self._num_submitted += 1
         self._num_idle_polls = 0
-        self._hazards.register(ticket, after)
-        self._submit(lane_id, ticket)
+        ticket: Ticket = self._submit(lane, op, after, urgent)
         return ticket
 
     def wait(self, ticket: Ticket) -> Any:
@@ -236,17 +227,6 @@ class SimulatedMachine(Machine):
         if not went_on:
             lanes = ((self._lane_names[lane], waiting, running) for lane, waiting, running in self._lanes.pending())
             raise MachineError(f"deadlock: nothing runs and no op is ready.\n{dump(lanes)}")
-
-    def _find(self, lane: Lane) -> int:
-        """Find a lane's number by identity where possible: hashing a lane costs a tenth of a submission."""
-        found = self._id_of.get(lane)
-        if found is None:
-            found = self._id_of[lane] = self._lanes.add_lane(lane.kind, lane.rank)
-            self._lane_names.append(lane)
-        if len(self._aliases) < _MAX_ALIASES:
-            self._aliases.append(lane)
-            self._id_by_identity[id(lane)] = found
-        return found
 
 
 @config

@@ -62,12 +62,15 @@ py::tuple lane_order(std::vector<int32_t> lane, std::vector<bool> urgent, std::v
 }
 
 std::unique_ptr<VirtualLanes> make_lanes(py::object ticket_type, py::object running, py::object done,
-                                         py::object cancelled, py::object imagine, py::object machine_error,
-                                         std::vector<std::string> lane_kinds, std::shared_ptr<SpanLog> log) {
+                                         py::object cancelled, py::object imagine, py::object foresee,
+                                         py::object machine_error, std::vector<std::string> lane_kinds,
+                                         std::shared_ptr<SpanLog> log,
+                                         std::shared_ptr<kernels::ties::Dependencies> dependencies,
+                                         py::object hazards, py::dict keys, py::list lanes) {
   return std::make_unique<VirtualLanes>(
       Classes{std::move(ticket_type), std::move(running), std::move(done), std::move(cancelled), std::move(imagine),
-              std::move(machine_error), std::move(lane_kinds)},
-      std::move(log));
+              std::move(foresee), std::move(machine_error), std::move(lane_kinds)},
+      std::move(log), std::move(dependencies), std::move(hazards), std::move(keys), std::move(lanes));
 }
 
 void collect_garbage_in(PyHeapTypeObject* heap_type) {
@@ -102,14 +105,15 @@ void bind_simulation(py::module_& m) {
       .def("clear", &SpanLog::clear);
   py::class_<VirtualLanes>(m, "VirtualLanes", py::custom_type_setup(collect_garbage_in))
       .def(py::init(&make_lanes), py::kw_only(), py::arg("ticket_type"), py::arg("running"), py::arg("done"),
-           py::arg("cancelled"), py::arg("imagine"), py::arg("machine_error"), py::arg("lane_kinds"), py::arg("log"))
+           py::arg("cancelled"), py::arg("imagine"), py::arg("foresee"), py::arg("machine_error"),
+           py::arg("lane_kinds"), py::arg("log"), py::arg("dependencies"), py::arg("hazards"), py::arg("keys"),
+           py::arg("lanes"))
       .def("share", &VirtualLanes::share)
       .def("cost_rates", &VirtualLanes::cost_rates, py::arg("rates"), py::arg("of_ops") = VirtualLanes::RatesOfOps())
       .def("cost_function", &VirtualLanes::cost_function)
       .def("host_times", &VirtualLanes::host_times)
       .def("turns", &VirtualLanes::turns)
       .def("strategy_left_s", &VirtualLanes::strategy_left_s)
-      .def("add_lane", &VirtualLanes::add_lane)
       .def("submit", &VirtualLanes::submit)
       .def("withdraw", &VirtualLanes::withdraw)
       .def("wait_any", &VirtualLanes::wait_any)

@@ -12,8 +12,13 @@ double Rates::seconds(const Work& work) const {
                                std::max(work.host_bytes / host_bytes_s, work.link_bytes / link_bytes_s));
 }
 
-VirtualLanes::VirtualLanes(Classes classes, std::shared_ptr<SpanLog> log)
-    : classes_(std::move(classes)), fields_(classes_.ticket_type), log_(std::move(log)), loop_(*this, *log_) {
+VirtualLanes::VirtualLanes(Classes classes, std::shared_ptr<SpanLog> log,
+                           std::shared_ptr<ties::Dependencies> dependencies, py::object hazards, py::dict keys,
+                           py::list lanes)
+    : classes_(std::move(classes)), fields_(classes_.ticket_type), log_(std::move(log)), loop_(*this, *log_),
+      imagine_("imagine", classes_.imagine), foresee_("foresee", classes_.foresee),
+      dependencies_(std::move(dependencies)), hazards_(std::move(hazards)), keys_(std::move(keys)),
+      lanes_(std::move(lanes)) {
   if (classes_.lane_kinds.size() > kMaxKinds) throw py::value_error("more kinds of lanes than expected");
 }
 
@@ -25,26 +30,39 @@ void VirtualLanes::host_times(double submit_s, double wake_s, double handover_s,
   loop_.set_handover_s(handover_s, handover_beside_s);
 }
 
-int VirtualLanes::add_lane(const std::string& kind, int rank) {
+int VirtualLanes::add_lane(py::handle lane) {
+  const auto kind = py::cast<std::string>(lane.attr("kind"));
   const auto& kinds = classes_.lane_kinds;
   const auto found = std::find(kinds.begin(), kinds.end(), kind);
   if (found == kinds.end()) throw py::value_error("no kind of lane: " + kind);
   if (!seconds_ && !rates_.count(kind)) throw py::value_error("no costs are known for lanes of kind " + kind);
+  lanes_.append(lane);
   lane_kinds_.push_back(kind);
   known_.emplace_back();
-  const int id = loop_.add_lane(kind, static_cast<int>(found - kinds.begin()), rank);
+  const int id = loop_.add_lane(kind, static_cast<int>(found - kinds.begin()), py::cast<int>(lane.attr("rank")));
   if (const auto turn = turns_s_.find(kind); turn != turns_s_.end()) loop_.set_turn_s(id, turn->second);
   return id;
 }
 
 // -- the strategy's side ---------------------------------------------------------------------------------------------
 
-void VirtualLanes::submit(int lane, py::handle ticket) {
+py::object VirtualLanes::submit(py::handle lane, py::handle op, py::handle after, bool urgent) {
+  static PyObject* const foresee = interned("foresee");
+  const int id = ids_.of(lane.ptr(), [this](py::handle added) { return add_lane(added); });
+  if (!world.is_none() && foresee_.has(op.ptr())) {
+    PyObject* const done = PyObject_CallMethodOneArg(op.ptr(), foresee, world.ptr());
+    if (!done) throw py::error_already_set();
+    Py_DECREF(done);
+  }
+  py::object ticket = dependencies_->ticket_of(op, lane, num_submitted_, urgent);
+  dependencies_->tie(hazards_, keys_, ticket, after);
+  enqueue(id, ticket, urgent);
+  return ticket;
+}
+
+void VirtualLanes::enqueue(int lane, const py::object& ticket, bool urgent) {
   static PyObject *const packets = interned("packets"), *const pieces = interned("pieces");
   PyObject* const object = ticket.ptr();
-  if (!is_ticket(object)) throw py::type_error("submit: needs a Ticket");
-  const int urgent = PyObject_IsTrue(fields_.urgent.get(object));
-  if (urgent < 0) throw py::error_already_set();
   Task task;
   task.ticket = object;
   task.number = whole(fields_.number.get(object));
@@ -289,24 +307,12 @@ uint16_t VirtualLanes::kind_code(PyObject* op) {
   return static_cast<uint16_t>(code);
 }
 
-// Most ops bring nothing to the host and are not asked.
-bool VirtualLanes::has_value(PyObject* op) {
-  static PyObject* const name = interned("imagine");
-  PyTypeObject* const type = Py_TYPE(op);
-  const auto known = has_value_.find(type);
-  if (known != has_value_.end()) return known->second;
-  auto* const object = reinterpret_cast<PyObject*>(type);
-  const bool overrides = !attribute(object, name).is(classes_.imagine);
-  Py_INCREF(object);
-  return has_value_[type] = overrides;
-}
-
 void VirtualLanes::end(Task& task) {
   static PyObject* const name = interned("imagine");
   const py::object ticket = borrowed(static_cast<PyObject*>(task.ticket));
   PyObject* const object = ticket.ptr();
   PyObject* const op = fields_.op.get(object);
-  if (has_value(op)) {
+  if (imagine_.has(op)) {
     PyObject* const value = PyObject_CallMethodOneArg(op, name, world.ptr());
     if (!value) {
       py::error_already_set error;
@@ -359,6 +365,8 @@ void VirtualLanes::fail(const Task& task, py::error_already_set& error) {
 int VirtualLanes::traverse(visitproc visit, void* arg) const {
   Py_VISIT(world.ptr());
   Py_VISIT(seconds_.ptr());
+  Py_VISIT(hazards_.ptr());
+  Py_VISIT(keys_.ptr());
   for (const Task& task : tasks_) Py_VISIT(static_cast<PyObject*>(task.ticket));
   return 0;
 }
@@ -366,14 +374,17 @@ int VirtualLanes::traverse(visitproc visit, void* arg) const {
 void VirtualLanes::clear() {
   seconds_ = py::object();
   world = py::none();
+  hazards_ = py::none();
+  keys_ = py::dict();
   failure_ = "the machine is gone";
   for (Task& task : tasks_) {
     auto* const ticket = static_cast<PyObject*>(task.ticket);
     task.ticket = nullptr;
     Py_XDECREF(ticket);
   }
-  for (const auto& entry : has_value_) Py_DECREF(reinterpret_cast<PyObject*>(entry.first));
-  has_value_.clear();
+  imagine_.clear();
+  foresee_.clear();
+  ids_.clear();
 }
 
 }  // namespace kernels::simulation

@@ -13,7 +13,9 @@
 #include <utility>
 #include <vector>
 
+#include "../core/dependencies.h"
 #include "event_loop.h"
+#include "lookups.h"
 #include "span_log.h"
 #include "ticket_fields.h"
 
@@ -22,7 +24,7 @@ namespace kernels::simulation {
 // The border between C++ and Python has to know these of Python's classes.
 struct Classes {
   py::object ticket_type, running, done, cancelled;  // states
-  py::object imagine;                                // of an op without a value
+  py::object imagine, foresee;                       // of an op without a value, and of one that asks for nothing
   py::object machine_error;
   std::vector<std::string> lane_kinds;
 };
@@ -36,7 +38,9 @@ struct Rates {
 
 class VirtualLanes : private EventLoop::Ops {
  public:
-  VirtualLanes(Classes classes, std::shared_ptr<SpanLog> log);
+  // `hazards` is Python's, `keys` what it knows by key. Lanes are put into the list `lanes` in the order of their ids.
+  VirtualLanes(Classes classes, std::shared_ptr<SpanLog> log, std::shared_ptr<ties::Dependencies> dependencies,
+               py::object hazards, py::dict keys, py::list lanes);
   ~VirtualLanes() override;
 
   // Before the first op: how lanes share, and what ops cost: rates by kind of lane, with others for some kinds of op
@@ -53,8 +57,8 @@ class VirtualLanes : private EventLoop::Ops {
   // Sets by kind of lane what it takes from one op to the next; before any lane is added.
   void turns(const std::map<std::string, double>& turns_s) { turns_s_ = turns_s; }
 
-  int add_lane(const std::string& kind, int rank);
-  void submit(int lane, py::handle ticket);
+  // Lets the op foresee what its work depends on, ties it to earlier ones, and returns its ticket, queued.
+  py::object submit(py::handle lane, py::handle op, py::handle after, bool urgent);
   void withdraw(py::handle ticket);
   // Until any of them, or all there are, have settled; the strategy is woken. False: nothing runs and no op is ready.
   bool wait_any(const py::list& tickets);
@@ -85,6 +89,8 @@ class VirtualLanes : private EventLoop::Ops {
   void begin_piece(Task& task) override;
   void end(Task& task) override;
 
+  void enqueue(int lane, const py::object& ticket, bool urgent);
+  int add_lane(py::handle lane);
   // Fills in the cost of the piece that begins; `work` is that of the op.
   void set_cost(Task& task, PyObject* op, const py::object& work);
   const Rates& rates_of(const Task& task);
@@ -94,7 +100,6 @@ class VirtualLanes : private EventLoop::Ops {
   double seconds_of(const Task& task, PyObject* op, const py::object& work);
   double seconds_of_launches(const Task& task, PyObject* op);
   uint16_t kind_code(PyObject* op);
-  bool has_value(PyObject* op);
   bool step(double until_s = kNever);
   void wake();
   [[noreturn]] void fail(const Task& task, py::error_already_set& error);
@@ -116,7 +121,12 @@ class VirtualLanes : private EventLoop::Ops {
   std::vector<size_t> free_;
   py::list kinds_;
   py::dict kind_codes_;
-  std::unordered_map<PyTypeObject*, bool> has_value_;  // by type of op, which is kept alive
+  OwnMethods imagine_, foresee_;  // most ops bring nothing to the host and foresee nothing, and are not asked
+  const std::shared_ptr<ties::Dependencies> dependencies_;
+  py::object hazards_;
+  py::dict keys_;
+  py::list lanes_;
+  LaneIds ids_;
   std::string failure_;
 };
 

@@ -180,7 +180,7 @@ def test_readers_of_a_key_that_is_never_written_are_forgotten():
         board.finish(ticket, 0.0)
     last = board.submit(GPU, Touch(writes=("resident",)), (), urgent=False)
     assert last.ready
-    assert sum(len(touched.readers) for touched in board._hazards._keys.values()) == 0
+    assert sum(len(touched.readers) for touched in board._hazards.keys.values()) == 0
 
 
 @pytest.mark.parametrize("num_pending", [10, 200])
