@@ -46,7 +46,7 @@ from harness.memory.weights import WeightStream
 _LAYERS_BESIDE_LINK = 3
 _FEED_EVERY_S = 2e-3
 _SHORT_TOKENS = 64  # a micro-batch of no more has short ops, which scatter
-_SHORT_DRAWS = 3
+_SHORT_DRAWS = 2  # of its ops at rest and in company: a wait for a core counts for much in one
 _AT_ONCE = 8  # submissions between two looks at whether an op has run
 
 
@@ -77,8 +77,7 @@ class OpCosts:
         for repeat in range(repeats):
             log(f"ops alone and in company: {repeat + 1} of {repeats}")
             for shape in self._shapes():
-                for _ in range(_draws(shape)):
-                    self._in_all_companies(shape)
+                self._in_all_companies(shape)
             for shape, lane, company in product(self._short_shapes(), (CPU, GPU), (ALONE, BESIDE_LINK)):
                 measure = partial(self._beside_short_ones, shape, lane, company)
                 name = f"ops beside short ones on {lane}, {_beside(company)}{shape}"
@@ -92,15 +91,16 @@ class OpCosts:
     def _in_all_companies(self, shape: Shape) -> None:
         """Measure the ops of a micro-batch alone, over weights at rest, and beside busy lanes."""
         self._keep(ALONE, self._undisturbed(f"ops alone, {shape}", partial(self._serial, shape)))
-        for company in (ALONE, BESIDE_LINK):
-            name = f"ops with weights at rest, {_beside(company)}{shape}"
-            tickets = self._undisturbed(name, partial(self._at_rest, shape, company))
-            self._keep(company, tickets, at_rest=True)
         tickets = self._undisturbed(f"gpu ops beside the link, {shape}", partial(self._overlapped, shape))
         self._keep(BESIDE_LINK, [t for t in tickets if t.lane == GPU])
-        for company in (BESIDE_LINK, BESIDE_GPU, BESIDE_GPU_AND_LINK):
-            name = f"ops beside {'+'.join(sorted(company))}, {shape}"
-            self._keep(company, self._undisturbed(name, partial(self._host_side, shape, company)))
+        for _ in range(_SHORT_DRAWS if shape.num_tokens <= _SHORT_TOKENS else 1):
+            for company in (ALONE, BESIDE_LINK):
+                name = f"ops with weights at rest, {_beside(company)}{shape}"
+                tickets = self._undisturbed(name, partial(self._at_rest, shape, company))
+                self._keep(company, tickets, at_rest=True)
+            for company in (BESIDE_LINK, BESIDE_GPU, BESIDE_GPU_AND_LINK):
+                name = f"ops beside {'+'.join(sorted(company))}, {shape}"
+                self._keep(company, self._undisturbed(name, partial(self._host_side, shape, company)))
 
     def _keep(self, company: Company, tickets: list[Ticket], *, at_rest: bool = False) -> None:
         """Add the ops of one chain to the samples, as the mean over ops whose features agree to two digits. What stayed
@@ -356,11 +356,6 @@ class Recording(Emitter):
         ticket = super().load(stream, index, part_name)
         self.tickets.append(ticket)
         return ticket
-
-
-def _draws(shape: Shape) -> int:
-    """Return how often a micro-batch is measured in turn: in its short ops, waits for a core count for much."""
-    return _SHORT_DRAWS if shape.num_tokens <= _SHORT_TOKENS else 1
 
 
 def _beside(company: Company) -> str:
