@@ -16,7 +16,7 @@ from harness.cli.overrides import CONF
 
 GROUPS = ("strategy", "model", "dataset", "machine", "hardware", "routing", "experiment")
 _CHOICE = re.compile(rf"({'|'.join(GROUPS)})=[\w-]+")  # of a file, which Hydra composes
-_SETTING = re.compile(r"[\w.]+=[\w.+,:/ \[\]-]*")  # of a plain value, which comes after all files
+_SETTING = re.compile(r"(?!hydra\.)[\w.]+=[\w.+,:/ \[\]-]*")  # of a plain value, which comes after all files
 
 
 def composed(*overrides: str) -> dict[str, Any]:
