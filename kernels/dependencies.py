@@ -1,7 +1,7 @@
 """Tie new ops to earlier ones in C++, because a simulated run has millions of them. Torch-free.
 
-What is tied to what is said where it is used, in `harness/machine/hazards.py`; the C++ is in `csrc/bindings`. This
-module only translates arguments.
+What is tied to what is said where it is used, in `harness/machine/hazards.py`; the C++ is in
+`csrc/core/dependencies.h`. This module only translates arguments.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Hazards:
 
     A ticket carries the number of the submission that looked at it last (`stamp`): so a ticket that is met under
     several keys counts once, without a set for every op. What every submission does is written in C++
-    (`kernels/csrc/bindings/dependencies.cpp`); it calls `_add_key`, `_sift` and `_unsettled` for what few need.
+    (`kernels/csrc/core/dependencies.h`); it calls `_add_key`, `_sift` and `_unsettled` for what few need.
     """
 
     def __init__(self) -> None:
