@@ -60,17 +60,22 @@ def test_absorbed_equals_decompressed(isa, lengths, num_heads, dims, block_size,
     assert float((values - expected).abs().max()) < 1e-5
 
 
-def test_long_context_is_split_over_threads(isa):
-    cache, tables, context_lens = latent_cache([1500, 2], 80, 16, torch.bfloat16, 3)
-    q, scale = torch.randn(2, 16, 80), 0.1
-    outs = [torch.empty(2, 16, 64) for _ in range(2)]
+@pytest.mark.parametrize("num_heads", [4, 9, 16, 17, 40])
+@pytest.mark.parametrize("dims", [(64, 16), (64, 32), (512, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_context_is_split_over_threads(isa, dtype, dims, num_heads):
+    """Tiles take the queries of bfloat16, of more than 8 heads, whose rows are a multiple of 32 long."""
+    latent_dim, row_dim = dims[0], sum(dims)
+    cache, tables, context_lens = latent_cache([1500, 2], row_dim, 16, torch.bfloat16, 3)
+    q, scale = torch.randn(2, num_heads, row_dim).to(dtype), row_dim**-0.5
+    outs = [torch.empty(2, num_heads, latent_dim) for _ in range(2)]
     for out, num_threads in zip(outs, (1, 3), strict=True):
         kernels.latent_attention(q, cache, tables, context_lens, out, scale=scale, num_threads=num_threads)
     assert torch.allclose(*outs, atol=2e-6, rtol=0)
-    values = cache[..., :64].unsqueeze(1)
-    padded = torch.cat([values, torch.zeros_like(values[..., :16])], dim=-1)
+    values = cache[..., :latent_dim].unsqueeze(1)
+    padded = torch.cat([values, torch.zeros_like(cache[..., latent_dim:]).unsqueeze(1)], dim=-1)
     expected = reference.decode_attention(q, cache.unsqueeze(1), padded, tables, context_lens, scale=scale)
-    assert float((outs[0].double() - expected[..., :64]).abs().max()) < 4e-6
+    assert float((outs[0].double() - expected[..., :latent_dim]).abs().max()) < 4e-6
 
 
 @pytest.mark.parametrize(
