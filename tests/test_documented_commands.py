@@ -49,7 +49,7 @@ NOT_RUN = {  # the command begins so -> why it is only parsed
     "python run.py machine=cuda": "it needs a GPU",
     "python run.py machine=simulated hardware=local": "it needs a calibration of this computer",
     "python run.py dataset=gsm8k dataset.use_hub=true": "it needs the network",
-    "python -m harness.hardware.calibrate": "it measures for a minute or two",
+    "python -m harness.hardware.calibrate": "it measures for some two minutes",
     "python -m harness.training": "it trains for minutes",
     "python -m harness.llapor": "it trains for minutes",
     "python run.py machine=simulated hardware=a40 routing.hit_rates_path": "it needs what that training measured",

@@ -66,11 +66,11 @@ def table_path(settings: Settings, spec: ModelSpec) -> Path:
 
 
 def local_table(settings: Settings, spec: ModelSpec, log: Log = print) -> CalibrationTable:
-    """Return the table from the cache, or measure it now. That takes a minute or two, while nothing else should run."""
+    """Return the table from the cache, or measure it now. It takes two minutes, while nothing else should run."""
     path = table_path(settings, spec)
     if not _is_readable(path):
-        make_writable(path.parent)  # before a minute of work
-        log("calibrating this computer, a minute or two; it should do nothing else meanwhile")
+        make_writable(path.parent)  # before minutes of work
+        log("calibrating this computer, some two minutes; it should do nothing else meanwhile")
         measure(settings, log).write(path)
     return CalibrationTable.read(path)
 

@@ -105,16 +105,13 @@ class CalibrationTable:
     def joint(self) -> dict[Company, dict[str, Plane]]:
         """The seconds of ops of several launches, by company and by the key of such an op with one. They are over the
         number of launches and over what all of them have together of each feature."""
-        return {
-            company: {
-                key.removesuffix(TOGETHER): fit_plane(
-                    {_of_all(at, n): seconds for (*at, n), seconds in typical_by_features(points).items()}
-                )
-                for key, points in by_key.items()
-                if key.endswith(TOGETHER)
-            }
-            for company, by_key in self.samples.items()
-        }
+        found: dict[Company, dict[str, Plane]] = defaultdict(dict)
+        for company, by_key in self.samples.items():
+            for key in [key for key in by_key if key.endswith(TOGETHER)]:
+                points = {_of_all(at, n): s for (*at, n), s in typical_by_features(by_key[key]).items()}
+                if len(points) > len(next(iter(points))):  # as many as a plane has numbers; fewer could lie on any
+                    found[company][key.removesuffix(TOGETHER)] = fit_plane(points)
+        return found
 
     @cached_property
     def crowding_s(self) -> dict[Company, dict[tuple[str, bool], float]]:

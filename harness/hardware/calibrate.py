@@ -1,6 +1,6 @@
 """Measure this computer for `hardware=local`: `python -m harness.hardware.calibrate [overrides of run.py]`.
 
-It takes a minute or two, in which nothing else should run; measurements during which others had the cores are repeated,
+It takes two minutes, in which nothing else should run; measurements during which others had the cores are repeated,
 and named where that did not help.
 """
 
@@ -110,7 +110,7 @@ def _calibrate(given: Namespace) -> int:
     console = Console(stderr=True)
     settings = parse_settings(composed_values(given.overrides))
     path = given.out or table_path(settings, planned_model(settings.model).spec)
-    make_writable(path.parent, "--out" if given.out else CACHE_VARIABLE)  # before a minute of work
+    make_writable(path.parent, "--out" if given.out else CACHE_VARIABLE)  # before minutes of work
     table = measure(settings, log=lambda text: console.print(text, highlight=False, style="dim"))
     table.write(path)
     Console().print(report(table))

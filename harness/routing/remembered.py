@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _REMEMBERED_BYTES = 1 << 26
+_BESIDE_BYTES = 400  # of a draw: its key, its place and its array's head
 
 _drawn: OrderedDict[bytes, NDArray[np.integer]] = OrderedDict()  # by all that decides it, the oldest use first
 _drawn_bytes = 0
@@ -18,16 +19,16 @@ _drawn_bytes = 0
 def remembered(draw: Callable[[], NDArray[np.int64]], *asked: object) -> NDArray[np.int64]:
     """Return what `draw` returns, which `asked` decides: arrays, and what `repr` tells whole. No number may be below 0.
 
-    At most 64 MB are kept. The array returned is the caller's own.
+    At most some 64 MB are kept, for one thread. The array returned is the caller's own.
     """
     global _drawn_bytes
     key = _digest(asked)
     if (found := _drawn.get(key)) is None:
         found = draw()
         found = _drawn[key] = found.astype(np.min_scalar_type(found.max(initial=0)))
-        _drawn_bytes += found.nbytes
+        _drawn_bytes += found.nbytes + _BESIDE_BYTES
         while _drawn_bytes > _REMEMBERED_BYTES:
-            _drawn_bytes -= _drawn.popitem(last=False)[1].nbytes
+            _drawn_bytes -= _drawn.popitem(last=False)[1].nbytes + _BESIDE_BYTES
     else:
         _drawn.move_to_end(key)
     return found.astype(np.int64)

@@ -1,5 +1,5 @@
-// The quick test of a call's tensors: kernels/_tensors.py says what it accepts. It runs no Python code, which could
-// change a tensor while it is read.
+// The quick test of a call's tensors: kernels/_tensors.py says what it accepts. Only where a mode of torch is active, the
+// methods it calls run Python code.
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -83,6 +83,17 @@ py::object call(const py::object& method, PyObject* self) {
   return py::reinterpret_steal<py::object>(result);
 }
 
+// A new tuple; null, with an error set, where memory is short.
+PyObject* numbers_of(const int64_t* numbers, Py_ssize_t count) {
+  PyObject* const tuple = PyTuple_New(count);
+  for (Py_ssize_t i = 0; tuple && i < count; ++i) {
+    PyObject* const number = PyLong_FromLongLong(numbers[i]);
+    if (!number) return Py_DECREF(tuple), nullptr;
+    PyTuple_SET_ITEM(tuple, i, number);
+  }
+  return tuple;
+}
+
 // What a call's tensor must be.
 struct Expected {
   std::string dims;  // a letter each, of a size; upper case: not 0
@@ -104,6 +115,7 @@ bool overlap(const Found& a, const Found& b) { return a.start < b.end && b.start
 
 // Whether the rows of one lie between those of the other: tensors of one shape and type that overlap otherwise.
 bool alternate(const Found& a, const Found& b) {
+  if (a.stride_bytes <= 0) return false;
   const int64_t distance = int64_t(a.start - b.start) % a.stride_bytes;
   const int64_t offset = distance < 0 ? distance + a.stride_bytes : distance;
   return a.stride == b.stride && a.row_bytes <= offset && offset <= a.stride_bytes - a.row_bytes;
@@ -131,7 +143,7 @@ class Quick {
     for (size_t i = 0; is_well && i < expected_.size(); ++i)
       is_well = (tensors[i] == Py_None && expected_[i].optional) || read(tensors[i], i, found, sizes);
     if (!is_well || !disjoint(found)) Py_RETURN_NONE;
-    return Py_BuildValue("NN", tuple_of(sizes), places(found));
+    return Py_BuildValue("NN", numbers_of(sizes, Py_ssize_t(letters_.size())), places(found));
   }
 
  private:
@@ -195,12 +207,6 @@ class Quick {
     return true;
   }
 
-  PyObject* tuple_of(const int64_t* sizes) const {
-    PyObject* const tuple = PyTuple_New(Py_ssize_t(letters_.size()));
-    for (size_t i = 0; i < letters_.size(); ++i) PyTuple_SET_ITEM(tuple, i, PyLong_FromLongLong(sizes[i]));
-    return tuple;
-  }
-
   // All addresses, then the types of those that have a choice, then the strides of those that may have any.
   PyObject* places(const Found* found) const {
     int64_t numbers[3 * kMost];
@@ -210,9 +216,7 @@ class Quick {
       if (expected_[i].has_choice()) numbers[count++] = found[i].code;
     for (size_t i = 0; i < expected_.size(); ++i)
       if (!expected_[i].contiguous) numbers[count++] = found[i].stride;
-    PyObject* const tuple = PyTuple_New(count);
-    for (Py_ssize_t i = 0; i < count; ++i) PyTuple_SET_ITEM(tuple, i, PyLong_FromLongLong(numbers[i]));
-    return tuple;
+    return numbers_of(numbers, count);
   }
 
   std::vector<Expected> expected_;

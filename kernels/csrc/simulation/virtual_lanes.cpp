@@ -36,10 +36,11 @@ int VirtualLanes::add_lane(py::handle lane) {
   const auto found = std::find(kinds.begin(), kinds.end(), kind);
   if (found == kinds.end()) throw py::value_error("no kind of lane: " + kind);
   if (!seconds_ && !rates_.count(kind)) throw py::value_error("no costs are known for lanes of kind " + kind);
+  const int rank = py::cast<int>(lane.attr("rank"));
   lanes_.append(lane);
   lane_kinds_.push_back(kind);
   known_.emplace_back();
-  const int id = loop_.add_lane(kind, static_cast<int>(found - kinds.begin()), py::cast<int>(lane.attr("rank")));
+  const int id = loop_.add_lane(kind, static_cast<int>(found - kinds.begin()), rank);
   if (const auto turn = turns_s_.find(kind); turn != turns_s_.end()) loop_.set_turn_s(id, turn->second);
   return id;
 }
@@ -54,7 +55,7 @@ py::object VirtualLanes::submit(py::handle lane, py::handle op, py::handle after
     if (!done) throw py::error_already_set();
     Py_DECREF(done);
   }
-  py::object ticket = dependencies_->ticket_of(op, lane, num_submitted_, urgent);
+  py::object ticket = dependencies_->ticket_of(op, lane, next_number_++, urgent);
   dependencies_->tie(hazards_, keys_, ticket, after);
   enqueue(id, ticket, urgent);
   return ticket;

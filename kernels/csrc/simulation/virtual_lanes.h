@@ -116,6 +116,7 @@ class VirtualLanes : private EventLoop::Ops {
   double submit_s_ = 0, wake_s_ = 0, host_s_ = 0;
   double woken_s_ = 0;  // when the strategy's thread began what it has done last
   std::map<std::string, double> turns_s_;
+  int64_t next_number_ = 0;  // each is given once, though what is submitted may be refused
   int64_t num_submitted_ = 0, num_settled_ = 0;
   std::deque<Task> tasks_;  // a ticket's `place` is that of its task, until it settles
   std::vector<size_t> free_;
