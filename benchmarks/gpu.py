@@ -241,6 +241,9 @@ def run_stages(args: argparse.Namespace, stages: list[str], scale: Any, record: 
             record.run("calibrate", calibrated, needs_s=20.0)
     if "simulate" in stages:
         both = done("strategies") or {}, done("steady") or {}
+        rates = rates or [
+            f"hardware.{name}={rate}" for name, rate in record.found("calibrate").get("links", {}).items()
+        ]
         counted = [] if args.dry else without or [f"machine.triton=[{','.join(gpu_kernels.KERNELS)}]"]
         record.run("simulate", lambda left_s: accuracy.simulate(scale, rates, *both, counted), needs_s=5.0)
     if "peer" in stages:

@@ -14,31 +14,13 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.gpu_stages.transformers_peer import RESIDENT_SHARE, generate, likely_batch, limit_device, random_model
-
-_LEAST_PINNED_BYTES = 1 << 20  # such tensors have pages of their own
-
-Register = Callable[[int, int], int]  # address and bytes -> CUDA's error, 0 for none
-
-
-def pinned(model: Any, register: Register) -> dict[str, Any]:
-    """Pin the host memory of all large parameters where it lies; tell how much was pinned, and what was refused."""
-    nbytes = total = 0
-    refused = None
-    for parameter in model.parameters():
-        total += parameter.nbytes
-        if parameter.is_cpu and parameter.nbytes >= _LEAST_PINNED_BYTES:
-            error = int(register(parameter.data_ptr(), parameter.nbytes))
-            nbytes += 0 if error else parameter.nbytes
-            refused = refused or (f"CUDA error {error}" if error else None)
-    return {"pinned_share": nbytes / total, "pinning_refused": refused}
+from harness.machine.device.pinned import HostMemory
+from harness.machine.device.runtime import TorchCudaRuntime
 
 
 def largest_layer_bytes(model: Any) -> int:
@@ -65,18 +47,18 @@ def placed(model: Any, resident_bytes: float) -> dict[str, Any]:
 def main() -> int:
     asked = json.loads(Path(sys.argv[1]).read_text())
     begun_s = time.perf_counter()
-    model = random_model(asked["config"])
     dry = asked["dry"]
     answer: dict[str, Any] = {"system": "transformers, without offload (dry)"}
-    if not dry:
+    if dry:
+        model = random_model(asked["config"])
+    else:
+        runtime, memory = TorchCudaRuntime(), HostMemory()
+        tell = partial(print, file=sys.stderr, flush=True)
+        model = random_model(asked["config"], lambda nbytes: memory.pinned(nbytes, "accelerate", runtime, tell))
         answer = {
             "system": "accelerate, layers in pinned host memory",
             "cannot": "prefetch: it copies a module's weights when it is called, and waits",
         }
-        answer |= pinned(model, lambda address, nbytes: torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
-        if answer["pinning_refused"]:
-            with suppress(RuntimeError):  # CUDA tells a refusal once more, behind the next kernel
-                torch.zeros(1, device="cuda")
         weights_bytes = asked["device_gb"] * RESIDENT_SHARE * 1e9 + largest_layer_bytes(model)
         asked["prompts"] = asked["prompts"][: likely_batch(asked, weights_bytes)]
         model = offloaded(model, asked["device_gb"])

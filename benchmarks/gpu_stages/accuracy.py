@@ -32,12 +32,12 @@ def calibrate(scale: Scale, rates: Sequence[str], out: Path, more: Sequence[str]
     with Session(settings, load_machine(settings.machine)) as session:
         model, machine = session.load_model(), session.build_machine()
         engine = session.build_engine()
-        measured = machine.link_ceilings_gb_s
+        links = {LaneKind(name): rate * 1e9 for name, rate in (machine.link_ceilings_gb_s or {}).items()}
+        links = links or link_rates(settings.hardware)
         facts = environment()
         table = measure_all(
             engine,
-            link_bytes_s=link_rates(settings.hardware) if measured is None else
-            {LaneKind(name): rate * 1e9 for name, rate in measured.items()},
+            link_bytes_s=links,
             packet_bytes=int(scale.packet_mb * 1e6),
             ram_bytes=facts["memory_bytes"],
             meta={
@@ -49,7 +49,10 @@ def calibrate(scale: Scale, rates: Sequence[str], out: Path, more: Sequence[str]
         )  # fmt: skip
     for path in (table_path(settings, model.spec), out / "calibration.json"):
         table.write(path)
-    return {"ops": len(table.samples), "together": table.together, "worst_fit": table.worst_fit()}
+    return {
+        "ops": len(table.samples), "together": table.together, "worst_fit": table.worst_fit(),
+        "links": {f"{lane}_gb_s": rate / 1e9 for lane, rate in links.items()},
+    }  # fmt: skip
 
 
 def simulate(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import mmap
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 RESIDENT_SHARE = 0.25  # of the device memory, for weights that stay
+_ALIGNED_BYTES = 4096
 _ROWS_OF_A_TOKEN = 24  # that a prompt's token takes at its peak, each as wide as the hidden states, in bfloat16
 
 
@@ -23,26 +23,21 @@ def config_of(entries: dict[str, Any]) -> Any:
     return AutoConfig.for_model("mixtral", **entries)
 
 
-def random_model(entries: dict[str, Any]) -> Any:
-    """Make a model in bfloat16 in pageable host memory, each matrix in pages of its own: CUDA pins whole pages, and
-    no page twice."""
+def random_model(entries: dict[str, Any], take: Callable[[int], torch.Tensor] | None = None) -> Any:
+    """Make a model in bfloat16 whose parameters lie in one area of host memory: what `take` returns for its bytes,
+    uint8; pageable memory without."""
     config = config_of(entries)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.to_empty(device="cpu")
-    for parameter in model.parameters():
-        parameter.data = own_pages(parameter)
+    parameters = list(model.parameters())
+    ends = list(accumulate(-(-parameter.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for parameter in parameters))
+    area = take(ends[-1]) if take else torch.empty(ends[-1], dtype=torch.uint8)
+    for parameter, start in zip(parameters, [0, *ends], strict=False):
+        parameter.data = area[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # the only buffers: computed, not loaded
-    fill(((parameter.data, parameter.dim() == 1) for parameter in model.parameters()), entries["hidden_size"])
+    fill(((parameter.data, parameter.dim() == 1) for parameter in parameters), entries["hidden_size"])
     return model.eval()
-
-
-def own_pages(like: torch.Tensor) -> torch.Tensor:
-    """Return host memory for such a tensor that shares its pages with nothing else."""
-    area = mmap.mmap(-1, like.nbytes)
-    with suppress(AttributeError, OSError):  # of systems without huge pages
-        area.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(area, dtype=like.dtype).view(like.shape)
 
 
 def fill(parameters: Iterable[tuple[torch.Tensor, bool]], hidden: int) -> None:

@@ -30,7 +30,7 @@ def measure_all(
         engine,
         num_layers_buffered=2,
         num_micro_batches=2,
-        reserved_bytes={"buffers of the probes": LayerProbes.RESERVED_BYTES},
+        reserved_bytes={"buffers of the probes": LayerProbes.reserved_bytes(engine)},
         pinned_reserved_bytes=LayerProbes.pinned_bytes(engine, _MAX_TOKENS),
         host_experts=True,
         num_predicted=engine.spec.experts_per_token,

@@ -26,11 +26,11 @@ from harness.memory.weights import WeightStream
 from harness.model.spec import ModelSpec
 
 Pair = tuple[InFlight, InFlight]  # the second one finds weights that the first one has just read
-_STAGING_BYTES = 4_000_000  # keys and values of one layer on the device: longer contexts are not probed there
-_DEVICE_KV_BYTES = 16_000_000  # the cache in device memory, all layers: longer contexts are not probed in it
+_STAGING = (4_000_000, 64)  # at least these bytes, or a 64th of the device's memory: for keys and values of one layer
+_DEVICE_KV = (16_000_000, 16)  # for the cache in device memory, all layers; what is longer is not probed there
 _HOST_EXPERTS = 3  # that one chain runs on the cpu lane
 _FEW_TOKENS = 100  # of a micro-batch whose experts all run on the cpu lane besides
-_TABLES_BYTES = 64_000  # block tables for that cache and two micro-batches, with blocks of 2 KB or more
+_CACHE_BYTES_A_TABLE_BYTE = 250  # of block tables for that cache and two micro-batches, with blocks of 2 KB or more
 
 
 class LayerProbes:
@@ -43,7 +43,11 @@ class LayerProbes:
     `layer`, and the first dense layer where there is one.
     """
 
-    RESERVED_BYTES = _STAGING_BYTES + _DEVICE_KV_BYTES + _TABLES_BYTES  # device memory beside layers and activations
+    @staticmethod
+    def reserved_bytes(engine: Engine) -> int:
+        """Return the bytes of device memory beside layers and activations."""
+        kv_bytes = _bytes(engine, _DEVICE_KV)
+        return _bytes(engine, _STAGING) + kv_bytes + kv_bytes // _CACHE_BYTES_A_TABLE_BYTE
 
     @staticmethod
     def pinned_bytes(engine: Engine, max_tokens: int) -> int:
@@ -60,7 +64,7 @@ class LayerProbes:
         self.chains = [(self.layer, False), (self.layer, True), *((layer, False) for layer in spec.dense_layers[:1])]
         self.stream = WeightStream(machine, engine.store, depth=2, packet_bytes=packet_bytes, name="bench slot")
         block_size = engine.kv.allocator.block_size
-        self.kv = KVCache(machine, spec, capacity_bytes=_DEVICE_KV_BYTES, block_size=block_size, tier=DEVICE)
+        self.kv = KVCache(machine, spec, capacity_bytes=_bytes(engine, _DEVICE_KV), block_size=block_size, tier=DEVICE)
         blocks = self.kv.num_device_blocks
         self.acts = [
             Activations(
@@ -82,7 +86,7 @@ class LayerProbes:
             "bench kept hidden", max_tokens * spec.hidden_dim * spec.dtype_bytes
         )
         self.sums = machine.tiers["pinned"].reserve("bench sums of rows", max_tokens * spec.hidden_dim * 4)
-        self.staging = machine.tiers["device"].reserve("bench kv staging", _STAGING_BYTES)
+        self.staging = machine.tiers["device"].reserve("bench kv staging", _bytes(engine, _STAGING))
         self.staged = self._pageable_part()
         self._in_device_kv: tuple[InFlight, InFlight] | None = None  # see `pair`
         self.ops = OpBench(engine, self.stream, self.acts)
@@ -358,6 +362,11 @@ class Background:
             for name in self._probes.stream.part_names(self._probes.beside):
                 self._probes.stream.release(self._probes.beside, name)
         self._transfer = []
+
+
+def _bytes(engine: Engine, least_and_part: tuple[int, int]) -> int:
+    least, part = least_and_part
+    return max(least, engine.machine.tiers["device"].capacity_bytes // part)
 
 
 def _index_beside(spec: ModelSpec, index: int) -> int:
