@@ -97,7 +97,7 @@ class PagedWeights:
 
         Returns the tickets of what is submitted for that."""
         tickets: list[Ticket] = []
-        if self._staging is not None:
+        if self._staging is not None and page >= self._num_staged[index]:
             for number in self._missing(self._num_staged, index, page):
                 key = (index, number)
                 self._staging.take(key, self._staging_pages[index % _SLOTS][number])
@@ -106,6 +106,8 @@ class PagedWeights:
 
     def load(self, index: int, page: int) -> None:
         """Load the pages up to this one, from pinned memory to the device (CGOPipe's W_PinToG)."""
+        if page < self._num_loaded[index]:
+            return
         self.stage(index, page)
         for number in self._missing(self._num_loaded, index, page):
             key = (index, number)
