@@ -76,10 +76,10 @@ class ContinuousBatches:
             missing[_memory(sequence)] += count
         of_memory = dict(zip(map(_memory, short), short, strict=True))
         free = Counter({memory: self._allocator.free_for(sequence) for memory, sequence in of_memory.items()})
-        if all(count <= free[memory] for memory, count in missing.items()):
-            return 0
-        kept: list[Sequence] = []
-        for sequence in reversed(self._decoding):
+        kept: list[Sequence] = []  # though newer than one that is not
+        left, num_preempted = self._decoding, 0
+        while any(count > free[memory] for memory, count in missing.items()):
+            sequence = left.pop()
             memory = _memory(sequence)
             if missing[memory] <= free[memory]:
                 kept.append(sequence)
@@ -90,9 +90,9 @@ class ContinuousBatches:
             sequence.state = State.PREEMPTED
             sequence.num_preemptions += 1
             self._waiting.put_back(sequence)
-        count = len(self._decoding) - len(kept)
-        self._decoding = kept[::-1]
-        return count
+            num_preempted += 1
+        left += reversed(kept)
+        return num_preempted
 
     def _admit(self, num_decode: int) -> list[Sequence]:
         chosen: list[Sequence] = []
