@@ -41,6 +41,8 @@ class Plane:
     weights: tuple[float, ...]
 
     def __call__(self, features: Sequence[float]) -> float:
+        if len(self.weights) == len(features) == 1:
+            return self.fixed + self.weights[0] * features[0]
         return self.fixed + sum(w * f for w, f in zip(self.weights, features, strict=True))
 
 

@@ -106,13 +106,15 @@ _RUNNING = {State.PREFILL, State.DECODING}
 
 def accept(sequences: Seq[Sequence], tokens: list[int], eos_token_id: int | None) -> list[Sequence]:
     """Append a sampled token to each sequence; return those that have ended."""
-    if not {*map(attrgetter("state"), sequences)} <= _RUNNING:
+    states = {*map(attrgetter("state"), sequences)}
+    if not states <= _RUNNING:
         stray = next(s for s in sequences if s.state not in _RUNNING)
         raise AssertionError(f"request {stray.request.request_id} was not running")
     cached = num_tokens(sequences)
     fields.assign(sequences, "num_cached", cached.tolist())
     fields.append(sequences, "generated", tokens)
-    fields.assign(sequences, "state", [State.DECODING] * len(sequences))
+    if State.PREFILL in states:
+        fields.assign(sequences, "state", [State.DECODING] * len(sequences))
     ended = cached >= fields.values(sequences, "ends_at")
     if eos_token_id is not None:
         ended |= np.asarray(tokens) == eos_token_id

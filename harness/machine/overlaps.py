@@ -25,6 +25,16 @@ class _Known:
     largest_bytes: int = 0  # of the buffers so far: how far ahead one can begin
     are_apart: bool = True  # no two have shared a byte so far: only the one before another can reach into it
 
+    def leaves_room(self, at: int, buffer: Buffer) -> bool:
+        """Tell whether neither neighbour of the place `at`, where the buffer belongs, shares a byte with it. It has
+        some."""
+        before = self.buffers[at - 1] if at else None
+        return (
+            buffer.nbytes > 0
+            and (before is None or before.offset_bytes + before.nbytes <= buffer.offset_bytes)
+            and (at == len(self.starts) or buffer.offset_bytes + buffer.nbytes <= self.starts[at])
+        )
+
 
 class Overlaps:
     """The known buffers by root, and which of them share bytes."""
@@ -34,12 +44,13 @@ class Overlaps:
 
     def add(self, buffer: Buffer) -> list[Buffer]:
         """Take note of a buffer that is not known yet, and return the known ones that share a byte with it."""
-        found = self.of(buffer)
         if (known := self._by_root.get(buffer.root)) is None:
             known = self._by_root[buffer.root] = _Known()
-        known.are_apart = known.are_apart and not found and buffer.nbytes > 0
+        found, at = [], bisect_right(known.starts, buffer.offset_bytes)
+        if not (known.are_apart and known.leaves_room(at, buffer)):
+            found = self.of(buffer)
+            known.are_apart = known.are_apart and not found and buffer.nbytes > 0
         known.largest_bytes = max(known.largest_bytes, buffer.nbytes)
-        at = bisect_right(known.starts, buffer.offset_bytes)
         known.starts.insert(at, buffer.offset_bytes)
         known.buffers.insert(at, buffer)
         return found

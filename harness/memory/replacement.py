@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from heapq import heapify, heappop, heappush
+from itertools import compress
 from math import inf
 from operator import itemgetter
 
@@ -259,11 +260,12 @@ class ByLayer:
 
     def victim(self, candidates: Collection[Key], wanted: Key) -> Key:
         keys = list(candidates)
-        counts = Counter(map(itemgetter(0), keys))
+        layers = list(map(itemgetter(0), keys))
+        counts = Counter(layers)
         layer = max(counts, key=lambda layer: counts[layer] - self._sizes[layer])
         if counts[layer] <= self._sizes[layer] and wanted[0] in counts:
             layer = wanted[0]
-        return self._policies[layer].victim([key for key in keys if key[0] == layer], wanted)
+        return self._policies[layer].victim(list(compress(keys, map(layer.__eq__, layers))), wanted)
 
 
 def _oldest(there: Mapping[Key, None], allowed: Set[Key]) -> Key | None:
