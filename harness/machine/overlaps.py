@@ -26,8 +26,7 @@ class _Known:
     are_apart: bool = True  # no two have shared a byte so far: only the one before another can reach into it
 
     def leaves_room(self, at: int, buffer: Buffer) -> bool:
-        """Tell whether neither neighbour of the place `at`, where the buffer belongs, shares a byte with it. It has
-        some."""
+        """Tell whether the buffer has bytes and shares none with its neighbours at the place `at`, where it belongs."""
         before = self.buffers[at - 1] if at else None
         return (
             buffer.nbytes > 0
