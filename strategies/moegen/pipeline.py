@@ -264,13 +264,14 @@ class ModuleBatching:
     def _run_experts(self, phase: _Phase, batch: Seq[_MicroBatch], layer: int) -> None:
         """Run each expert that has tokens over all of them."""
         phase.tokens.begin_experts()
-        ids, weights, numbers = self._routing(batch)
+        ids, weights, rows = self._routing(batch)
         num_experts = self._engine.spec.num_experts
-        narrow = np.uint8 if num_experts <= 1 << 8 else np.uint16  # a radix sort takes a turn for each byte
-        order = np.argsort(ids.astype(narrow), kind="stable")  # by expert
+        if self._engine.machine.world is None:
+            narrow = np.uint8 if num_experts <= 1 << 8 else np.uint16  # a radix sort takes a turn for each byte
+            order = np.argsort(ids.astype(narrow), kind="stable")  # by expert
+            rows, weights = rows[order], weights[order]
         counts = np.bincount(ids, minlength=num_experts)
         ends = np.cumsum(counts)
-        rows, weights = numbers[order], weights[order]
         with_tokens = np.flatnonzero(counts).tolist()
         self._experts.begin(self._index, with_tokens)
         for expert in with_tokens:
@@ -279,12 +280,18 @@ class ModuleBatching:
             self._experts.done(expert)
 
     def _routing(self, batch: Seq[_MicroBatch]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Wait for the router's choices; return for each choice the expert, its weight, and the row's number."""
-        ids, weights, numbers = [], [], []
+        """Wait for the router's choices; return for each choice the expert, its weight, and the row's number. Where no
+        tensors exist nobody asks for the last two: they are 0."""
+        ids, weights, rows = [], [], []
         for each in batch:
             assert each.route is not None and each.rows is not None, "the layer has experts"
             chosen, its_weights = self._engine.machine.wait(each.route)
             ids.append(chosen.reshape(-1))
             weights.append(its_weights.reshape(-1))
-            numbers.append(np.repeat(np.arange(each.rows.start, each.rows.stop), chosen.shape[1]))
-        return np.concatenate(ids), np.concatenate(weights), np.concatenate(numbers)
+            rows.append(each.rows)
+        found = np.concatenate(ids)
+        if self._engine.machine.world is not None:
+            return found, np.broadcast_to(np.float32(0), len(found)), np.broadcast_to(np.int64(0), len(found))
+        chosen_each = self._engine.spec.experts_per_token
+        numbers = np.concatenate([np.arange(each.start, each.stop) for each in rows])
+        return found, np.concatenate(weights), np.repeat(numbers, chosen_each)
