@@ -19,7 +19,7 @@ import faulthandler
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -241,13 +241,18 @@ def run_stages(args: argparse.Namespace, stages: list[str], scale: Any, record: 
             record.run("calibrate", calibrated, needs_s=20.0)
     if "simulate" in stages:
         both = done("strategies") or {}, done("steady") or {}
-        rates = rates or [
-            f"hardware.{name}={rate}" for name, rate in record.found("calibrate").get("links", {}).items()
-        ]
+        links = record.found("calibrate").get("links", {})
         counted = [] if args.dry else without or [f"machine.triton=[{','.join(gpu_kernels.KERNELS)}]"]
-        record.run("simulate", lambda left_s: accuracy.simulate(scale, rates, *both, counted), needs_s=5.0)
+        same = with_links(rates, links)
+        record.run("simulate", lambda left_s: accuracy.simulate(scale, same, *both, counted), needs_s=5.0)
     if "peer" in stages:
         record.run("peer", lambda left_s: peer.measure(scale, args.out, left_s, batch=args.peer_batch), needs_s=10.0)
+
+
+def with_links(rates: Sequence[str], links: Mapping[str, float]) -> list[str]:
+    """Return the overrides with the links' rates from which the calibration subtracted: its costs are those beyond."""
+    told = {rate.partition("=")[0]: rate for rate in rates}
+    return list((told | {f"hardware.{name}": f"hardware.{name}={rate}" for name, rate in links.items()}).values())
 
 
 if __name__ == "__main__":

@@ -37,6 +37,13 @@ def test_a_machine_without_the_packages_is_told_which():
     assert len(told.stderr.splitlines()) == 1
 
 
+def test_the_simulation_has_the_links_of_the_calibration():
+    """Its costs are those beyond bytes over these rates: with the faster ones of the stage `ceilings`, too little."""
+    found = gpu.with_links(["hardware.h2d_gb_s=55.5", "hardware.host_gb_s=71"], {"h2d_gb_s": 54.4, "d2h_gb_s": 54.8})
+    assert found == ["hardware.h2d_gb_s=54.4", "hardware.host_gb_s=71", "hardware.d2h_gb_s=54.8"]
+    assert gpu.with_links(["hardware.h2d_gb_s=55.5"], {}) == ["hardware.h2d_gb_s=55.5"]
+
+
 def test_a_dry_run_measures_calibrates_simulates_and_packs(tmp_path, monkeypatch, capsys):
     out, packed = tmp_path / "out", tmp_path / "packed"
     stages = "kernels,ceilings,tokens,memory,stream,loop,steady,strategies,calibrate,simulate"
@@ -65,6 +72,7 @@ def test_a_dry_run_measures_calibrates_simulates_and_packs(tmp_path, monkeypatch
     assert list(packets) == ["packets of 0.01 MB", "packets of 0.05 MB"]
     assert all(row["gb_s"] > 0 and row["of_ceiling"] == row["gb_s"] / 0.5 for row in packets.values())
     assert (out / "calibration.json").exists()
+    assert content["stages"]["calibrate"]["links"] == {"h2d_gb_s": 0.5, "d2h_gb_s": 0.5}
     loop = content["stages"]["loop"]
     assert loop["tokens"] == {"exact": 6, "of": 6}
     assert (loop["decode"]["sequences"], loop["decode"]["passes"]) == (6, 2) and loop["decode"]["tok_s"] > 0

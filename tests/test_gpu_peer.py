@@ -122,6 +122,7 @@ def test_all_parameters_lie_side_by_side_in_one_area():
     places = sorted((p.data_ptr() - area.data_ptr(), p.nbytes) for p in model.parameters())
     assert all(start + nbytes <= following for (start, nbytes), (following, _) in itertools.pairwise(places))
     assert places[0][0] == 0 and sum(places[-1]) <= area.nbytes
+    assert all(start % 4096 == 0 for start, _ in places)
     assert all(torch.isfinite(p).all() and p.abs().max() > 0 for p in model.parameters())
 
 

@@ -19,7 +19,7 @@ GROUPS = (
     ("peer",),
 )
 DEVICE_LOST = 3  # exit code of a process whose device has failed: what is left is for another one
-_RESERVED_S = {"calibrate": 60.0, "simulate": 40.0, "peer": 110.0}  # kept from the strategies, which take what they get
+_RESERVED_S = {"calibrate": 75.0, "simulate": 40.0, "peer": 110.0}  # kept from the strategies, which take what they get
 _ENDS_WITH_PROCESS = ("memory",)  # stages that another process has to do again for those behind them
 _GRACE_S = 15.0  # behind the budget, for a process to end by itself
 _LEAST_S = 5.0

@@ -9,10 +9,11 @@ from harness.bench.fitting import typical
 from harness.calibration.host_times import measure_host
 from harness.calibration.memory import last_cache_bytes, measure_memory
 from harness.calibration.op_costs import OpCosts
-from harness.calibration.probes import LayerProbes
+from harness.calibration.probes import ContextRoom, LayerProbes
 from harness.calibration.table import CalibrationTable
 from harness.calibration.together import Together
 from harness.calibration.undisturbed import MAX_ATTEMPTS, MAX_TAKEN_SHARE, Undisturbed
+from harness.config import ConfigError
 from harness.engine.engine import Engine
 from harness.engine.limits import tokens_that_fit
 from harness.machine.base import LaneKind
@@ -26,21 +27,13 @@ def measure_all(
 ) -> CalibrationTable:  # fmt: skip
     """Measure the engine's machine and return its table. `log` is told what is being measured, and what stayed
     disturbed."""
-    fitting = tokens_that_fit(
-        engine,
-        num_layers_buffered=2,
-        num_micro_batches=2,
-        reserved_bytes={"buffers of the probes": LayerProbes.reserved_bytes(engine)},
-        pinned_reserved_bytes=LayerProbes.pinned_bytes(engine, _MAX_TOKENS),
-        host_experts=True,
-        num_predicted=engine.spec.experts_per_token,
-    )
+    room, fitting = _room(engine)
     max_tokens, kv = min(fitting, _MAX_TOKENS), engine.kv.allocator
     max_context = kv.num_blocks * kv.block_size
     undisturbed = Undisturbed(log)
     log("host memory")
     memory = measure_memory(undisturbed, ram_bytes, repeats)
-    probes = LayerProbes(engine, max_tokens=max_tokens, packet_bytes=packet_bytes)
+    probes = LayerProbes(engine, room=room, max_tokens=max_tokens, packet_bytes=packet_bytes)
     ops = OpCosts(
         engine, probes, link_bytes_s=link_bytes_s, undisturbed=undisturbed, max_tokens=max_tokens,
         max_context=max_context,
@@ -70,3 +63,25 @@ def measure_all(
         short_s={kind: typical(all_s) for kind, all_s in ops.short_s.items()},
         cache_bytes=last_cache_bytes(),
     )
+
+
+def _room(engine: Engine) -> tuple[ContextRoom, int]:
+    """Return the device memory for contexts, and the tokens of a micro-batch that fit beside it. It is the least where
+    otherwise nothing fits. Raises ConfigError where nothing does then."""
+
+    def fitting(room: ContextRoom) -> int:
+        return tokens_that_fit(
+            engine,
+            num_layers_buffered=2,
+            num_micro_batches=2,
+            reserved_bytes={"buffers of the probes": room.reserved_bytes},
+            pinned_reserved_bytes=LayerProbes.pinned_bytes(engine, _MAX_TOKENS),
+            host_experts=True,
+            num_predicted=engine.spec.experts_per_token,
+        )
+
+    room = ContextRoom.of(engine)
+    try:
+        return room, fitting(room)
+    except ConfigError:
+        return ContextRoom(), fitting(ContextRoom())

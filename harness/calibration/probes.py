@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -26,11 +27,35 @@ from harness.memory.weights import WeightStream
 from harness.model.spec import ModelSpec
 
 Pair = tuple[InFlight, InFlight]  # the second one finds weights that the first one has just read
-_STAGING = (4_000_000, 64)  # at least these bytes, or a 64th of the device's memory: for keys and values of one layer
-_DEVICE_KV = (16_000_000, 16)  # for the cache in device memory, all layers; what is longer is not probed there
 _HOST_EXPERTS = 3  # that one chain runs on the cpu lane
 _FEW_TOKENS = 100  # of a micro-batch whose experts all run on the cpu lane besides
-_CACHE_BYTES_A_TABLE_BYTE = 250  # of block tables for that cache and two micro-batches, with blocks of 2 KB or more
+_CACHE_BYTES_A_TABLE_BYTE = 250  # of block tables for a cache and two micro-batches, with blocks of 2 KB or more
+_MOST_TOKENS = 30_000  # more than the contexts of any shape that is measured have, with what blocks round up
+
+
+@dataclass(frozen=True)
+class ContextRoom:
+    """Device memory for contexts of probed ops: keys and values of one layer that are staged there, and a cache of all
+    layers. Contexts that take more are not probed on the device."""
+
+    staging_bytes: int = 4_000_000
+    cache_bytes: int = 16_000_000
+
+    @classmethod
+    def of(cls, engine: Engine) -> ContextRoom:
+        """Return a 64th and a 16th of the device's memory, but no more than all shapes need and no less than the
+        least."""
+        least, device_bytes = cls(), engine.machine.tiers["device"].capacity_bytes
+        most_bytes = _MOST_TOKENS * engine.spec.kv_bytes_per_token
+        return cls(
+            max(least.staging_bytes, min(device_bytes // 64, most_bytes // engine.spec.num_layers)),
+            max(least.cache_bytes, min(device_bytes // 16, most_bytes)),
+        )
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Return the bytes beside layers and activations, block tables included."""
+        return self.staging_bytes + self.cache_bytes + self.cache_bytes // _CACHE_BYTES_A_TABLE_BYTE
 
 
 class LayerProbes:
@@ -44,18 +69,12 @@ class LayerProbes:
     """
 
     @staticmethod
-    def reserved_bytes(engine: Engine) -> int:
-        """Return the bytes of device memory beside layers and activations."""
-        kv_bytes = _bytes(engine, _DEVICE_KV)
-        return _bytes(engine, _STAGING) + kv_bytes + kv_bytes // _CACHE_BYTES_A_TABLE_BYTE
-
-    @staticmethod
     def pinned_bytes(engine: Engine, max_tokens: int) -> int:
         """Return the bytes of pinned memory beside activations: kept rows and their float32 sums, and a staged part."""
         spec, part = engine.spec, engine.store.layers[0]["attention_in"].layout
         return max_tokens * spec.hidden_dim * (spec.dtype_bytes + 4) + part.nbytes
 
-    def __init__(self, engine: Engine, *, max_tokens: int, packet_bytes: int) -> None:
+    def __init__(self, engine: Engine, *, room: ContextRoom, max_tokens: int, packet_bytes: int) -> None:
         self.engine = engine
         self.packet_bytes = packet_bytes
         machine, spec = engine.machine, engine.spec
@@ -64,7 +83,7 @@ class LayerProbes:
         self.chains = [(self.layer, False), (self.layer, True), *((layer, False) for layer in spec.dense_layers[:1])]
         self.stream = WeightStream(machine, engine.store, depth=2, packet_bytes=packet_bytes, name="bench slot")
         block_size = engine.kv.allocator.block_size
-        self.kv = KVCache(machine, spec, capacity_bytes=_bytes(engine, _DEVICE_KV), block_size=block_size, tier=DEVICE)
+        self.kv = KVCache(machine, spec, capacity_bytes=room.cache_bytes, block_size=block_size, tier=DEVICE)
         blocks = self.kv.num_device_blocks
         self.acts = [
             Activations(
@@ -86,7 +105,7 @@ class LayerProbes:
             "bench kept hidden", max_tokens * spec.hidden_dim * spec.dtype_bytes
         )
         self.sums = machine.tiers["pinned"].reserve("bench sums of rows", max_tokens * spec.hidden_dim * 4)
-        self.staging = machine.tiers["device"].reserve("bench kv staging", _bytes(engine, _STAGING))
+        self.staging = machine.tiers["device"].reserve("bench kv staging", room.staging_bytes)
         self.staged = self._pageable_part()
         self._in_device_kv: tuple[InFlight, InFlight] | None = None  # see `pair`
         self.ops = OpBench(engine, self.stream, self.acts)
@@ -362,11 +381,6 @@ class Background:
             for name in self._probes.stream.part_names(self._probes.beside):
                 self._probes.stream.release(self._probes.beside, name)
         self._transfer = []
-
-
-def _bytes(engine: Engine, least_and_part: tuple[int, int]) -> int:
-    least, part = least_and_part
-    return max(least, engine.machine.tiers["device"].capacity_bytes // part)
 
 
 def _index_beside(spec: ModelSpec, index: int) -> int:

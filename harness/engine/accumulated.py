@@ -121,7 +121,8 @@ class AccumulatedBatch:
 
     def expert(self, part: PlacedPart, tokens: np.ndarray, weights: np.ndarray) -> list[Ticket]:
         """Run an expert that lies on the device over rows `tokens` (int64), slice by slice; `weights` (float32) are the
-        router's. Returns the tickets of the runs; once they are done, the expert's memory may be reused."""
+        router's. Where no tensors exist, only their number counts. Returns the tickets of the runs; once they are done,
+        the expert's memory may be reused."""
         return [
             self._slice(part, tokens[at : at + self.slice_tokens], weights[at : at + self.slice_tokens])
             for at in range(0, len(tokens), self.slice_tokens)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from heapq import heapify, heappop, heappush
-from itertools import compress
 from math import inf
 from operator import itemgetter
 
@@ -265,7 +264,8 @@ class ByLayer:
         layer = max(counts, key=lambda layer: counts[layer] - self._sizes[layer])
         if counts[layer] <= self._sizes[layer] and wanted[0] in counts:
             layer = wanted[0]
-        return self._policies[layer].victim(list(compress(keys, map(layer.__eq__, layers))), wanted)
+        its_keys = [key for key, its_layer in zip(keys, layers, strict=True) if its_layer == layer]
+        return self._policies[layer].victim(its_keys, wanted)
 
 
 def _oldest(there: Mapping[Key, None], allowed: Set[Key]) -> Key | None:

@@ -7,16 +7,17 @@ import time
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from harness.bench.shapes import Shape
-from harness.calibration import fills, local, together, undisturbed
+from harness.calibration import fills, local, measure, together, undisturbed
 from harness.calibration.local import CalibrationTable, identity, link_rates, local_table, table_path
 from harness.calibration.measure import measure_all
 from harness.calibration.op_costs import OpCosts, Recording
-from harness.calibration.probes import Background, LayerProbes
+from harness.calibration.probes import Background, ContextRoom, LayerProbes
 from harness.calibration.table import ALONE, BESIDE_GPU, BESIDE_GPU_AND_LINK, BESIDE_LINK
 from harness.cli.overrides import composed_values
 from harness.config import ConfigError
@@ -67,6 +68,40 @@ def measured(checkpoint: Checkpoint) -> CalibrationTable:
         machine.close()
 
 
+@pytest.mark.parametrize(
+    ("device_gb", "room"),
+    [(0.1, ContextRoom()), (1, ContextRoom(15_625_000, 62_500_000)), (100, ContextRoom(122_880_000, 3_932_160_000))],
+)
+def test_contexts_have_a_share_of_a_large_device_but_no_more_than_they_need(device_gb, room):
+    """Of Mixtral-8x7B a token has 4096 bytes of keys and values in a layer, and 32 layers."""
+    device, spec = SimpleNamespace(capacity_bytes=int(device_gb * 1e9)), planned_model(mixtral().model).spec
+    engine = SimpleNamespace(machine=SimpleNamespace(tiers={"device": device}), spec=spec)
+    assert ContextRoom.of(engine) == room
+    assert room.reserved_bytes < max(0.09 * device_gb * 1e9, 21e6)
+
+
+def mixtral():
+    return parse_settings(composed_values(["model=mixtral-8x7b", "machine=simulated"]))
+
+
+def test_contexts_take_the_least_where_their_share_leaves_no_room(monkeypatch):
+    tried = []
+
+    def fitting(engine, *, reserved_bytes, **others):
+        tried.append(sum(reserved_bytes.values()))
+        if tried[-1] > ContextRoom().reserved_bytes:
+            raise ConfigError("hardware.device_memory_gb", "is too small")
+        return 77
+
+    monkeypatch.setattr(measure, "tokens_that_fit", fitting)
+    monkeypatch.setattr(LayerProbes, "pinned_bytes", lambda engine, max_tokens: 0)
+    device = SimpleNamespace(capacity_bytes=int(2e9))
+    engine = SimpleNamespace(
+        machine=SimpleNamespace(tiers={"device": device}), spec=planned_model(mixtral().model).spec
+    )
+    assert measure._room(engine) == (ContextRoom(), 77) and len(tried) == 2
+
+
 def test_costs_and_times_are_positive(calibrated):
     points = [point for by_key in calibrated.samples.values() for points in by_key.values() for point in points]
     assert all(seconds >= 0 for _, seconds in points)
@@ -81,7 +116,7 @@ def test_the_router_of_probed_micro_batches_sends_tokens_everywhere(tiny):
         assert engine.kv.host is not None
         for buffer in (each for layer in engine.kv.host.layers for each in layer):
             machine.submit(CPU, Poison(buffer))
-        probes = LayerProbes(engine, max_tokens=64, packet_bytes=100_000)
+        probes = LayerProbes(engine, room=ContextRoom(), max_tokens=64, packet_bytes=100_000)
         emit, pair = Emitter(engine, serial=True), probes.pair(Shape(contexts=(20,) * 32))
         for it in pair:
             machine.submit(GPU, Poison(it.acts.attention))
@@ -97,7 +132,8 @@ def test_all_experts_run_on_the_host_where_tokens_are_few(num_tokens, num_expert
     """Each of them is a launch: tokens choose the next experts in turn, until routers say otherwise."""
     with closing(emulated()) as machine:
         engine = engine_on(machine, tiny, [], kv_blocks=400, block_size=16)
-        probes, emit = LayerProbes(engine, max_tokens=128, packet_bytes=100_000), Recording(engine, serial=True)
+        probes = LayerProbes(engine, room=ContextRoom(), max_tokens=128, packet_bytes=100_000)
+        emit = Recording(engine, serial=True)
         probes.host_side(emit, probes.batch(0, Shape(contexts=(20,) * num_tokens)), probes.layer)
         machine.drain()
         probes.close()
@@ -112,7 +148,7 @@ def test_a_micro_batch_is_there_before_its_background(busy, tiny):
     """To make one takes a turn of the gpu lane, which ends what was queued there and nobody has fed since."""
     with closing(emulated()) as machine:
         engine = engine_on(machine, tiny, [], kv_blocks=400, block_size=16)
-        probes = LayerProbes(engine, max_tokens=128, packet_bytes=100_000)
+        probes = LayerProbes(engine, room=ContextRoom(), max_tokens=128, packet_bytes=100_000)
         costs = OpCosts(engine, probes, link_bytes_s=RATES, undisturbed=None, max_tokens=128, max_context=6000)
         queued, held = [], costs._held
 
