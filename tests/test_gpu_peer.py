@@ -109,7 +109,7 @@ def test_peers_that_are_not_installed_are_left_out_in_one_line(tmp_path, monkeyp
 
 
 def test_all_parameters_lie_side_by_side_in_one_area():
-    """CUDA pins the area as a whole: of single parameters it refused some."""
+    """CUDA pins the area as a whole: with each parameter pinned by itself, runs on a GPU ended with an error."""
     import torch
 
     from benchmarks.gpu_stages import accelerate_peer as peer

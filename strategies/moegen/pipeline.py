@@ -264,13 +264,7 @@ class ModuleBatching:
     def _run_experts(self, phase: _Phase, batch: Seq[_MicroBatch], layer: int) -> None:
         """Run each expert that has tokens over all of them."""
         phase.tokens.begin_experts()
-        ids, weights, rows = self._routing(batch)
-        num_experts = self._engine.spec.num_experts
-        if self._engine.machine.world is None:
-            narrow = np.uint8 if num_experts <= 1 << 8 else np.uint16  # a radix sort takes a turn for each byte
-            order = np.argsort(ids.astype(narrow), kind="stable")  # by expert
-            rows, weights = rows[order], weights[order]
-        counts = np.bincount(ids, minlength=num_experts)
+        counts, rows, weights = self._rows_by_expert(batch)
         ends = np.cumsum(counts)
         with_tokens = np.flatnonzero(counts).tolist()
         self._experts.begin(self._index, with_tokens)
@@ -279,19 +273,20 @@ class ModuleBatching:
             phase.tokens.expert(self._experts.take(expert), rows[mine], weights[mine])
             self._experts.done(expert)
 
-    def _routing(self, batch: Seq[_MicroBatch]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Wait for the router's choices; return for each choice the expert, its weight, and the row's number. Where no
-        tensors exist nobody asks for the last two: they are 0."""
-        ids, weights, rows = [], [], []
+    def _rows_by_expert(self, batch: Seq[_MicroBatch]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Wait for the router's choices; return how many rows each expert has, and, expert by expert, their numbers and
+        weights. Where no tensors exist nobody asks for these two: they are 0."""
+        routed = []
         for each in batch:
             assert each.route is not None and each.rows is not None, "the layer has experts"
-            chosen, its_weights = self._engine.machine.wait(each.route)
-            ids.append(chosen.reshape(-1))
-            weights.append(its_weights.reshape(-1))
-            rows.append(each.rows)
-        found = np.concatenate(ids)
+            routed.append((each.rows, *self._engine.machine.wait(each.route)))
+        spec = self._engine.spec
+        ids = np.concatenate([chosen.reshape(-1) for _, chosen, _ in routed])
+        counts = np.bincount(ids, minlength=spec.num_experts)
         if self._engine.machine.world is not None:
-            return found, np.broadcast_to(np.float32(0), len(found)), np.broadcast_to(np.int64(0), len(found))
-        chosen_each = self._engine.spec.experts_per_token
-        numbers = np.concatenate([np.arange(each.start, each.stop) for each in rows])
-        return found, np.concatenate(weights), np.repeat(numbers, chosen_each)
+            return counts, np.broadcast_to(np.int64(0), len(ids)), np.broadcast_to(np.float32(0), len(ids))
+        numbers = np.concatenate([np.arange(rows.start, rows.stop) for rows, _, _ in routed])
+        weights = np.concatenate([of_rows.reshape(-1) for _, _, of_rows in routed])
+        narrow = np.uint8 if spec.num_experts <= 1 << 8 else np.uint16  # a radix sort takes a turn for each byte
+        order = np.argsort(ids.astype(narrow), kind="stable")  # by expert
+        return counts, np.repeat(numbers, spec.experts_per_token)[order], weights[order]
