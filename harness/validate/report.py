@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,7 @@ def compared(
         "num_runs": len(runs),
         "spread": (max(rates) - min(rates)) / seen["throughput_tok_s"],
         "taken_share": max(run["taken_share"] for run in runs),
+        "slowed_share": max(run["slowed_share"] for run in runs),
         "errors": errors,
         "kinds": {
             kind: [*_middle([run["kinds"].get(kind, [0.0, 0]) for run in runs]), *imagined["kinds"].get(kind, [0.0, 0])]
@@ -211,9 +213,9 @@ def verdict(rows: Sequence[Row]) -> tuple[bool, str]:
     return met, f"aims {'MET' if met else 'MISSED'}: {', '.join(parts)}; {beside}"
 
 
-def markdown(rows: Sequence[Row], made: str) -> str:
+def markdown(rows: Sequence[Row], made: str, slowed_shares: Mapping[str, float] = MappingProxyType({})) -> str:
     """Write the report: the aims, aggregates, kinds of ops, then every setting, the worst first. `made` tells when,
-    where and how."""
+    where and how, `slowed_shares` of how much of each calibration's time others slowed the cores."""
     num_runs = min(row["num_runs"] for row in rows)
     others = sum(not same_passes(row) for row in rows)
     what = f"Medians of {num_runs} emulated runs" if num_runs > 1 else "Single emulated runs, no medians"
@@ -222,7 +224,7 @@ def markdown(rows: Sequence[Row], made: str) -> str:
         f"{len(rows)} settings, none of them used to calibrate. {what}. Errors of simulated against emulated.",
         "",
     ]
-    lines += [f"{verdict(rows)[1]}.", ""]
+    lines += [f"{verdict(rows)[1]}.", "", *_slowed(rows, slowed_shares)]
     if others:
         lines += [
             f"In {others} settings emulated and simulated runs differ in passes or preemptions: marked with `!`.",
@@ -259,9 +261,20 @@ def markdown(rows: Sequence[Row], made: str) -> str:
     return "\n".join([*lines, "", *_settings(rows)]) + "\n"
 
 
+def _slowed(rows: Sequence[Row], slowed_shares: Mapping[str, float]) -> list[str]:
+    """Say how far the calibrations and the runs were made on the same cores, as to their speed."""
+    shares = sorted(row["slowed_share"] for row in rows)
+    told = f"Others slowed the cores for {median(shares):.0%} of a run's time (median; {shares[-1]:.0%} at most)"
+    if not slowed_shares:
+        return [f"{told}.", ""]
+    tables = ", ".join(f"{share:.0%}" for share in slowed_shares.values())
+    return [f"{told}, for {tables} of the calibrations'.", ""]
+
+
 def _settings(rows: Sequence[Row]) -> list[str]:
     keys = FIGURES[1:]
-    heads = ("setting", "bound", "emulated tok/s", "simulated", "error", "spread", "passes", "pass", *LANES, "taken")
+    others = ("taken", "slowed")
+    heads = ("setting", "bound", "emulated tok/s", "simulated", "error", "spread", "passes", "pass", *LANES, *others)
     lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
     for row in sorted(rows, key=lambda row: -abs(row["errors"]["throughput_tok_s"])):
         errors = row["errors"]
@@ -272,7 +285,8 @@ def _settings(rows: Sequence[Row]) -> list[str]:
         )
         lines.append(
             f"| {row['setting']} | {rates} | {errors['throughput_tok_s']:+.1%} | {row['spread']:.1%} | "
-            f"{_passes(row)} | {' | '.join(cells)} | {row['taken_share']:.1%} |"
+            f"{_passes(row)} | {' | '.join(cells)} | {row['taken_share']:.1%} | "
+            f"{row['slowed_share']:.0%} |"
         )
     return lines
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from harness.hardware.slowed import Looks
 from harness.settings import load_strategy, parse_settings
 from harness.validate import __main__ as validate
 from harness.validate.__main__ import Report, settings_of
@@ -24,6 +25,7 @@ SUMMARY = {
 }
 LINK_BYTES = {"lane": "h2d", "kind": "weights", "busy_s": 4.5, "num_ops": 10, "moved_bytes": 4e9}
 RATES = {"h2d": 1e9, "d2h": 1e9}
+QUIET = {"taken_share": 0.0, "slowed_share": 0.0}
 
 
 def test_there_are_enough_settings_and_all_are_valid():
@@ -44,7 +46,7 @@ def test_figures_cover_the_steady_passes():
 
 
 def row(*, emulated: tuple[float, ...], simulated: float, strategy: str = "s", **imagined) -> dict:
-    runs = [figures({**SUMMARY, "throughput_tok_s": rate}) | {"taken_share": 0.0} for rate in emulated]
+    runs = [figures({**SUMMARY, "throughput_tok_s": rate}) | QUIET for rate in emulated]
     found = figures({**SUMMARY, "throughput_tok_s": simulated, **imagined})
     return compared(f"k={simulated}", runs, found, strategy=strategy, link_bytes_s=RATES)
 
@@ -113,9 +115,7 @@ def test_the_links_alone_stand_beside_the_simulator():
 def test_the_busiest_lane_says_what_binds_a_setting():
     cpu_bound = {**SUMMARY, "utilization": {"gpu": 0.4, "cpu": 0.7, "h2d": 0.2}}
     found = row(emulated=(40.0,), simulated=42.0)
-    other = compared(
-        "k=0", [figures(cpu_bound) | {"taken_share": 0.0}], figures(cpu_bound), strategy="s", link_bytes_s=RATES
-    )
+    other = compared("k=0", [figures(cpu_bound) | QUIET], figures(cpu_bound), strategy="s", link_bytes_s=RATES)
     assert bound(found) == ("link", pytest.approx(0.9)) and bound(other) == ("cpu", pytest.approx(0.7))
     text = markdown([found, other], "")
     assert "| link | 1 | 5.0% |" in text and "| cpu | 1 | 0.0% |" in text and "\n| gpu |" not in text
@@ -177,10 +177,31 @@ def test_runs_of_other_code_are_not_mixed(tmp_path):
     assert validate.main(["--out", str(tmp_path), "--resume"]) == 2
 
 
-def test_a_disturbed_run_is_made_again_and_the_better_one_kept(monkeypatch):
-    shares = iter([0.2, 0.01, 0.3, 0.4, 0.0])
-    monkeypatch.setattr(validate, "_emulated_once", lambda setting, trace: {"taken_share": next(shares)})
-    assert [validate.emulated(None, None)["taken_share"] for _ in range(3)] == [0.01, 0.3, 0.0]
+@pytest.mark.parametrize(
+    ("made", "kept"),
+    [
+        ([(0.01, 0.1)], (0.01, 0.1)),
+        ([(0.2, 0.0), (0.01, 0.0)], (0.01, 0.0)),
+        ([(0.0, 0.5), (0.0, 0.9), (0.02, 0.1)], (0.02, 0.1)),
+        ([(0.3, 0.0), (0.0, 0.3), (0.1, 0.4)], (0.0, 0.3)),
+    ],
+    ids=["quiet", "cores taken", "cores slowed", "disturbed three times"],
+)
+def test_a_disturbed_run_is_made_again_and_the_best_one_kept(monkeypatch, made, kept):
+    """At most 3 % of the cores may be taken, and cores slowed for 15 % of the time: twice that is better than ten times
+    the other."""
+    runs = iter([{"taken_share": taken} for taken, _ in made])
+    looks = [look for _, slowed in made for look in (Looks(0, 0), Looks(100, round(100 * slowed)))]
+    monkeypatch.setattr(validate, "_emulated_once", lambda setting, trace: next(runs))
+    found = validate.emulated(None, None, SimpleNamespace(read=iter(looks).__next__))
+    assert (found["taken_share"], found["slowed_share"]) == kept
+    assert next(runs, None) is None, "as many as were needed"
+
+
+def test_the_report_says_for_how_long_cores_were_slowed():
+    rows = [row(emulated=(40.0,), simulated=40.0) | {"slowed_share": share} for share in (0.1, 0.2, 0.6)]
+    text = markdown(rows, "", {"a.json": 0.05, "b.json": 0.4})
+    assert "for 20% of a run's time (median; 60% at most), for 5%, 40% of the calibrations'." in text
 
 
 def test_what_costs_depend_on_is_calibrated(tmp_path):
@@ -196,13 +217,16 @@ def test_each_model_is_calibrated_and_simulated_by_tables_of_its_own(tmp_path, m
     written, read = [], []
     table = SimpleNamespace(write=written.append)
     monkeypatch.setattr(validate, "measure", lambda settings, log: table)
-    monkeypatch.setattr(validate, "emulated", lambda setting, trace: {"throughput_tok_s": 1.0, "taken_share": 0.0})
+    monkeypatch.setattr(validate, "emulated", lambda setting, trace, cores: {"throughput_tok_s": 1.0, **QUIET})
     merged = SimpleNamespace(read=lambda path: read.append(path) or path, merged=lambda tables: table)
     monkeypatch.setattr(validate, "CalibrationTable", merged)
     traces = {setting.workload: tmp_path for setting in settings}
-    validate.measure_all(settings, Report(tmp_path, {}, resume=False), tmp_path, traces, repeats=2, resume=False)
+    cores = SimpleNamespace(read=iter([Looks(n, n // 2) for n in range(0, 80, 10)]).__next__)
+    report = Report(tmp_path, {}, resume=False)
+    validate.measure_all(settings, report, tmp_path, traces, cores, repeats=2, resume=False)
     own = [tmp_path / f"calibration{model}-{repeat}.json" for repeat in (1, 2) for model in ("", "-qwen3-mini")]
     assert written[:4] == own and read == own[::2] + own[1::2]
+    assert report.slowed_shares == {path.name: 0.5 for path in own}
     assert "qwen3-mini" not in str(written[4]) and "qwen3-mini" in str(written[5])
 
 
@@ -231,6 +255,6 @@ def test_the_simulator_takes_as_many_experts_over_the_link_as_the_emulated_machi
     own = ("strategy.popularity={recorded}", "strategy.cache_slots=5", "strategy.batch_size=3")
     setting = validate.Setting("expert_cache", (*workload, *own))
     run = validate._emulated_once(setting, trace)
-    found = validate.in_simulation(setting, [run], trace)
+    found = validate.in_simulation(setting, [run | QUIET], trace)
     emulated_ops, simulated_ops = (found["kinds"]["h2d weights"][at] for at in (1, 3))
     assert emulated_ops == simulated_ops > 100, found["kinds"]["h2d weights"]
