@@ -23,7 +23,7 @@ from tests.test_architecture import module_name, sources
 SMALL = ("model=mixtral-8x7b", "hardware=a40", "dataset.num_requests=4", "dataset.max_new_tokens=2")
 
 
-CHILDREN = ("harness.record.wandb_child",)  # started by other modules only
+CHILDREN = ("harness.hardware.slowed", "harness.record.wandb_child")  # started by other modules only
 COMMANDS = sorted(
     module_name(path)
     for path in sources("harness", "paper_figures")
