@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from harness.bench.fitting import typical
+from harness.calibration.ahead import LaunchedAhead
 from harness.calibration.host_times import measure_host
 from harness.calibration.memory import last_cache_bytes, measure_memory
 from harness.calibration.op_costs import OpCosts
@@ -38,9 +39,11 @@ def measure_all(
         engine, probes, link_bytes_s=link_bytes_s, undisturbed=undisturbed, max_tokens=max_tokens,
         max_context=max_context,
     )  # fmt: skip
+    ahead = LaunchedAhead(engine, probes, undisturbed)
     lanes = Together(engine, probes, undisturbed, max_context)
     try:
         ops.measure(repeats, log)
+        ahead.measure(ops.shapes(), log)
         together = lanes.measure(repeats, log)
         log("the strategy's own thread")
         host = measure_host(
@@ -60,6 +63,8 @@ def measure_all(
         host=host,
         crowded=ops.crowded,
         beside_strategy=ops.beside_strategy,
+        ahead=ahead.own,
+        launching=ahead.launching,
         short_s={kind: typical(all_s) for kind, all_s in ops.short_s.items()},
         cache_bytes=last_cache_bytes(),
     )

@@ -76,7 +76,7 @@ class OpCosts:
         shapes."""
         for repeat in range(repeats):
             log(f"ops alone and in company: {repeat + 1} of {repeats}")
-            for shape in self._shapes():
+            for shape in self.shapes():
                 self._in_all_companies(shape)
             for shape, lane, company in product(self._short_shapes(), (CPU, GPU), (ALONE, BESIDE_LINK)):
                 measure = partial(self._beside_short_ones, shape, lane, company)
@@ -109,16 +109,12 @@ class OpCosts:
         self._add(kept.setdefault(company, {}), tickets, at_rest=at_rest)
 
     def _add(self, points: dict[str, Points], tickets: list[Ticket], *, at_rest: bool = False) -> None:
-        grouped: dict[tuple[str, tuple[float, ...]], list[Ticket]] = {}
-        for ticket in tickets:
-            found = AT_REST if at_rest else AGAIN if ticket.op.micro_batch == 1 else ""
-            key = table_key(ticket.lane, ticket.op, found=found)
-            key += TOGETHER if ticket.op.launches > 1 else ""
-            near = tuple(float(f"{feature:.2g}") for feature in features_of(ticket.op))
-            grouped.setdefault((key, near), []).append(ticket)
-        for (key, _), alike in grouped.items():
-            features = _mean(features_of(ticket.op) for ticket in alike)
-            self.works.setdefault(key, {}).setdefault(features, Work(*_mean(ticket.op.work() for ticket in alike)))
+        def found(ticket: Ticket) -> str:
+            return AT_REST if at_rest else AGAIN if ticket.op.micro_batch == 1 else ""
+
+        for key, alike in alike_ops(tickets, found):
+            features = mean(features_of(ticket.op) for ticket in alike)
+            self.works.setdefault(key, {}).setdefault(features, Work(*mean(ticket.op.work() for ticket in alike)))
             seconds = float(np.mean([self._seconds(ticket) for ticket in alike]))
             points.setdefault(key, []).append((features, max(seconds, 0.0)))
 
@@ -136,7 +132,7 @@ class OpCosts:
         seconds, rate = ticket.finished_s - ticket.started_s, self._link_bytes_s.get(ticket.lane.kind)
         return seconds if rate is None else seconds - ticket.op.work().link_bytes / rate
 
-    def _shapes(self) -> Iterator[Shape]:
+    def shapes(self) -> Iterator[Shape]:
         """Yield shapes of prefill, of decode and of both, up to what micro-batches and the KV cache can hold."""
         for tokens in (8, 32, 96, 192, 384, 768, 1200, 1800):
             if tokens <= self._max_tokens:
@@ -362,5 +358,19 @@ def _beside(company: Company) -> str:
     return "".join(f"beside {kind}, " for kind in sorted(company))
 
 
-def _mean(rows: Iterable[Sequence[float]]) -> tuple[float, ...]:
+def alike_ops(
+    tickets: Iterable[Ticket], found: Callable[[Ticket], str] = lambda ticket: ""
+) -> Iterator[tuple[str, list[Ticket]]]:
+    """Yield ops whose features agree to two digits, each time with their key in the table. `found` says where an op
+    found its weights."""
+    grouped: dict[tuple[str, tuple[float, ...]], list[Ticket]] = defaultdict(list)
+    for ticket in tickets:
+        key = table_key(ticket.lane, ticket.op, found=found(ticket)) + TOGETHER * (ticket.op.launches > 1)
+        grouped[key, tuple(float(f"{feature:.2g}") for feature in features_of(ticket.op))].append(ticket)
+    for (key, _), alike in grouped.items():
+        yield key, alike
+
+
+def mean(rows: Iterable[Sequence[float]]) -> tuple[float, ...]:
+    """Return the mean of rows of numbers, column by column."""
     return tuple(float(each) for each in np.mean(list(rows), axis=0))

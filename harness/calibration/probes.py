@@ -185,7 +185,7 @@ class LayerProbes:
         parts = part("attention_out")
         for it in its:
             emit.attention_out(it, layer, parts)
-            self._predict(emit, it, layer, parts)
+            self.predict(emit, it, layer, parts)
         if serial and layer == self.layer:
             self._on_host(emit, its[0])
         stored = self.engine.store.experts(layer)
@@ -195,7 +195,7 @@ class LayerProbes:
                 emit.experts(it, layer, experts)
         emit.combine(its[0], layer)
 
-    def _predict(self, emit: Emitter, it: InFlight, layer: int, part: PlacedPart) -> None:
+    def predict(self, emit: Emitter, it: InFlight, layer: int, part: PlacedPart) -> None:
         """Predict by a router, that of the layer itself: another layer's takes as long."""
         spec, following = self.engine.spec, layer + 1
         routers = (spec.is_dense(each) for each in (layer, following))
@@ -216,12 +216,19 @@ class LayerProbes:
     def device_attention(self, emit: Emitter, it: InFlight, layer: int) -> None:
         """Submit the decode attention of the gpu lane, with keys and values over the link or in device memory. Contexts
         that are too long are left out."""
-        if self._fits_staging(it):
+        if self.fits_staging(it):
             emit.decode_attention_on_device(it, layer, [self.staging])
-        if self._in_device_kv is None or self._in_device_kv[0] is not it:
-            return
-        it, spec = self._in_device_kv[1], self.engine.spec
-        emit.upload_tokens(it)
+        if (placed := self.in_device_memory(it)) is not None:
+            emit.upload_tokens(placed)
+            self.attend_in_device_memory(emit, placed, layer)
+
+    def in_device_memory(self, it: InFlight) -> InFlight | None:
+        """Return the micro-batch that is like `it` with its cache in device memory, if there is one."""
+        return self._in_device_kv[1] if self._in_device_kv is not None and self._in_device_kv[0] is it else None
+
+    def attend_in_device_memory(self, emit: Emitter, it: InFlight, layer: int) -> None:
+        """Submit the ops over the cache of a micro-batch that has it in device memory."""
+        spec = self.engine.spec
         emit.submit(GPU, paged.AppendKvOnDevice(spec, it.batch, it.acts, layer, self.kv))
         if it.batch.on_device.num_decode:
             family, part = self.engine.family, self.engine.resident.attention[layer]
@@ -233,7 +240,7 @@ class LayerProbes:
         assert cache is not None, "calibration attends over a cache in host memory"
         emit.submit(H2D, data.UploadTokens(spec, it.batch, it.acts), urgent=True)
         self.around_attention(emit, it, layer)
-        if self._fits_staging(it):
+        if self.fits_staging(it):
             rows = range(len(it.batch.decode))
             emit.submit(H2D, data.LoadKv(spec, it.batch, it.acts, layer, cache, rows, self.staging), urgent=True)
         emit.submit(D2H, data.FetchSampled(spec, it.batch, it.acts), urgent=True)
@@ -291,12 +298,12 @@ class LayerProbes:
         emit.attention_in(it, layer, part("attention_in"))
         emit.prefill_attention(it, layer)
         emit.attention_out(it, layer, part("attention_out"))
-        self._predict(emit, it, layer, part("attention_out"))
+        self.predict(emit, it, layer, part("attention_out"))
         for number, placed in self.stream.experts(layer).items():
             emit.experts(it, layer, {number: placed})
         emit.combine(it, layer)
 
-    def _fits_staging(self, it: InFlight) -> bool:
+    def fits_staging(self, it: InFlight) -> bool:
         nbytes = it.batch.on_host.num_context_tokens * self.engine.spec.kv_bytes_per_token_layer
         return bool(it.batch.decode) and nbytes <= self.staging.nbytes
 

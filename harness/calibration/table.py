@@ -65,6 +65,8 @@ class CalibrationTable:
     `crowded` are such samples beside the one lane that costs most: the cpu lane for gpu ops and the gpu lane for all
     others, with one short op after another, of `short_s` seconds by that lane; by whether the link is busy too.
     `beside_strategy` are such samples beside a thread that submits op after op.
+    `ahead` are samples of gpu ops that were launched before they could begin, and `launching` what it took the host to
+    launch each; both are empty where no op is launched ahead.
     `cache_bytes` is the size of the last cache, 0 where it is unknown.
     `works` has, by the same key and features, the work of such an op: from it follow the rates at which a lane's ops of
     other kinds are estimated. `together` has, by the lanes active at the same time ("cpu+gpu+h2d"), how many times
@@ -79,6 +81,8 @@ class CalibrationTable:
     crowded: Mapping[Company, Mapping[str, Points]] = field(default_factory=dict)
     short_s: Mapping[str, float] = field(default_factory=dict)
     beside_strategy: Mapping[str, Points] = field(default_factory=dict)
+    ahead: Mapping[str, Points] = field(default_factory=dict)
+    launching: Mapping[str, Points] = field(default_factory=dict)
     cache_bytes: int = 0
     version: int = VERSION
 
@@ -247,6 +251,8 @@ class CalibrationTable:
             "cache_bytes": self.cache_bytes,
             "crowded": _written(self.crowded),
             "beside_strategy": _written({ALONE: self.beside_strategy}),
+            "ahead": _written({ALONE: self.ahead}),
+            "launching": _written({ALONE: self.launching}),
             "short_s": self.short_s,
             "spread": self.spread(),
             "samples": _written(self.samples),
@@ -279,6 +285,8 @@ class CalibrationTable:
             crowded=_read(values["crowded"]),
             short_s=values["short_s"],
             beside_strategy=_read(values["beside_strategy"]).get(ALONE, {}),
+            ahead=_read(values.get("ahead", {})).get(ALONE, {}),
+            launching=_read(values.get("launching", {})).get(ALONE, {}),
             cache_bytes=values["cache_bytes"],
         )
 

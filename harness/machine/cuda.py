@@ -75,6 +75,7 @@ class CudaMachine(ThreadedMachine):
 
     label: ClassVar[str] = "measured"
     name: ClassVar[str] = "cuda"
+    launches_ahead: ClassVar[bool] = True
     warms_up: ClassVar[bool] = True
 
     def __init__(

@@ -1,0 +1,82 @@
+"""Ops that are launched ahead: their own time and that of their launching, on a device whose both are known."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import pytest
+
+from harness.bench.shapes import Shape
+from harness.calibration.ahead import LaunchedAhead
+from harness.calibration.probes import ContextRoom, LayerProbes
+from harness.calibration.undisturbed import Undisturbed
+from tests.contract.running import CAPACITIES_BYTES, emulated, engine_on
+from tests.fake_device import FakeDevice, FakeStream, cuda_machine
+
+SHAPES = (Shape.of_prompts(64, 32), Shape(contexts=(40,) * 4))
+KINDS = {
+    *("embed", "attention in", "prefill attention", "decode attention (device)", "decode attention (paged)"),
+    *("append kv (device)", "attention out", "predict experts", "combine", "head", "experts x1", "experts x8"),
+}
+
+
+class SlowDevice(FakeDevice):
+    """Takes so long to be given a kernel, and so long to run it."""
+
+    def __init__(self, *, launching_s: float, own_s: float) -> None:
+        super().__init__(longest_pause_s=0.0)
+        self._launching_s, self._own_s = launching_s, own_s
+
+    def launch(self, stream: FakeStream, run: Callable[[], Any]) -> None:
+        def slowly() -> None:
+            time.sleep(self._own_s)
+            run()
+
+        time.sleep(self._launching_s)
+        stream.push(slowly)
+
+
+def measured(machine, checkpoint) -> LaunchedAhead:
+    engine = engine_on(machine, checkpoint, [], kv_blocks=400, block_size=16)
+    probes = LayerProbes(engine, room=ContextRoom(), max_tokens=128, packet_bytes=100_000)
+    ahead = LaunchedAhead(engine, probes, Undisturbed())
+    try:
+        ahead.measure(SHAPES, lambda text: None)
+    finally:
+        probes.close()
+        machine.close()
+    return ahead
+
+
+def seconds(points: dict[str, Any]) -> list[float]:
+    return [s for by_key in points.values() for _, s in by_key]
+
+
+def test_own_time_and_launching_are_told_apart(tiny):
+    device = SlowDevice(launching_s=1e-3, own_s=6e-3)
+    ahead = measured(cuda_machine(CAPACITIES_BYTES, device=device, poison=False), tiny)
+    assert {key.removeprefix("gpu: ") for key in ahead.own} == KINDS
+    assert ahead.own.keys() == ahead.launching.keys()
+    assert min(seconds(ahead.own)) >= 6e-3 * 0.99 and min(seconds(ahead.launching)) >= 1e-3
+    assert median(seconds(ahead.launching)) < 6e-3
+    device.close()
+
+
+def test_what_was_not_launched_ahead_does_not_count(tiny):
+    device = SlowDevice(launching_s=8e-3, own_s=1e-3)
+    ahead = measured(cuda_machine(CAPACITIES_BYTES, device=device, poison=False), tiny)
+    assert not ahead.own and not ahead.launching
+    device.close()
+
+
+def test_a_machine_that_runs_ops_by_threads_launches_none_ahead(tiny):
+    ahead = measured(emulated(), tiny)
+    assert not ahead.own and not ahead.launching
+
+
+@pytest.fixture(autouse=True)
+def few_draws(monkeypatch):
+    monkeypatch.setattr("harness.calibration.ahead._DRAWS", 1)
