@@ -72,6 +72,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--layers", type=whole_number(1), default=None, help="default: all, or as many as the host's memory holds"
     )
+    parser.add_argument("--without", default="", help="GPU kernels whose work torch does: some of routing,experts,...")
     parser.add_argument("--new-tokens", type=whole_number(1), default=16)
     parser.add_argument(
         "--peer-batch", type=whole_number(1), default=None, help="sequences at once of outside peers; default: all"
@@ -84,6 +85,10 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     for option, names in (("--strategies", args.strategies), ("--whole", args.whole)):
         if unknown := set(names.split(",") if names else []) - there:
             parser.error(f"{option}: unknown {', '.join(sorted(unknown))}")
+    from kernels.triton import KERNELS
+
+    if unknown := set(filter(None, args.without.split(","))) - set(KERNELS):
+        parser.error(f"--without: unknown {', '.join(sorted(unknown))}; there are {', '.join(KERNELS)}")
     if "build" in args.stages.split(","):
         require_packages(_BUILD_NEEDS)
     return args
@@ -210,7 +215,7 @@ def run_stages(args: argparse.Namespace, stages: list[str], scale: Any, record: 
         record.run("tests", lambda left_s: tests_on_gpu.run(args.out, min(120.0, left_s / 3)), needs_s=30.0)
     if "kernels" in stages and not args.dry:
         record.run("kernels", lambda left_s: kernels.measure(keep("kernels"), done("kernels")), needs_s=10.0)
-    without = [] if args.dry else kernels.overrides(done("kernels") or {})
+    without = [] if args.dry else kernels.overrides(done("kernels") or {}, args.without.split(","))
     if "ceilings" in stages:
         record.run("ceilings", lambda left_s: ceilings.measure(scale), needs_s=5.0)
     if "tokens" in stages:

@@ -125,7 +125,7 @@ class FakeDevice:
 
     # -- DeviceRuntime --------------------------------------------------------------------------------------------
 
-    def use(self) -> None:
+    def use(self, stream: FakeStream | None = None) -> None:
         """Do nothing, since threads need nothing here."""
 
     def facts(self) -> dict[str, str]:

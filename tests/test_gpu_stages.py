@@ -32,7 +32,7 @@ def test_memory_is_touched_as_far_as_the_limits_go():
 
 def test_a_wrong_kernel_is_left_to_torch_in_later_runs_and_told():
     rows = {"experts over 16 tokens": {"kernel": "experts", "status": "wrong", "error": "differs by 0.5"}}
-    assert kernels.overrides(rows) == ["machine.triton=[routing,prefill,decode,copies]"]
+    assert kernels.overrides(rows) == ["machine.triton=[routing,prefill,decode,copies,rows]"]
     page = markdown(
         {"title": "t", "facts": {}, "stages": {"kernels": {"status": "ok", "runs": rows, "left_out": ["experts"]}}}
     )

@@ -79,6 +79,7 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = torch.bfloat1
         for staged in (False, True):
             yield _decode(sizes, device, dtype, contexts, staged=staged)
     yield _gather(sizes, device, dtype)
+    yield _rows(sizes, device, dtype)
 
 
 def _drawn(device: torch.device, dtype: torch.dtype, *shape: int, scale: float = 1.0) -> Tensor:
@@ -245,6 +246,38 @@ def _gather(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Case:
         name=f"gather of {count} contexts of {length} out of host memory", kernel="copies", run=run,
         expected=expected, rival=lambda: out.copy_(plain, non_blocking=True), rival_name="one copy as large",
         nbytes=float(out.nbytes), tolerance=0.0,
+    )  # fmt: skip
+
+
+def _rows(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Case:
+    """Make the case of what a layer's first op does beside its product, for so few tokens that launching takes the
+    time."""
+    count, half = min(sizes.expert_tokens), sizes.head_dim // 2
+    heads = (sizes.num_heads, sizes.num_kv_heads)
+    x, weight = _drawn(device, dtype, count, sizes.hidden), _drawn(device, dtype, sizes.hidden)
+    q, k = (_drawn(device, dtype, count, each, sizes.head_dim) for each in heads)
+    positions = torch.arange(count, device=device) * 7
+    angles = torch.outer(torch.arange(7 * count, device=device), 1e4 ** -(torch.arange(half, device=device) / half))
+    tables = [table.to(dtype)[:, None, :] for table in (angles.cos(), angles.sin())]
+
+    def of(dtype: torch.dtype) -> Tensor:
+        cos, sin = (table[positions].to(dtype) for table in tables)
+        wide = x.float()
+        scaled = weight.to(dtype) * (wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()).to(dtype)
+        turned = []
+        for each in (q, k):
+            first, second = each.to(dtype).chunk(2, dim=-1)
+            turned.append(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten())
+        return torch.cat((scaled.flatten(), *turned))
+
+    def run() -> Tensor:
+        turned = gpu.rotate(q, k, positions, *tables)
+        return torch.cat([each.flatten() for each in (gpu.rms_norm(x, weight, 1e-5), *turned)])
+
+    return Case(
+        name=f"norm and rotary embedding of {count} tokens", kernel="rows", run=run,
+        expected=lambda: of(torch.float32), rival=lambda: of(dtype), rival_name="torch",
+        nbytes=float(2 * (x.nbytes + q.nbytes + k.nbytes)),
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -57,9 +57,10 @@ def wrong_kernels(rows: dict[str, dict[str, Any]]) -> list[str]:
     ]
 
 
-def overrides(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the overrides by which runs on a GPU leave wrong kernels to torch; none where all are right."""
-    wrong = wrong_kernels(rows)
+def overrides(rows: dict[str, dict[str, Any]], unwanted: Sequence[str] = ()) -> list[str]:
+    """Return the overrides by which runs on a GPU leave wrong kernels, and unwanted ones, to torch; none where all are
+    right."""
+    wrong = [kernel for kernel in gpu.KERNELS if kernel in {*wrong_kernels(rows), *unwanted}]
     return [f"machine.triton=[{','.join(k for k in gpu.KERNELS if k not in wrong)}]"] if wrong else []
 
 

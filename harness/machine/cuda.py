@@ -181,6 +181,7 @@ class CudaMachine(ThreadedMachine):
     # -- launching ------------------------------------------------------------------------------------------------
 
     def _launch_all(self, lane: Lane, queue: DeviceQueue) -> None:
+        self._runtime.use(queue.stream.handle)
         while not self._stopped:
             found = queue.next()
             if found is None:

@@ -12,13 +12,16 @@ import torch.nn.functional as F
 
 from harness.model.dimensions import ClampedSwiglu, Router, Yarn
 from harness.model.linear import linear
+from kernels import triton as gpu
 
-_LEAST_SHARE = 1e-30  # where a softmax leaves nothing: its inverse is still a float32
-_STEEPNESS = 12.0  # fits what routers of a trained DeepSeek-V3 choose: likelihood, Brier score and hot experts
+LEAST_SHARE = 1e-30  # where a softmax leaves nothing: its inverse is still a float32
+STEEPNESS = 12.0  # fits what routers of a trained DeepSeek-V3 choose: likelihood, Brier score and hot experts
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Normalise over the last dimension, in float32, rounded to x's dtype before the multiplication by the weight."""
+    if gpu.serves(x, "rows"):
+        return gpu.rms_norm(x, weight, eps)
     return weight * normalised(x, eps).to(x.dtype)
 
 
@@ -171,15 +174,15 @@ def foresee_experts(
     The logits [tokens, experts] are an estimate of the router's own. In the best groups the probabilities are
     proportional to a share of each expert, up to 1; all experts' sum to `top_k`. Outside they are 0. A share is the
     softmax score. Sigmoid scores and a `choice_bias` differ little between experts, so there a share grows by a factor
-    of e with each 1/`_STEEPNESS` of the standard deviation of score + bias.
+    of e with each 1/`STEEPNESS` of the standard deviation of score + bias.
     """
     scores, choice = _scores(logits, router, choice_bias)
     shares = scores
     if router.scoring != "softmax" or choice_bias is not None:
         every = scores if choice_bias is None else scores + choice_bias
-        spread = every.std(dim=-1, correction=0, keepdim=True).clamp_min(_LEAST_SHARE)
-        shares = ((choice - choice.amax(dim=-1, keepdim=True)) * (_STEEPNESS / spread)).exp()
-    shares = shares.clamp_min(_LEAST_SHARE).masked_fill_(choice.isneginf(), 0.0)
+        spread = every.std(dim=-1, correction=0, keepdim=True).clamp_min(LEAST_SHARE)
+        shares = ((choice - choice.amax(dim=-1, keepdim=True)) * (STEEPNESS / spread)).exp()
+    shares = shares.clamp_min(LEAST_SHARE).masked_fill_(choice.isneginf(), 0.0)
     largest, best = shares.topk(top_k, dim=-1)
     others = shares.scatter(-1, best, 0.0).sum(dim=-1, keepdim=True)
     from_here = largest.flip(-1).cumsum(dim=-1).flip(-1) + others  # of this expert and all with smaller shares

@@ -1,4 +1,4 @@
-"""The GPU kernels in Triton compute routing, grouped experts and attention, and bring rows out of pinned memory.
+"""The GPU kernels in Triton compute routing, grouped experts, attention and norms, and bring rows out of pinned memory.
 
 Triton is optional. Nothing here imports it before the first kernel is called; `serves` says whether a tensor's device
 has a kernel, and is what ops ask before they use one. `choose` leaves some out, so that a fault can be looked for. None
@@ -17,18 +17,23 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-# By what they do. decode: attention over any kind of cache; copies: small and scattered rows out of pinned memory
-KERNELS = ("routing", "experts", "prefill", "decode", "copies")
+# By what they do. decode: attention over any kind of cache; copies: small and scattered rows out of pinned memory;
+# rows: norms, rotary embedding, and rows kept in a cache
+KERNELS = ("routing", "experts", "prefill", "decode", "copies", "rows")
 _chosen = frozenset(KERNELS)
 _HOMES = {
     "Activation": "matrices",
     "ExpertMatrices": "matrices",
     "address_table": "matrices",
     "choose_experts": "routing",
+    "foresee_experts": "foresee",
     "expert_scratch_bytes": "experts",
     "grouped_experts": "experts",
     "grouped_experts_bytes": "sizes",
     "causal_attention": "prefill",
+    "append_rows": "rows",
+    "rms_norm": "rows",
+    "rotate": "rows",
     "bring": "copies",
     "gather_kv": "copies",
     "gather_numbers": "copies",
@@ -53,6 +58,7 @@ if TYPE_CHECKING:
     from kernels.triton.decode import staged_decode_attention as staged_decode_attention
     from kernels.triton.experts import expert_scratch_bytes as expert_scratch_bytes
     from kernels.triton.experts import grouped_experts as grouped_experts
+    from kernels.triton.foresee import foresee_experts as foresee_experts
     from kernels.triton.latent import paged_latent_attention as paged_latent_attention
     from kernels.triton.latent import staged_latent_attention as staged_latent_attention
     from kernels.triton.matrices import Activation as Activation
@@ -60,6 +66,9 @@ if TYPE_CHECKING:
     from kernels.triton.matrices import address_table as address_table
     from kernels.triton.prefill import causal_attention as causal_attention
     from kernels.triton.routing import choose_experts as choose_experts
+    from kernels.triton.rows import append_rows as append_rows
+    from kernels.triton.rows import rms_norm as rms_norm
+    from kernels.triton.rows import rotate as rotate
     from kernels.triton.sizes import grouped_experts_bytes as grouped_experts_bytes
     from kernels.triton.warming import Latent as Latent
     from kernels.triton.warming import Shapes as Shapes

@@ -1,4 +1,6 @@
-"""Sorts (token, choice) pairs by expert on the device, in three launches that need no count on the host.
+"""Sorts (token, choice) pairs by expert on the device, in launches that need no count on the host.
+
+Few pairs take one launch, others three.
 
 Pair p = token * top_k + choice. Experts that the address table lacks, and ids out of range, are left out. Each expert's
 pairs keep their order, so that the result is the same in every run.
@@ -98,6 +100,26 @@ def _place(
     tl.store(places + pair, tl.where(placed, place, -1), mask=pair < num_pairs)
 
 
+@triton.jit(do_not_specialize=["num_pairs"], do_not_specialize_on_alignment=["ids"])
+def _group_few(
+    ids, table, order, places, starts, tile_ends, num_pairs,
+    NUM_EXPERTS: tl.constexpr, ADDRESSES: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Do what the others do for the pairs of one chunk."""
+    pair, expert = tl.arange(0, CHUNK), tl.arange(0, EXPERTS)
+    members = _members(pair, ids, table, num_pairs, NUM_EXPERTS, ADDRESSES, EXPERTS)
+    totals = tl.sum(members, axis=0)
+    firsts = tl.cumsum(totals, 0) - totals
+    tl.store(starts + expert, firsts, mask=expert < NUM_EXPERTS)
+    tl.store(starts + NUM_EXPERTS, tl.sum(totals))
+    tl.store(tile_ends + expert, tl.cumsum((totals + ROWS - 1) // ROWS, 0), mask=expert < NUM_EXPERTS)
+    place = tl.sum(members * (firsts[None, :] + tl.cumsum(members, 0) - 1), axis=1)
+    placed = tl.sum(members, axis=1) > 0
+    tl.store(order + place, pair, mask=placed)
+    tl.store(places + pair, tl.where(placed, place, -1), mask=pair < num_pairs)
+
+
 def group(ids: torch.Tensor, table: torch.Tensor, num_present: int, tile_rows: int, scratch: Scratch) -> Groups:
     """Group the pairs of token and expert by expert; all results lie in `scratch`.
 
@@ -112,9 +134,12 @@ def group(ids: torch.Tensor, table: torch.Tensor, num_present: int, tile_rows: i
     starts, tile_ends = scratch.take((num_experts + 1,), torch.int32), scratch.take((num_experts,), torch.int32)
     sizes = {"NUM_EXPERTS": num_experts, "EXPERTS": power_of_two(num_experts)}
     by_pair = {**sizes, "ADDRESSES": ADDRESSES, "CHUNK": PAIRS_OF_A_CHUNK}
-    _count[(num_chunks,)](ids, table, counts, num_pairs, **by_pair)
-    _offsets[(1,)](counts, starts, tile_ends, num_chunks, **sizes, ROWS=tile_rows, BLOCK=_BLOCK)
-    _place[(num_chunks,)](ids, table, counts, order, places, num_pairs, **by_pair)
+    if num_chunks == 1:
+        _group_few[(1,)](ids, table, order, places, starts, tile_ends, num_pairs, **by_pair, ROWS=tile_rows)
+    else:
+        _count[(num_chunks,)](ids, table, counts, num_pairs, **by_pair)
+        _offsets[(1,)](counts, starts, tile_ends, num_chunks, **sizes, ROWS=tile_rows, BLOCK=_BLOCK)
+        _place[(num_chunks,)](ids, table, counts, order, places, num_pairs, **by_pair)
     # Each expert's last tile may be partly full; a token goes to an expert at most once.
     num_tiles = min(most_pairs // tile_rows + num_present, num_present * cdiv(num_tokens, tile_rows), most_pairs)
     return Groups(order, places, starts, tile_ends, num_tiles)

@@ -34,7 +34,7 @@ GPT_OSS = {
     "sliding_layers": "even",
     "clamped_swiglu": ClampedSwiglu(limit=0.8, alpha=1.5),
 }
-ALWAYS = {"choose_experts", "grouped_experts", "causal_attention"}
+ALWAYS = {"choose_experts", "grouped_experts", "causal_attention", "rotate"}
 DECODES = {"moelens": "staged_decode_attention", "deepspeed_zero": "paged_decode_attention"}
 
 

@@ -15,7 +15,8 @@ from tests.composing import composed
 from tests.conftest import ROOT
 from tests.contract.gpu_ops import DEVICE, MetaContext, submitted, weight_views
 
-KERNELS = {"_choose", "_count", "_offsets", "_place", "_gate_up", "_down", "_combine", "_attend", "_join"}
+KERNELS = {"_choose", "_count", "_offsets", "_place", "_group_few", "_gate_up", "_down", "_combine", "_attend", "_join"}
+KERNELS |= {"_norm", "_rotate", "_append"}
 
 
 def asked(*arguments: str) -> dict[str, list[str]]:

@@ -3,7 +3,8 @@ device."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import product
 from typing import Any
 
 from harness.machine.threads.arenas import tensor_of
@@ -75,6 +76,17 @@ def numbers(values: Any, device: Any) -> Any:
     gpu.bring(there, pinned)
     gpu.keep(pinned)
     return there
+
+
+def appends(x: Any) -> bool:
+    """Return whether the kernels write new rows into a cache on the device."""
+    return gpu.serves(x, "rows")
+
+
+def append(new_and_cached: Iterable[tuple[Any, Any]], slots: Any, ranges: Iterable[slice]) -> None:
+    """Write new rows, [tokens, heads, width], of these ranges of tokens to their slots [tokens] of a cache."""
+    for (new, cached), rows in product(new_and_cached, ranges):
+        gpu.append_rows(new[rows], slots[rows], cached)
 
 
 def groups_experts(x: Any) -> bool:

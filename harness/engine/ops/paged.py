@@ -39,8 +39,11 @@ class AppendKvOnDevice(KvOp):
     def run(self, ctx: Context, packet: int) -> None:
         block_size = self.cache.block_size
         slots = device_rows(ctx, self.batch, self.acts)[2]
+        both = list(zip(self.new_rows(ctx, self.acts.new_kv(self.spec)), self.cached(ctx), strict=True))
+        if on_gpu.appends(slots):
+            return on_gpu.append(both, slots, self.batch.on_device.ranges)
         blocks, inside = slots // block_size, slots % block_size
-        for new, target in zip(self.new_rows(ctx, self.acts.new_kv(self.spec)), self.cached(ctx), strict=True):
+        for new, target in both:
             for rows in self.batch.on_device.ranges:
                 target[blocks[rows], :, inside[rows]] = new[rows]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -28,8 +29,9 @@ class DeviceRuntime(Protocol):
     pci_bus_id: str | None  # where sysfs knows the device
     ramp_s: float  # how long clocks and links take to come to their speed, when they stood idle
 
-    def use(self) -> None:
-        """Make this thread work on the device: the first thing a thread does."""
+    def use(self, stream: Any = None) -> None:
+        """Make this thread work on the device: the first thing a thread does. `launch` and `copy` take it less time for
+        the `stream` that it works on."""
 
     def facts(self) -> dict[str, str]:
         """Ask what a reader of numbers from this device must know: its name, its driver, its link and its clocks."""
@@ -84,6 +86,12 @@ class DeviceRuntime(Protocol):
         """Copy between the device and any host memory, of any dtype and strides; return when the copy is over."""
 
 
+class _Current(threading.local):
+    """Holds the stream that a thread works on."""
+
+    stream: Any = None
+
+
 _SMALL_BYTES = 8 << 20  # of a copy that a kernel does: the rows of some hundred tokens, not an expert
 
 
@@ -94,6 +102,7 @@ class TorchCudaRuntime:
 
     def __init__(self, index: int = 0) -> None:
         self._device = torch.device("cuda", index)
+        self._current = _Current()
         properties = torch.cuda.get_device_properties(self._device)
         self.name = properties.name
         self.total_bytes = int(properties.total_memory)
@@ -110,8 +119,11 @@ class TorchCudaRuntime:
         self._uuid = str(properties.uuid)
         self._urgent: set[int] = set()  # streams
 
-    def use(self) -> None:
+    def use(self, stream: Any = None) -> None:
         torch.cuda.set_device(self._device)
+        if stream is not None:
+            torch.cuda.set_stream(stream)
+            self._current.stream = stream
 
     def facts(self) -> dict[str, str]:
         return gpu_facts(self.name, self.total_bytes, self._uuid)
@@ -173,11 +185,11 @@ class TorchCudaRuntime:
         torch.cuda.current_stream(self._device).synchronize()
 
     def launch(self, stream: Any, run: Callable[[], Any]) -> None:
-        with torch.cuda.stream(stream):
+        with self._on(stream):
             run()
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
-        with torch.cuda.stream(stream):
+        with self._on(stream):
             is_small = stream.cuda_stream in self._urgent and dst.nbytes <= _SMALL_BYTES
             if is_small and gpu.serves(dst, "copies"):
                 gpu.bring(dst, src)  # a copy engine would let it wait for large ones
@@ -185,8 +197,11 @@ class TorchCudaRuntime:
                 dst.copy_(src, non_blocking=True)
 
     def copy_now(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
-        with torch.cuda.stream(stream):
+        with self._on(stream):
             dst.copy_(src)
+
+    def _on(self, stream: Any) -> AbstractContextManager[Any]:
+        return nullcontext() if self._current.stream is stream else torch.cuda.stream(stream)
 
 
 def _pci_bus_id(properties: Any) -> str | None:

@@ -99,8 +99,8 @@ class Family(FamilyLayout, Protocol):
     def attention_in(
         self, spec: ModelSpec, w: Mapping[str, Tensor], hidden: Tensor, positions: Tensor, layer: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], contiguous, with RoPE applied to q
-        and k. A family that caches latents has `latents_in` instead."""
+        """Return q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], with RoPE applied to q and k. A
+        family that caches latents has `latents_in` instead."""
         ...
 
     def latents_in(

@@ -36,8 +36,10 @@ class Decoder:
         tables = functional.rope_tables(
             spec.rope_theta, spec.head_dim, spec.max_positions, hidden.dtype, hidden.device, spec.yarn
         )
+        if gpu.serves(q, "rows"):
+            return *gpu.rotate(q, k, positions, *tables), v
         cos, sin = (table[positions] for table in tables)
-        return functional.apply_rope(q, cos, sin), functional.apply_rope(k, cos, sin), v.contiguous()
+        return functional.apply_rope(q, cos, sin), functional.apply_rope(k, cos, sin), v
 
     def _project(self, spec: ModelSpec, w: Weights, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute queries, keys and values before RoPE, each [tokens, heads * head_dim]."""
@@ -109,8 +111,13 @@ class Decoder:
         return functional.choose_experts(logits, spec.experts_per_token, router, bias)
 
     def foresee(self, spec: ModelSpec, w: Weights, logits: Tensor, count: int, layer: int) -> tuple[Tensor, Tensor]:
-        bias = w.get("correction_bias")
-        return functional.foresee_experts(logits, count, spec.experts_per_token, spec.router, bias)
+        router, bias = spec.router, w.get("correction_bias")
+        if router.num_groups == 1 and gpu.serves(logits, "routing"):
+            return gpu.foresee_experts(
+                logits, count, spec.experts_per_token, steepness=functional.STEEPNESS, least=functional.LEAST_SHARE,
+                scoring=router.scoring, choice_bias=bias,
+            )  # fmt: skip
+        return functional.foresee_experts(logits, count, spec.experts_per_token, router, bias)
 
     def expert(self, spec: ModelSpec, w: Weights, x: Tensor) -> Tensor:
         return functional.swiglu(x, w["gate_up"], w["down"])

@@ -7,12 +7,12 @@ from benchmarks.gpu_stages import kernels
 from benchmarks.gpu_stages.kernel_cases import MIXTRAL_8X7B, TINY, cases
 from kernels import triton as gpu
 
-NAMES = ["routing", *["experts"] * 5, "prefill", *["decode"] * 4, "copies"]
+NAMES = ["routing", *["experts"] * 5, "prefill", *["decode"] * 4, "copies", "rows"]
 
 
 def test_small_cases_are_right_and_their_rivals_agree(device):
     found = list(cases(TINY, device))
-    assert [case.kernel for case in found] == ["routing", "experts", "prefill", *["decode"] * 4, "copies"]
+    assert [case.kernel for case in found] == ["routing", "experts", "prefill", *["decode"] * 4, "copies", "rows"]
     for case in found:
         assert case.error() <= case.tolerance, case.name
         expected = case.expected()
@@ -43,9 +43,9 @@ def test_what_is_wrong_is_named_and_left_out(device, monkeypatch):
     found = kernels.measure(kept.append, device=device.type, sizes=TINY, seconds=lambda run: 1e-3)
     assert found["left_out"] == ["experts", "prefill", "decode"]
     by_status = {name: row["status"] for name, row in found["runs"].items()}
-    assert list(by_status.values()) == ["ok", "wrong", "wrong", *["failed", "ok"] * 2, "ok"]
+    assert list(by_status.values()) == ["ok", "wrong", "wrong", *["failed", "ok"] * 2, "ok", "ok"]
     assert "RuntimeError: no such instruction" in [row.get("error") for row in found["runs"].values()]
-    assert kernels.overrides(found["runs"]) == ["machine.triton=[routing,copies]"]
+    assert kernels.overrides(found["runs"]) == ["machine.triton=[routing,copies,rows]"]
     assert kernels.overrides({}) == []
     again = kernels.measure(kept.append, kept[2]["runs"], device=device.type, sizes=TINY, seconds=lambda run: 1e-3)
     assert list(again["runs"].values())[1]["error"] == "the process ended while this was under way"

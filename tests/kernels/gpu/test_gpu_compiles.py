@@ -19,7 +19,8 @@ needs_compiler = pytest.mark.skipif(not PTXAS.exists(), reason="no Triton with a
 CHIPS = ((80, 163, "bfloat16"), (90, 227, "bfloat16"), (90, 227, "float32"))  # capability, KiB of shared memory
 PRODUCTS = {"experts._gate_up", "experts._down", "prefill._attend", "decode._attend", "latent._attend_latents"}
 OTHERS = {"routing._choose", "grouping._count", "grouping._offsets", "grouping._place", "experts._combine"}
-OTHERS |= {"decode._join", "copies._bring", "copies._gather"}
+OTHERS |= {"decode._join", "copies._bring", "copies._gather", "foresee._foresee", "grouping._group_few"}
+OTHERS |= {"rows._norm", "rows._rotate", "rows._append"}
 
 
 @needs_compiler
