@@ -77,6 +77,9 @@ class CudaMachine(ThreadedMachine):
     name: ClassVar[str] = "cuda"
     launches_ahead: ClassVar[bool] = True
     warms_up: ClassVar[bool] = True
+    # Each call of torch gives the interpreter away: beside a thread that computes, small ones take two to four times as
+    # long with 1e-4 s, and no less with 5e-6 (`benchmarks/switch_intervals.py`, on a CPU).
+    switch_interval_s: ClassVar[float] = 1e-5
 
     def __init__(
         self,
