@@ -77,8 +77,7 @@ class CudaMachine(ThreadedMachine):
     name: ClassVar[str] = "cuda"
     launches_ahead: ClassVar[bool] = True
     warms_up: ClassVar[bool] = True
-    # Each call of torch gives the interpreter away: beside a thread that computes, small ones take two to four times as
-    # long with 1e-4 s, and no less with 5e-6 (`benchmarks/switch_intervals.py`, on a CPU).
+    # Beside a thread that computes, small calls of torch took 2 to 4 times as long with 1e-4 (switch_intervals.py).
     switch_interval_s: ClassVar[float] = 1e-5
 
     def __init__(
@@ -97,7 +96,11 @@ class CudaMachine(ThreadedMachine):
         for lane in _COPY_LANES:
             streams[lane] = [DeviceStream(runtime, lock, copies, urgent=urgent) for urgent in (False, True)]
         self._memory = DeviceArenas(
-            runtime, streams[GPU][0].handle, HostMemory(node), poison=config.poison, progress=tell or _tell
+            runtime,
+            streams[GPU][0].handle,
+            HostMemory(node),
+            poison=config.poison,
+            progress=tell or partial(print, file=sys.stderr),
         )
         super().__init__(
             arenas=self._memory, capacities_bytes=capacities_bytes, board=IssueBoard(), watchdog_s=config.watchdog_s,
@@ -156,7 +159,7 @@ class CudaMachine(ThreadedMachine):
         self._wake[lane] = threading.Condition(self._lock)
         for stream in streams:
             classes = tuple(urgent for urgent in (True, False) if stream is streams[-1 if urgent else 0])
-            queue = DeviceQueue(self._board.lane(lane), stream, classes=classes)
+            queue = DeviceQueue(self._board.lane(lane), stream, classes=classes, first=streams[-1])
             self._queues.append(queue)
             name = f"stream {streams.index(stream)} of lane {lane}"
             self._start_thread(partial(self._launch_all, lane, queue), f"launches on {name}")
@@ -343,10 +346,6 @@ class CudaMachine(ThreadedMachine):
 
 def _run_packet(op: Op, context: DeviceContext, packet: int, result: list[Any]) -> None:
     result.append(op.run_packet(context, packet))
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def device_found() -> bool:

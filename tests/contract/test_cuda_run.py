@@ -80,7 +80,7 @@ def test_gpu_kernels_are_chosen_by_a_setting(devices, monkeypatch):
         session.build_machine().close()
         assert tuple(kernel for kernel in all_of_them if gpu_kernels.serves(on_gpu, kernel)) == served
     with pytest.raises(
-        ConfigError, match="machine.triton: must be some of routing, experts, prefill, decode, copies, got moe"
+        ConfigError, match="machine.triton: must be some of routing, experts, prefill, decode, copies, rows, got moe"
     ):
         Session.of(composed("machine=cuda", *SMOKE, "machine.triton=[moe]"))
 

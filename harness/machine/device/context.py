@@ -14,7 +14,7 @@ import torch
 import kernels
 from harness.machine.base import Lane, LaneKind
 from harness.machine.device.memory import DeviceArenas
-from harness.machine.device.runtime import DeviceRuntime
+from harness.machine.device.runtime import SMALL_COPY_BYTES, DeviceRuntime
 from harness.machine.device.staging import Slot
 from harness.machine.threads.arenas import tensor_of
 from harness.memory.tiers import HOST_TIERS, Buffer
@@ -61,7 +61,8 @@ class DeviceContext:
 
     `take` finds room in the staging ring of the packets' stream, waiting for packets before them if it must; None where
     these hold all of it themselves, or there never will be enough. `give_back` returns the oldest piece. `staged` is
-    for whoever sees the packets end: to fill, and to give back.
+    for whoever sees the packets end: to fill, and to give back. `copies_much` once a copy of theirs is large, which
+    takes a copy engine.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class DeviceContext:
         self._take = take
         self._give_back = give_back
         self.staged: deque[Staged] = deque()
+        self.copies_much = False
         self._copying: _Run | None = None
 
     def memo(self, buffer: Buffer) -> dict[Hashable, Any]:
@@ -151,7 +153,7 @@ class DeviceContext:
             kernels.kv_gather(caches, tables, lengths, gathered)
             return self.move(dst, gathered)
         kernels.kv_gather(caches, tables, lengths, staged.memory)
-        self._runtime.copy(dst, staged.memory, self._stream)
+        self._copy(dst, staged.memory)
         self._behind(staged)
 
     def host_value(self, source: torch.Tensor) -> np.ndarray:
@@ -163,26 +165,30 @@ class DeviceContext:
 
     def _to_device(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         if self._is_direct(src) and src.dtype == dst.dtype:
-            self._runtime.copy(dst, src, self._stream)
+            self._copy(dst, src)
             return
         staged = self._room(src.shape, dst.dtype)
         if staged is not None:
-            self._runtime.copy(dst, staged.memory.copy_(src), self._stream)
+            self._copy(dst, staged.memory.copy_(src))
             self._behind(staged)
         else:
             self._in_halves(self._to_device, dst, src)
 
     def _to_host(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         if self._is_direct(dst) and src.dtype == dst.dtype:
-            self._runtime.copy(dst, src, self._stream)
+            self._copy(dst, src)
             return
         staged = self._room(src.shape, src.dtype)
         if staged is not None:
-            self._runtime.copy(staged.memory, src, self._stream)
+            self._copy(staged.memory, src)
             staged.target = dst
             self._behind(staged)
         else:
             self._in_halves(self._to_host, dst, src)
+
+    def _copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        self.copies_much = self.copies_much or dst.nbytes > SMALL_COPY_BYTES
+        self._runtime.copy(dst, src, self._stream)
 
     def _in_halves(self, move: Callable[[torch.Tensor, torch.Tensor], None], dst: torch.Tensor, src: Any) -> None:
         """Move what is too large for the ring in halves; a single row that is too large goes at once."""

@@ -92,7 +92,7 @@ class _Current(threading.local):
     stream: Any = None
 
 
-_SMALL_BYTES = 8 << 20  # of a copy that a kernel does: the rows of some hundred tokens, not an expert
+SMALL_COPY_BYTES = 8 << 20  # of a copy that a kernel does: the rows of some hundred tokens, not an expert
 
 
 class TorchCudaRuntime:
@@ -190,7 +190,7 @@ class TorchCudaRuntime:
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
         with self._on(stream):
-            is_small = stream.cuda_stream in self._urgent and dst.nbytes <= _SMALL_BYTES
+            is_small = stream.cuda_stream in self._urgent and dst.nbytes <= SMALL_COPY_BYTES
             if is_small and gpu.serves(dst, "copies"):
                 gpu.bring(dst, src)  # a copy engine would let it wait for large ones
             else:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.machine.base import CPU, D2H, GPU, H2D, LaneKind, Work
+from harness.machine.base import CPU, D2H, GPU, H2D, LaneKind, Op, Work
 from harness.machine.device.issuing import IssueBoard
+from harness.memory.tiers import Buffer
 from tests.fake_device import FakeDevice, cuda_machine
 from tests.kernels.eventually import eventually
 from tests.unit.machine import programs
@@ -182,3 +184,48 @@ def test_readiness_by_issue_counts_every_dependency_once():
     assert board.issue(copy) == [last]
     assert board.finish(copy, 3.0) == []
     assert last.ready
+
+
+class Copies(Op):
+    """Copies a buffer, packet by packet."""
+
+    def __init__(self, target: Buffer, source: Buffer, packets: int) -> None:
+        self.target, self.source, self.packets = target, source, packets
+        self.writes = (target,)
+
+    def work(self):
+        return Work(link_bytes=self.source.nbytes)
+
+    def run(self, ctx, packet):
+        share = self.source.nbytes // self.packets
+        ctx.copy(self.target, self.source, packet * share, share)
+
+
+class SlowCopies(FakeDevice):
+    """Copies for a millisecond."""
+
+    def copy(self, dst, src, stream):
+        stream.push(lambda: time.sleep(1e-3))
+        super().copy(dst, src, stream)
+
+
+@pytest.mark.parametrize(("small_bytes", "overtakes"), [(100, True), (10_000, False)])
+def test_a_large_urgent_copy_waits_for_no_copy_that_was_launched_after_it_began(monkeypatch, small_bytes, overtakes):
+    """A device serves its streams as it likes. Small copies go beside others, where a kernel brings them."""
+    monkeypatch.setattr("harness.machine.device.context.SMALL_COPY_BYTES", small_bytes)
+    device = SlowCopies(longest_pause_s=0.0)
+    sizes = {"device": 100_000, "pinned": 200_000}
+    machine = cuda_machine(sizes, device=device, poison=False, launch_mb=0.0, copies_in_flight=2, staging_mb=0.01)
+    buffers = {tier: [machine.tiers[tier].reserve(f"{tier} {i}", 40_000) for i in (0, 1)] for tier in sizes}
+    for buffer in (*buffers["device"], *buffers["pinned"]):
+        machine.back(buffer)
+    both = list(zip(buffers["device"], buffers["pinned"], strict=True))
+    normal = machine.submit(H2D, Copies(*both[0], packets=40))
+    eventually(lambda: normal.packets_run >= 3, meanwhile=machine.now)
+    urgent = machine.submit(H2D, Copies(*both[1], packets=10), urgent=True)
+    machine.drain()
+    machine.close()
+    device.close()
+    beside = [s for s in machine.spans if not s.urgent and urgent.started_s < s.start_s and s.end_s < urgent.finished_s]
+    assert (len(beside) <= 2) == overtakes
+    assert normal.finished_s > urgent.finished_s
