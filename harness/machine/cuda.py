@@ -95,12 +95,9 @@ class CudaMachine(ThreadedMachine):
         streams = {GPU: [DeviceStream(runtime, lock, compute)]}
         for lane in _COPY_LANES:
             streams[lane] = [DeviceStream(runtime, lock, copies, urgent=urgent) for urgent in (False, True)]
+        told = tell or partial(print, file=sys.stderr)
         self._memory = DeviceArenas(
-            runtime,
-            streams[GPU][0].handle,
-            HostMemory(node),
-            poison=config.poison,
-            progress=tell or partial(print, file=sys.stderr),
+            runtime, streams[GPU][0].handle, HostMemory(node), poison=config.poison, progress=told
         )
         super().__init__(
             arenas=self._memory, capacities_bytes=capacities_bytes, board=IssueBoard(), watchdog_s=config.watchdog_s,
@@ -251,10 +248,7 @@ class CudaMachine(ThreadedMachine):
     def _run(self, stream: DeviceStream, run: Callable[[], None], lane: Lane) -> None:
         """Run packets. On copy lanes the op's own code runs here and its copies go to the stream; on the gpu lane all
         its work does."""
-        if lane.kind is LaneKind.GPU:
-            self._runtime.launch(stream.handle, run)
-        else:
-            run()
+        self._runtime.launch(stream.handle, run) if lane.kind is LaneKind.GPU else run()
 
     # -- watching -------------------------------------------------------------------------------------------------
 
