@@ -133,4 +133,4 @@ def calibrate(machine: SimulatedMachine, settings: Settings, spec: ModelSpec, lo
     """Give `machine` the costs that were measured on this computer; measure them now if they never were."""
     table = local_table(settings, spec, log)
     costs = CalibratedCosts(table, link_rates(settings.hardware), machine.is_busy, machine.strategy_left_s)
-    machine.calibrate(costs, table.slowdowns(), table.host)
+    machine.calibrate(costs, table.slowdowns(), table.host, launches_ahead=bool(table.ahead))

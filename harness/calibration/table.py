@@ -29,6 +29,7 @@ VERSION = 13
 # since the op before it has read them, or in memory, where they have been for long.
 AGAIN, AT_REST = ", again", ", at rest"
 TOGETHER = ", together"  # ends the key of an op with several launches
+_BY_COMPANY, _IN_NO_COMPANY = ("samples", "crowded"), ("beside_strategy", "ahead", "launching")
 LINKS = (LaneKind.H2D, LaneKind.D2H, LaneKind.PIN)  # lanes that a profile gives a rate in bytes
 
 
@@ -104,6 +105,19 @@ class CalibrationTable:
                     joint = self.joint.get(candidate, {}).get(key) if op.launches > 1 else None
                     return max(one_s, joint(_of_all(op.cost_features(), op.launches)) if joint else op.launches * one_s)
         return None
+
+    @cached_property
+    def launched(self) -> dict[str, tuple[Interpolated | Plane, Interpolated | Plane]]:
+        """The own seconds of ops that are launched ahead, and those of their launching, by key."""
+        return {key: (fit(points), fit(self.launching[key])) for key, points in self.ahead.items()}
+
+    def launched_s(self, lane: Lane, op: Op) -> tuple[float, float] | None:
+        """Return an op's own seconds and those of its launching; None where it was not measured launched ahead."""
+        found = self.launched.get(table_key(lane, op))
+        if found is None:
+            return None
+        own, launching = (function(op.cost_features()) for function in found)
+        return own, launching
 
     @cached_property
     def joint(self) -> dict[Company, dict[str, Plane]]:
@@ -209,15 +223,16 @@ class CalibrationTable:
         """Merge tables that were measured at several times of day. All samples are kept, so that fits go through
         typical values over all of them; factors and host times are averaged."""
         first = tables[0]
-        samples: dict[Company, dict[str, Points]] = {}
-        crowded: dict[Company, dict[str, Points]] = {}
-        beside: dict[Company, dict[str, Points]] = {}
-        for table in tables:
-            strategy = {ALONE: table.beside_strategy}
-            for merged, own in ((crowded, table.crowded), (samples, table.samples), (beside, strategy)):
-                for company, by_key in own.items():
+
+        def all_of(name: str) -> dict[Company, dict[str, Points]]:
+            merged: dict[Company, dict[str, Points]] = {}
+            for table in tables:
+                own = getattr(table, name)
+                for company, by_key in (own if name in _BY_COMPANY else {ALONE: own}).items():
                     for key, points in by_key.items():
                         merged.setdefault(company, {}).setdefault(key, []).extend(points)
+            return merged
+
         works: dict[str, dict[tuple[float, ...], Work]] = defaultdict(dict)
         for table in tables:
             for key, by_features in table.works.items():
@@ -226,7 +241,7 @@ class CalibrationTable:
         disturbed = [name for table in tables for name in table.meta.get("disturbed", [])]
         return cls(
             meta={**first.meta, "merged": len(tables), "disturbed": disturbed},
-            samples=samples,
+            samples=all_of("samples"),
             works=works,
             together={
                 group: {lane: fmean(t.together[group][lane] for t in tables) for lane in factors}
@@ -234,8 +249,10 @@ class CalibrationTable:
             },
             memory={name: [value for t in tables for value in t.memory[name]] for name in first.memory},
             host=HostTimes.mean(hosts),
-            crowded=crowded,
-            beside_strategy=beside.get(ALONE, {}),
+            crowded=all_of("crowded"),
+            beside_strategy=all_of("beside_strategy").get(ALONE, {}),
+            ahead=all_of("ahead").get(ALONE, {}),
+            launching=all_of("launching").get(ALONE, {}),
             short_s={kind: fmean(t.short_s[kind] for t in tables) for kind in first.short_s},
             cache_bytes=first.cache_bytes,
         )
@@ -250,9 +267,7 @@ class CalibrationTable:
             "memory_gb_s": self.memory,
             "cache_bytes": self.cache_bytes,
             "crowded": _written(self.crowded),
-            "beside_strategy": _written({ALONE: self.beside_strategy}),
-            "ahead": _written({ALONE: self.ahead}),
-            "launching": _written({ALONE: self.launching}),
+            **{name: _written({ALONE: getattr(self, name)}) for name in _IN_NO_COMPANY},
             "short_s": self.short_s,
             "spread": self.spread(),
             "samples": _written(self.samples),
@@ -275,6 +290,7 @@ class CalibrationTable:
 
     @classmethod
     def _of(cls, values: Mapping[str, Any]) -> CalibrationTable:
+        alone = {name: _read(values.get(name, {})).get(ALONE, {}) for name in _IN_NO_COMPANY}
         return cls(
             meta=values["meta"],
             samples=_read(values["samples"]),
@@ -284,9 +300,9 @@ class CalibrationTable:
             host=HostTimes(**values["host"]),
             crowded=_read(values["crowded"]),
             short_s=values["short_s"],
-            beside_strategy=_read(values["beside_strategy"]).get(ALONE, {}),
-            ahead=_read(values.get("ahead", {})).get(ALONE, {}),
-            launching=_read(values.get("launching", {})).get(ALONE, {}),
+            beside_strategy=alone["beside_strategy"],
+            ahead=alone["ahead"],
+            launching=alone["launching"],
             cache_bytes=values["cache_bytes"],
         )
 

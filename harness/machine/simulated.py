@@ -115,14 +115,20 @@ class SimulatedMachine(Machine):
         self._lanes.host_times(submit_s, wake_s, 0.0, 0.0)
         self.world = world
 
-    def calibrate(self, costs: MeasuredCosts, together: Mapping[str, Mapping[str, float]], host: HostTimes) -> None:
+    def calibrate(
+        self, costs: MeasuredCosts, together: Mapping[str, Mapping[str, float]], host: HostTimes,
+        *, launches_ahead: bool = False,
+    ) -> None:  # fmt: skip
         """Take measured costs, slow-downs of lanes together ("cpu+gpu": {"gpu": 1.1}) and host times instead of the
-        profile's; before the first op."""
+        profile's; before the first op. With `launches_ahead` ops of gpu lanes are launched before they can begin, and
+        costs may be an op's own seconds and those that the host takes to launch it."""
         assert not self._lanes.num_submitted, "ops have run already"
         self._measured = costs
         self._take(costs, MeasuredTogether.of_slowdowns(together))
         self._lanes.host_times(host.submit_s, host.wake_s, host.handover_s, host.handover_beside_s)
-        self._lanes.turns(dict(host.turns_s))
+        self._lanes.turns({kind: s for kind, s in host.turns_s.items() if kind != LaneKind.GPU or not launches_ahead})
+        if launches_ahead:
+            self._lanes.launch_ahead(str(LaneKind.GPU))
         self._pass_s, self._sequence_s = host.pass_s, host.sequence_s
 
     def _take(self, costs: Costs | Roofline, contention: Contention) -> None:

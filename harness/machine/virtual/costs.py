@@ -10,9 +10,10 @@ from harness.machine.base import EstimatedShares, Lane, LaneKind, Op, Work
 
 
 class Costs(Protocol):
-    def seconds(self, lane: Lane, op: Op, work: Work) -> float:
+    def seconds(self, lane: Lane, op: Op, work: Work) -> float | tuple[float, float]:
         """Return the seconds of the whole op alone on its lane, overheads included. It is asked once an op, when the op
-        begins. Of an op in pieces it is asked for each of them, with that piece's work."""
+        begins. Of an op in pieces it is asked for each of them, with that piece's work. Two numbers are an op's own
+        seconds and those of its launching, on a lane that launches ahead."""
 
 
 class MeasuredCosts(Costs, Protocol):

@@ -111,6 +111,7 @@ void bind_simulation(py::module_& m) {
       .def("share", &VirtualLanes::share)
       .def("cost_rates", &VirtualLanes::cost_rates, py::arg("rates"), py::arg("of_ops") = VirtualLanes::RatesOfOps())
       .def("cost_function", &VirtualLanes::cost_function)
+      .def("launch_ahead", &VirtualLanes::launch_ahead)
       .def("host_times", &VirtualLanes::host_times)
       .def("turns", &VirtualLanes::turns)
       .def("strategy_left_s", &VirtualLanes::strategy_left_s)

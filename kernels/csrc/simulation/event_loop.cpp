@@ -55,7 +55,7 @@ void EventLoop::make_ready(Task& task) {
   task.ready = true;
   const VirtualLane& lane = *lanes_[task.lane];
   const bool sleeps = !lane.running && lane.ended_s + lane.turn_s < clock_s_ - kInstantS - kInstant * clock_s_;
-  if (sleeps) task.submitted_s = std::max(task.submitted_s, clock_s_ + handover_s());
+  if (sleeps && !lane.launches_ahead) task.submitted_s = std::max(task.submitted_s, clock_s_ + handover_s());
   consider(task);
 }
 

@@ -38,6 +38,7 @@ struct VirtualLane {
   double left_s = 0, since_s = 0, speed = 1, span_start_s = 0;
   double ended_s = -kNever;  // when its last op was over
   double turn_s = 0;         // from then until it begins another one that is ready
+  bool launches_ahead = false;  // its ops are handed over before they can begin
 };
 
 class EventLoop {
@@ -67,6 +68,11 @@ class EventLoop {
   // From the end of a lane's op until it begins another one that is ready.
   void set_turn_s(int id, double seconds) { lanes_[id]->turn_s = seconds; }
 
+  // Ops of this lane are launched before they can begin: nothing is handed over then.
+  void set_launches_ahead(int id) { lanes_[id]->launches_ahead = true; }
+  // From the end of what an op waited for until its lane, idle until then, begins, at this moment.
+  double handover_s() const;
+
   int add_lane(const std::string& kind, int kind_number, int rank);
   const std::vector<VirtualLane*>& lanes() const { return order_; }
   const VirtualLane& lane(int id) const { return *lanes_[id]; }
@@ -84,7 +90,6 @@ class EventLoop {
  private:
   template <class Whole>
   void insert(Tree<Whole>& tree, size_t place, double value);
-  double handover_s() const;
   void mark(VirtualLane& lane);
   void consider(Task& task);
   void leave(VirtualLane& lane, int32_t packets_done);

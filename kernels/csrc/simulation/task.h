@@ -22,6 +22,7 @@ struct Task {
   bool urgent = false;
   bool ready = false;      // nothing it depends on is open
   double submitted_s = 0;  // it does not begin before
+  double launchable_s = 0;  // on a lane that launches ahead: the host does not launch it before
 
   // From its beginning on.
   Work work;           // of the piece
@@ -31,6 +32,7 @@ struct Task {
   int32_t pieces_done = 0;
   int32_t packets_done = 0;    // of the piece, before the span that runs or comes next
   bool piece_begins = false;   // a piece behind the first has not begun yet
+  double launched_s = -1;      // where lanes launch ahead: when the host has launched it
 };
 
 }  // namespace kernels::simulation

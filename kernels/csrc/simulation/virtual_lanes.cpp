@@ -40,8 +40,10 @@ int VirtualLanes::add_lane(py::handle lane) {
   lanes_.append(lane);
   lane_kinds_.push_back(kind);
   known_.emplace_back();
+  launching_until_s_.push_back(0);
   const int id = loop_.add_lane(kind, static_cast<int>(found - kinds.begin()), rank);
   if (const auto turn = turns_s_.find(kind); turn != turns_s_.end()) loop_.set_turn_s(id, turn->second);
+  if (kind == ahead_kind_) loop_.set_launches_ahead(id);
   return id;
 }
 
@@ -86,6 +88,7 @@ void VirtualLanes::enqueue(int lane, const py::object& ticket, bool urgent) {
   }
   const size_t place = free_.back();
   free_.pop_back();
+  if (!ahead_kind_.empty()) follow_launches(task, object);
   tasks_[place] = task;
   Py_INCREF(object);
   fields_.place.set(object, py::int_(place));
@@ -230,6 +233,7 @@ void VirtualLanes::begin(Task& task) {
     py::error_already_set raised;
     fail(task, raised);
   }
+  if (!ahead_kind_.empty()) launch(task);
   if (task.pieces_done) return;
   fields_.state.set(ticket, classes_.running);
   fields_.started_s.set(ticket, py::float_(loop_.clock_s()));
@@ -270,7 +274,7 @@ const Rates& VirtualLanes::rates_of(const Task& task) {
   return *rates;
 }
 
-double VirtualLanes::seconds_of(const Task& task, PyObject* op, const py::object& work) {
+double VirtualLanes::seconds_of(Task& task, PyObject* op, const py::object& work) {
   static PyObject* const launches = interned("launches");
   if (!seconds_) {
     const int64_t number = whole(attribute(op, launches).ptr());
@@ -282,7 +286,11 @@ double VirtualLanes::seconds_of(const Task& task, PyObject* op, const py::object
   PyObject* const arguments[] = {fields_.lane.get(ticket), op, work.ptr()};
   PyObject* const seconds = PyObject_Vectorcall(seconds_.ptr(), arguments, 3, nullptr);
   if (!seconds) throw py::error_already_set();
-  return real(py::reinterpret_steal<py::object>(seconds).ptr());
+  const auto found = py::reinterpret_steal<py::object>(seconds);
+  if (!PyTuple_CheckExact(found.ptr())) return real(found.ptr());
+  if (PyTuple_GET_SIZE(found.ptr()) != 2 || !loop_.lane(task.lane).launches_ahead)
+    throw py::value_error("two numbers are the cost of an op that is launched ahead");
+  return launched(task, real(PyTuple_GET_ITEM(found.ptr(), 0)), real(PyTuple_GET_ITEM(found.ptr(), 1)));
 }
 
 // They run one after another.
@@ -324,6 +332,7 @@ void VirtualLanes::end(Task& task) {
   fields_.state.set(object, classes_.done);
   fields_.finished_s.set(object, py::float_(loop_.clock_s()));
   fields_.done.set(object, py::bool_(true));
+  if (!ahead_kind_.empty()) hand_over(task);
   free_.push_back(static_cast<size_t>(whole(fields_.place.get(object))));
   fields_.place.set(object, py::none());
   task.ticket = nullptr;

@@ -57,6 +57,11 @@ class VirtualLanes : private EventLoop::Ops {
   // Sets by kind of lane what it takes from one op to the next; before any lane is added.
   void turns(const std::map<std::string, double>& turns_s) { turns_s_ = turns_s; }
 
+  // Lets lanes of this kind launch ahead; before any lane is added. The cost function may give two numbers for their ops:
+  // an op's own seconds on the device, and those that the host takes to launch it, one after another. The host launches
+  // an op once those that it follows have been launched, or have ended if they are on a lane of the host.
+  void launch_ahead(const std::string& kind) { ahead_kind_ = kind; }
+
   // Lets the op foresee what its work depends on, ties it to earlier ones, and returns its ticket, queued.
   py::object submit(py::handle lane, py::handle op, py::handle after, bool urgent);
   void withdraw(py::handle ticket);
@@ -97,7 +102,14 @@ class VirtualLanes : private EventLoop::Ops {
   Task& task_of(PyObject* ticket);
   bool is_ticket(PyObject* object) const;
   bool is_settled(PyObject* ticket) const;
-  double seconds_of(const Task& task, PyObject* op, const py::object& work);
+  double seconds_of(Task& task, PyObject* op, const py::object& work);
+  // Returns the seconds of an op whose launching takes the host so long.
+  double launched(Task& task, double own_s, double launching_s);
+  // Where lanes launch ahead: notes what a new op follows, or when those behind an op may be launched.
+  void follow_launches(Task& task, PyObject* ticket);
+  void make_launchable(PyObject* ticket, double from_s);
+  void launch(Task& task);
+  void hand_over(const Task& task);
   double seconds_of_launches(const Task& task, PyObject* op);
   uint16_t kind_code(PyObject* op);
   bool step(double until_s = kNever);
@@ -116,6 +128,8 @@ class VirtualLanes : private EventLoop::Ops {
   double submit_s_ = 0, wake_s_ = 0, host_s_ = 0;
   double woken_s_ = 0;  // when the strategy's thread began what it has done last
   std::map<std::string, double> turns_s_;
+  std::string ahead_kind_;                // of lanes that launch ahead; empty: none do
+  std::vector<double> launching_until_s_;  // by lane: when the host has launched its op that began last
   int64_t next_number_ = 0;  // each is given once, though what is submitted may be refused
   int64_t num_submitted_ = 0, num_settled_ = 0;
   std::deque<Task> tasks_;  // a ticket's `place` is that of its task, until it settles

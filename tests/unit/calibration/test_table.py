@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from harness.calibration.costs import CalibratedCosts
@@ -51,6 +53,9 @@ def longer(times: float):
     return [(features, round(times * seconds, 6)) for features, seconds in LINE]
 
 
+AHEAD = {"ahead": {"gpu: measured": longer(0.5)}, "launching": {"gpu: measured": longer(3)}}
+
+
 def table(**changes) -> CalibrationTable:
     """The gpu's op in two companies, the cpu's in three, the link's alone."""
     values = {
@@ -97,8 +102,8 @@ def costs(*busy: LaneKind) -> CalibratedCosts:
 
 
 def test_it_is_read_back_as_written(tmp_path):
-    table().write(tmp_path / "deep" / "table.json")
-    assert CalibrationTable.read(tmp_path / "deep" / "table.json") == table()
+    table(**AHEAD).write(tmp_path / "deep" / "table.json")
+    assert CalibrationTable.read(tmp_path / "deep" / "table.json") == table(**AHEAD)
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["table.json"]
 
 
@@ -116,6 +121,22 @@ def test_what_is_no_table_is_named(tmp_path, content):
 def test_costs_follow_the_measurements():
     op = Measured(4.0)
     assert costs().seconds(GPU, op, op.work()) == pytest.approx(0.4)
+
+
+def test_ops_launched_ahead_cost_their_own_time_and_that_of_their_launching():
+    """What the launching takes longer beside the strategy's thread is no more than that works on."""
+    strategy = {"gpu: measured": longer(2)}  # alone the ops of LINE take half of this
+    op, left_s = Measured(4.0), [0.0]
+    asked = CalibratedCosts(
+        table(**AHEAD, beside_strategy=strategy), LINK_BYTES_S, lambda kind: False, lambda: left_s[0]
+    )
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx((0.2, 1.2))
+    left_s[0] = 0.1
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx((0.2, 1.3))
+    left_s[0] = 9.0
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx((0.2, 1.2 + 0.4))
+    assert asked.seconds(CPU, op, op.work()) == pytest.approx(0.4 + 0.0), "it is launched by nobody"
+    assert asked.seconds(GPU, MeasuredOtherwise(4.0), op.work()) > 0, "not measured ahead: one number"
 
 
 def test_launches_of_one_op_cost_what_such_ops_were_seen_to_cost():
@@ -341,7 +362,10 @@ def test_merging_keeps_all_samples_and_every_disturbance():
         together={group: {lane: f + 1 for lane, f in factors.items()} for group, factors in table().together.items()},
         meta={"disturbed": ["ops alone"]},
     )
-    merged = CalibrationTable.merged([table(), slower])
+    slower = replace(slower, **{name: {"gpu: measured": longer(7)} for name in AHEAD})
+    merged = CalibrationTable.merged([table(**AHEAD), slower])
+    assert merged.ahead["gpu: measured"] == [*longer(0.5), *longer(7)]
+    assert merged.launching["gpu: measured"] == [*longer(3), *longer(7)]
     assert merged.samples[BESIDE_LINK]["gpu: measured"] == [*longer(2), *longer(3)]
     assert merged.together["cpu+gpu"]["gpu"] == pytest.approx(1.7)
     assert merged.meta["disturbed"] == ["ops alone"] and merged.meta["merged"] == 2
