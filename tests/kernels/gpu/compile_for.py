@@ -99,6 +99,7 @@ def row_of(name: str, kernel: Any, options: dict[str, Any], report: str) -> dict
         "warp_group_products": len(re.findall(r"wgmma\.mma_async", ptx)),
         "warp_products": len(re.findall(r"mma\.sync", ptx)),
         "tf32": "tf32" in ptx,
+        "fused_products": len(re.findall(r"fma\.rn", ptx)),
         "atomics": len(re.findall(r"\b(atom|red)\.(global|gpu|relaxed)", ptx)),
     }
 
