@@ -20,6 +20,7 @@ from strategies.moelens import profiler
 from tests.conftest import ROOT, tiny_config
 from tests.contract.running import check_tokens, engine_on, requests, run_to_end, shuffled, strategy_of
 from tests.contract.test_strategies import YAMLS
+from tests.tiny_families import runnable, tiny_family
 
 STAGED = {"attention": "gpu", "gpu_kv_staging_mb": 0.02, "n_real": 60, "profile_repeats": 1}
 RUNS = {
@@ -35,6 +36,7 @@ GPT_OSS = {
     "clamped_swiglu": ClampedSwiglu(limit=0.8, alpha=1.5),
 }
 ALWAYS = {"choose_experts", "grouped_experts", "causal_attention", "rotate"}
+FAMILIES = [name for name in runnable() if "-" not in name]  # without variants
 DECODES = {"moelens": "staged_decode_attention", "deepspeed_zero": "paged_decode_attention"}
 
 
@@ -44,12 +46,22 @@ def test_cpu_tensors_are_not_served():
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (extra `test`, on Linux only)")
 def test_tokens():
-    """In a process of its own, since Triton decides at import whether it interprets."""
+    assert told_by("all") == [f"{run}: right" for run in RUNS]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (extra `test`, on Linux only)")
+def test_every_family_s_rows():
+    """Norms, rotary embeddings, a cache on the device and forecasts of all families, as far as each has them."""
+    assert told_by("rows") == [f"{family}: right" for family in FAMILIES] and len(FAMILIES) > 7
+
+
+def told_by(part: str) -> list[str]:
+    """Run a part in a process of its own, since Triton decides at import whether it interprets."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.contract.test_gpu_kernels"]
+    command = [sys.executable, "-m", "tests.contract.test_gpu_kernels", part]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines() == [f"{run}: right" for run in RUNS]
+    return done.stdout.splitlines()
 
 
 def small_checkpoint(family: str) -> Checkpoint:
@@ -59,6 +71,21 @@ def small_checkpoint(family: str) -> Checkpoint:
     sizes = {"num_layers": 2, "num_experts": 4, "expert_dim": 32, "hidden_dim": 32, "num_heads": 2, "num_kv_heads": 1}
     own = GPT_OSS if family == "gpt_oss" else {}
     return Checkpoint(ensure(replace(config, recipe=replace(config.recipe, family=family, **sizes, **own))), "float32")
+
+
+def rows() -> None:
+    """Serve CPU tensors with the kernels for rows and for routing as if they were on a GPU."""
+    torch.set_num_threads(1)
+    gpu.serves = lambda tensor, kernel: kernel in ("rows", "routing")  # type: ignore[assignment]
+    values = YAMLS["prescope"] | {"profile_tokens": 16, "batch_size": 3, "table": "none"}
+    for family in FAMILIES:
+        checkpoint = tiny_family(family)
+        work = requests(2, vocab_size=checkpoint.spec.vocab_size, longest=9, max_new_tokens=3, seed=1)
+        engine = engine_on(shuffled(0), checkpoint, work, kv_blocks=60)
+        run_to_end(engine, lambda e: strategy_of(e, values))
+        report = check_tokens(checkpoint, engine.sequences)
+        assert report.checked == len(work) and report.ok, f"{family}: {report.first_mismatch}"
+        print(f"{family}: right")
 
 
 def main() -> None:
@@ -94,4 +121,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    {"all": main, "rows": rows}[sys.argv[1]]()
