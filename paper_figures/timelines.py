@@ -101,8 +101,11 @@ def draw(windows: Sequence[Mapping[str, Any]], *, letters: Mapping[str, str] | N
     blocks = figure.subplots(len(windows), 1, sharex=True, height_ratios=[h + 1 for h in heights], squeeze=False)[:, 0]
     kinds: dict[str, None] = {}
     differing = [name for name in _NAMES[1:] if len({w.get(name) for w in windows}) > 1]
+    titles = [" · ".join((data["strategy"], *(data[name] for name in differing))) for data in windows]
+    if len(set(titles)) < len(titles):
+        titles = [f"{title} · {data['run'].rsplit('-', 1)[-1]}" for title, data in zip(titles, windows, strict=True)]
     wide_ms = _WIDE * max(w["length_ms"] for w in windows)
-    for axes, data in zip(blocks, windows, strict=True):
+    for axes, data, title in zip(blocks, windows, titles, strict=True):
         for row, entries in enumerate(data["lanes"].values()):
             for kind, _, batch, start_ms, end_ms in entries:
                 axes.broken_barh(
@@ -124,8 +127,7 @@ def draw(windows: Sequence[Mapping[str, Any]], *, letters: Mapping[str, str] | N
         axes.grid(visible=False)
         layers = data["layers"]
         shown = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
-        run = " · ".join((data["strategy"], *(data[name] for name in differing)))
-        axes.set_title(f"{run}: {shown} in {data['length_ms']:.3g} ms [{data['label']}]", loc="left")
+        axes.set_title(f"{title}: {shown} in {data['length_ms']:.3g} ms [{data['label']}]", loc="left")
     blocks[-1].set_xlabel("ms; percent: of the window" + ("" if letters else "; hatched: odd micro-batches"))
     blocks[-1].set_xlim(0, max(w["length_ms"] for w in windows))
     named = [kind for kind in _COLOURS if kind in kinds] + ([""] if kinds.keys() - _COLOURS.keys() else [])

@@ -8,6 +8,8 @@ import sys
 import pytest
 
 import strategies
+from harness.config import ConfigError
+from harness.plan.planning import make_plan
 from harness.run.experiment import run_experiment
 from tests.composing import composed
 from tests.conftest import ROOT
@@ -46,6 +48,24 @@ def test_the_strategy_in_a_page_gives_the_reference_tokens(layerwise, machine, t
     assert summary["num_finished"] == summary["verify"]["checked"] == values["dataset"]["num_requests"]
     assert summary["verify"]["mismatched"] == 0
     assert summary["num_passes"] > 2
+
+
+@pytest.mark.parametrize("setting", ["packet_mb=0", "max_pass_tokens=0"])
+def test_the_strategy_in_a_page_names_a_bad_value(layerwise, setting):
+    values = composed(layerwise, "strategy=layerwise", "experiment=smoke", f"strategy.{setting}")
+    with pytest.raises(ConfigError, match=f"^strategy.{setting.partition('=')[0]}: must be at least"):
+        make_plan(values)
+
+
+def test_the_table_that_is_the_same_on_every_computer():
+    """The command's rates, of one seed, are among those in the table's rows."""
+    (command,) = re.findall(r"^    python run.py -m (machine=simulated .*)$", README, flags=re.MULTILINE)
+    settings = [word for word in command.split() if not word.startswith(("strategy=", "seed=", "results_dir="))]
+    rows = re.findall(r"^     \d  (\w+) +simulated .* 3 +[\d.]+ \(([\d.]+)-([\d.]+)\)$", README, flags=re.MULTILINE)
+    assert [name for name, _, _ in rows] == ["moelens", "moelightning", "flexgen"]
+    for name, least, most in rows:
+        summary = make_plan(composed(*settings, f"strategy={name}")).summary
+        assert float(least) <= float(f"{summary['throughput_tok_s']:.3g}") <= float(most), name
 
 
 def test_the_first_two_commands_start_from_nothing():

@@ -136,6 +136,7 @@ def _kv_cache(plan: Plan) -> list[Text]:
 def _policy(strategy: Strategy) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False, title="policy", title_justify="left", title_style="bold")
     for name, value in strategy.plan.items():
-        if not isinstance(value, Mapping):
+        of_mappings = isinstance(value, list | tuple) and any(isinstance(each, Mapping) for each in value)
+        if not isinstance(value, Mapping) and not of_mappings:  # those are for plan.json
             table.add_row(f"  {name}", f"{value:.6g}" if isinstance(value, float) else str(value))
     return table

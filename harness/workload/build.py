@@ -46,6 +46,8 @@ def build_workload(
         ends, told = _ends(config, seed)
     except ConfigError as error:
         raise error.below(field) from error.__cause__
+    if not is_synthetic and len(prompts) < config.num_requests:
+        source += f", {len(prompts)} different, repeated to {config.num_requests}"
     largest = max(max(prompt.ids) for prompt in prompts)
     require(largest < vocab_size, "model", f"its tokenizer gives id {largest}, its vocabulary has {vocab_size} entries")
     return Workload(

@@ -47,7 +47,8 @@ def test_real_mtbench_first_turns_repeat(dataset: Make, tokenizer: Any, shared_d
     assert workload.mean_prompt_tokens == pytest.approx(workload.total_prompt_tokens / 200)
     assert workload.max_prompt_tokens == max(map(len, expected))
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    assert workload.source == f"real: mt_bench_questions.jsonl, sha256 {digest[:16]}"
+    repeated = f"{len(turns)} different, repeated to 200"
+    assert workload.source == f"real: mt_bench_questions.jsonl, sha256 {digest[:16]}, {repeated}"
     assert not workload.is_synthetic
 
 

@@ -48,7 +48,7 @@ def test_rows_and_commit(dataset: Make, tokenizer: Any, fake_hub: SimpleNamespac
     asked = config(dataset, hub_config="all", hub_file="x.json", split="test", revision="v1")
     workload = build_workload(asked, tokenizer, vocab_size=2048, max_positions=64, seed=0)
     assert [request.text for request in workload.requests] == ["hello", "there", "hello"]
-    assert workload.source == "real: who/what, split test, revision c0ffee"
+    assert workload.source == "real: who/what, split test, revision c0ffee, 2 different, repeated to 3"
     assert fake_hub.asked == [("who/what", "v1")]
     options = {"name": "all", "data_files": "x.json", "split": "test", "revision": "c0ffee"}
     assert fake_hub.loaded == [("who/what", options)]  # and nothing like trust_remote_code
