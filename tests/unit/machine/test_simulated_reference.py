@@ -37,6 +37,16 @@ class Lone:
         return op.seconds
 
 
+class Launched:
+    """Costs ops of gpu lanes their own seconds and `launching_s` of the host's."""
+
+    def __init__(self, launching_s: float) -> None:
+        self.launching_s = launching_s
+
+    def seconds(self, lane, op, work):
+        return (op.seconds, self.launching_s) if lane.kind is LaneKind.GPU else op.seconds
+
+
 @st.composite
 def actions(draw, max_size: int = 22) -> list[tuple]:
     """("submit", job), ("wait", numbers), ("cancel", number) or ("now",), in the order of a strategy's calls."""
@@ -85,8 +95,11 @@ def play_reference(steps: list[tuple], **options) -> tuple[ReferenceSimulator, l
     return reference, seen
 
 
-def play(steps: list[tuple], **options) -> tuple[SimulatedMachine, list, list]:
-    machine = SimulatedMachine(capacities_bytes={}, costs=Lone(), **options)
+def play(steps: list[tuple], *, launching_s: float | None = None, **options) -> tuple[SimulatedMachine, list, list]:
+    costs = Lone() if launching_s is None else Launched(launching_s)
+    machine = SimulatedMachine(capacities_bytes={}, costs=costs, **options)
+    if launching_s is not None:
+        machine._lanes.launch_ahead("gpu")
     tickets, seen = [], []
     for what, *argument in steps:
         if what == "submit":
@@ -135,6 +148,28 @@ def test_spans_waits_and_cancels_are_those_of_the_reference(steps, submit_s, wak
     machine, seen, tickets = play(steps, host_bytes_s=float(HOST_BYTES_S), **times)
     assert seen == [pytest.approx(e, abs=1e-9) if isinstance(e, float) else e for e in expected]
     assert_same(steps, machine, tickets, reference)
+
+
+@settings(max_examples=200)
+@given(actions(), TIMES)
+def test_launching_that_takes_no_time_changes_nothing(steps, submit_s):
+    reference, expected = play_reference(steps, submit_s=submit_s)
+    machine, seen, tickets = play(steps, launching_s=0.0, host_bytes_s=float(HOST_BYTES_S), submit_s=float(submit_s))
+    assert seen == [pytest.approx(e, abs=1e-9) if isinstance(e, float) else e for e in expected]
+    assert_same(steps, machine, tickets, reference)
+
+
+@settings(max_examples=200)
+@given(actions(), st.sampled_from((0.125, 2.0)))
+def test_the_host_launches_one_op_after_another(steps, launching_s):
+    """Whatever else happens: the n-th op to begin on a lane ends no sooner than n launchings take."""
+    _, _, tickets = play(steps, launching_s=launching_s, host_bytes_s=float(HOST_BYTES_S))
+    for lane in (lane for lane in LANES if lane.kind is LaneKind.GPU):
+        begun = sorted((t for t in tickets if t.done and t.lane == lane), key=lambda t: (t.started_s, t.number))
+        for place, ticket in enumerate(begun, start=1):
+            assert ticket.finished_s >= place * launching_s - 1e-9
+            assert ticket.finished_s - ticket.started_s >= ticket.op.seconds - 1e-9
+    assert all(t.done for t in tickets if t.state != "cancelled")
 
 
 def test_a_chain_of_cancelled_ops_passes_on_what_came_before_all_of_it():
