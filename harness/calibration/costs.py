@@ -48,13 +48,13 @@ class CalibratedCosts:
         MachineError where its lane has no rate for any of its work."""
         kind = lane.kind
         company = frozenset(other for other in BESIDE_GPU_AND_LINK if other is not kind and self.is_busy(other))
+        found = self._found(kind, op, work)
         if kind is LaneKind.GPU and self.table.ahead and (launched := self.table.launched_s(lane, op)) is not None:
             own_s, launching_s = launched[0], launched[1] + self._crowding_s(lane, op, company)
             self._last_s[kind] = max(own_s, launching_s)
             self._told[kind, op.kind].all_s += self._last_s[kind]
             return own_s, launching_s
         link_s = work.link_bytes / self.link_bytes_s[kind] if kind in self.link_bytes_s else 0.0
-        found = self._found(kind, op, work)
         measured = self.table.seconds(lane, op, company, found=found)
         if measured is not None and (more_s := self._crowding_s(lane, op, company)):
             alone_s = self.table.seconds(lane, op, found=found)

@@ -114,8 +114,8 @@ class DeviceQueue:
     """The part of a lane that goes to one stream: one or both of the FIFO classes of `queues.py`, packet by packet.
 
     A copy engine serves a stream for as long as that has copies: on an H200 a large urgent copy waited until twelve
-    others of 59 MB had come, each launched after it. So nothing is launched here while a large copy of `first` is under
-    way, the lane's stream of urgent work.
+    others of 59 MB had come, most of them launched after it. So nothing is launched here while a large copy of `first`
+    is under way, the lane's stream of urgent work.
     """
 
     def __init__(
