@@ -77,8 +77,6 @@ class CudaMachine(ThreadedMachine):
     name: ClassVar[str] = "cuda"
     launches_ahead: ClassVar[bool] = True
     warms_up: ClassVar[bool] = True
-    # Beside a thread that computes, small calls of torch took 2 to 4 times as long with 1e-4 (switch_intervals.py).
-    switch_interval_s: ClassVar[float] = 1e-5
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from harness.machine.threads.signal import Signal
 from harness.memory.tiers import Buffer
 from harness.model.linear import cpu_products
 
+_SWITCH_INTERVAL_S = 1e-4  # a lane must not wait Python's default 5 ms while the strategy's thread emits a pass
 CLOSE_TIMEOUT_S = 10.0
 _COMPUTE_LANES = (LaneKind.GPU, LaneKind.CPU)
 T = TypeVar("T")
@@ -32,9 +33,6 @@ class ThreadedMachine(Machine):
     One lock guards all bookkeeping; it is released while an op's packet runs. The first error of any lane stops every
     lane and is raised, with the op's name, from whatever the strategy calls next.
     """
-
-    # A lane must not wait Python's default of 5 ms for the interpreter while the strategy's thread emits a pass.
-    switch_interval_s: ClassVar[float] = 1e-4
 
     def __init__(
         self,
@@ -58,7 +56,7 @@ class ThreadedMachine(Machine):
         self._idle_s = 0.0  # how long the strategy has waited, this process running, without a packet's end
         self._failure: tuple[str, BaseException] | None = None
         self._closing = False
-        sys.setswitchinterval(self.switch_interval_s)
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
     @abstractmethod
     def _host_context(self, lane: Lane) -> HostContext:
