@@ -26,7 +26,7 @@ def looked(monkeypatch, tmp_path):
     """Looks once for each of the given seconds of the loop; returns the counts and the cores that were looked at."""
 
     def run(loops_s: list[float]) -> tuple[Looks, list[int]]:
-        seconds, cores = iter(loops_s), []
+        seconds, cores = iter([each for second_s in loops_s for each in (9.0, second_s)]), []
         parents = iter([1] * len(loops_s) + [0])
         monkeypatch.setattr(slowed, "_loop_s", lambda: next(seconds))
         monkeypatch.setattr(slowed.time, "sleep", lambda _: None)
@@ -42,11 +42,16 @@ def looked(monkeypatch, tmp_path):
     return run
 
 
-def test_a_loop_that_takes_a_quarter_more_than_the_shortest_was_slowed(looked):
+def test_a_loop_that_takes_a_quarter_more_than_a_short_one_was_slowed(looked):
     """The first look knows of no shorter one; the one that is 10 % longer is the machine's own scatter."""
     found, cores = looked([2.0, 1.0, 1.1, 1.3, 1.7, 1.0])
     assert found == Looks(6, 2)
     assert cores == [3, 5, 3, 5, 3, 5], "each core in turn"
+
+
+def test_one_look_at_a_core_that_ran_faster_does_not_make_the_others_slow(looked):
+    found, _ = looked([1.0] * 40 + [0.7] + [1.0] * 40)
+    assert found == Looks(81, 0)
 
 
 @needs_linux
