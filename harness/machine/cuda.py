@@ -37,6 +37,7 @@ from harness.machine.threads.context import HostContext
 from harness.machine.threads.machine import ThreadedMachine, packet_work
 from harness.model.spec import ModelSpec
 from kernels import triton as gpu_kernels
+from kernels.cpu import num_cores
 
 _never_freed: list[object] = []  # memory of machines whose device did not come to rest: it may still be written
 _COPY_LANES = (H2D, D2H)
@@ -104,7 +105,7 @@ class CudaMachine(ThreadedMachine):
         self._issues: IssueBoard = self._board  # type: ignore[assignment]
         self.gpu_kernels = frozenset(config.triton) if gpu_kernels.available() else frozenset()
         self._runtime, self._node = runtime, node
-        cpu_threads = config.cpu_threads or max(1, len(self._cores()) - len(DEVICE_LANES))
+        cpu_threads = config.cpu_threads or max(1, min(len(self._cores()), num_cores()) - len(DEVICE_LANES))
         pin_threads = config.pin_threads + (config.pin_threads == cpu_threads)  # pools of one size are one pool
         self._lane_threads = {LaneKind.CPU: cpu_threads, LaneKind.PIN: pin_threads}
         self._clock, self._clock_lock = DeviceClock(runtime), threading.Lock()

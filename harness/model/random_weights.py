@@ -7,7 +7,6 @@ about 1, other vectors about 0.
 
 from __future__ import annotations
 
-import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -22,6 +21,7 @@ from harness.model.layout import PartLayout
 from harness.model.planned import planned_model
 from harness.model.recipe import NORM_STD
 from harness.model.sharding import shard_spec
+from kernels.cpu import num_cores
 
 _BLOCK_NUMBERS = 33_554_393  # a prime: rows of matrices do not repeat
 _PIECE_NUMBERS = 1 << 23  # the numbers that a thread copies at once
@@ -42,7 +42,7 @@ class RandomWeights:
         std = self.spec.hidden_dim**-0.5
         self._block = uniform.sub_(0.5).mul_(std * 12**0.5).to(dtype)  # width 1 has variance 1/12
         self._std = std
-        self._threads = threads or min(8, len(os.sched_getaffinity(0)))
+        self._threads = threads or min(8, num_cores())
 
     def shard(self, rank: int, num_ranks: int) -> RandomWeights:
         """Return the share of GPU `rank` of `num_ranks`. Parts that all GPUs hold whole, such as the router, are equal

@@ -75,8 +75,45 @@ def test_unknown_kernels_isa_is_an_error():
     assert last == "ValueError: KERNELS_ISA: expected amx, avx512bf16, avx512, avx2 or portable, got 'neon'"
 
 
-def test_num_cores_is_what_the_process_may_use():
-    assert kernels.num_cores() == len(os.sched_getaffinity(0))
+_PERIOD = {"cpu/a/cpu.cfs_period_us": "100000"}
+
+
+@pytest.fixture
+def with_cores(monkeypatch):
+    """Lets the process run on so many cores."""
+    return lambda count: monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)))
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        ("0::/", {}, 8),
+        ("0::/", {"cpu.max": "max 100000"}, 8),
+        ("0::/", {"cpu.max": "250000 100000"}, 3),
+        ("0::/", {"cpu.max": "50000 100000"}, 1),
+        ("0::/", {"cpu.max": "1600000 100000"}, 8),
+        ("0::/a/b", {"a/cpu.max": "400000 100000", "a/b/cpu.max": "max 100000"}, 4),
+        ("0::/a/b", {"a/cpu.max": "400000 100000", "a/b/cpu.max": "200000 100000"}, 2),
+        ("4:memory:/a\n2:cpu,cpuacct:/a\n0::/", {**_PERIOD, "cpu/a/cpu.cfs_quota_us": "300000"}, 3),
+        ("2:cpu,cpuacct:/a", {**_PERIOD, "cpu/a/cpu.cfs_quota_us": "-1"}, 8),
+    ],
+)  # fmt: skip
+def test_num_cores_is_what_the_process_may_use(with_cores, tmp_path, groups, files, expected):
+    """Limits are those of the group and of all around it, in the files of both versions of control groups."""
+    with_cores(8)
+    for name, text in {
+        "proc/self/cgroup": groups,
+        **{f"sys/fs/cgroup/{name}": text for name, text in files.items()},
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    assert kernels.num_cores(tmp_path) == expected
+
+
+def test_num_cores_needs_no_control_groups(with_cores, tmp_path):
+    with_cores(8)
+    assert kernels.num_cores(tmp_path) == 8
 
 
 def test_unknown_names_are_attribute_errors():
