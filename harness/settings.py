@@ -83,8 +83,8 @@ class Settings:
 
     @property
     def strategy_name(self) -> str:
-        """The last part of the strategy's package."""
-        return str(self.strategy.get("package", "")).rsplit(".", 1)[-1]
+        """The name that the strategy's YAML gives it, else the last part of its package."""
+        return str(self.strategy.get("name") or str(self.strategy.get("package")).rsplit(".", 1)[-1])
 
 
 def parse_settings(values: Mapping[str, Any]) -> Settings:
@@ -115,7 +115,8 @@ def load_strategy(values: Mapping[str, Any]) -> LoadedStrategy:
     """Import and check what the `strategy` group of the configuration, `values`, asks for. Raises ConfigError below
     `strategy`."""
     settings = dict(values)
-    package = settings.pop("package", None)
+    name, package = settings.pop("name", None), settings.pop("package", None)
+    require(name is None or isinstance(name, str), "strategy.name", f"must be a text or null, got {name!r}")
     if package is None:
         raise ConfigError("strategy.package", "missing; name the Python package of the strategy")
     if not isinstance(package, str) or not all(part.isidentifier() for part in package.split(".")):

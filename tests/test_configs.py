@@ -126,12 +126,18 @@ def test_every_group_offers_a_choice():
 
 
 @pytest.mark.parametrize("name", names_in("strategy"))
+def test_a_strategy_is_recorded_by_the_name_it_was_chosen_by(name):
+    """So that tables tell variants of one package apart."""
+    assert parse_settings(composed(f"strategy={name}")).strategy_name == name
+
+
+@pytest.mark.parametrize("name", names_in("strategy"))
 def test_a_strategys_yaml_shows_every_setting_with_its_default(name):
     """Whoever reads the YAML sees all switches; whoever builds a Config in code gets the same behaviour. Of several
     YAMLs of one package, which are variants of a system, one has the defaults, and all have the same keys."""
     values = composed(f"strategy={name}")["strategy"]
     module, config = load_strategy(values)
-    assert set(values) - {"package"} == {f.name for f in fields(module.Config)}
+    assert set(values) - {"package", "name"} == {f.name for f in fields(module.Config)}
     others = [composed(f"strategy={other}")["strategy"] for other in names_in("strategy") if other != name]
     variants = [other for other in others if other["package"] == values["package"]]
     assert all(list(leaves(other)) == list(leaves(values)) for other in variants)
@@ -180,6 +186,7 @@ MISTAKES = [
     ("strategy.pakcet_mb", 1.0, "did you mean 'packet_mb'"),
     ("strategy.packet_mb", "big", "valid number"),
     ("strategy.packet_mb", 0.0, "between 0.001"),
+    ("strategy.name", 3, "must be a text or null"),
     ("strategy.package", "strategies.nowhere", "no package"),
     ("strategy.package", "", "dotted name"),
     ("strategy.package", ".moelens", "dotted name"),

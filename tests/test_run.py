@@ -24,6 +24,7 @@ from harness.machine.device import pinned
 from harness.machine.emulated import EmulatedMachine
 from harness.machine.threads.arenas import Arenas
 from harness.model.zoo import ensure
+from harness.record import compare
 from harness.record.files import RecordError
 from harness.record.store import read_run
 from harness.run import report
@@ -90,6 +91,15 @@ def test_summary_names_label_and_every_promised_field(tmp_path):
         assert row["generated_text"] == tokenizer.decode(row["generated_ids"], skip_special_tokens=True)
         assert row["prompt_text"] == tokenizer.decode(row["prompt_ids"], skip_special_tokens=True)
         assert 0 < row["first_token_s"] < row["finished_s"] <= summary["generation_s"]
+
+
+def test_variants_of_one_package_are_two_rows_by_their_names(tmp_path, capsys):
+    for name in ("moegen_g", "moegen_h"):
+        given = ("hardware=a5000", "kv_cache_gb=0.01", "verify=off", f"strategy={name}", "strategy.search=false")
+        run_experiment(settings(tmp_path, "machine=simulated", *given))
+    assert compare.main([str(tmp_path), "--baseline", "strategy=moegen_h", "--format", "json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["strategy"], row["ratio_to_row"]) for row in rows] == [("moegen_g", 2), ("moegen_h", 2)]
 
 
 def test_meta_says_where_data_and_weights_come_from(tmp_path):

@@ -67,7 +67,7 @@ def run_experiment(values: Mapping[str, Any], sweep: str | None = None) -> tuple
     """
     session = Session.of(values)  # bad settings are told before anything is loaded, and before waiting
     settings, machine = session.settings, session.loaded_machine
-    config = {**values, "machine": machine.values, "strategy": {"name": settings.strategy_name, **values["strategy"]}}
+    config = {**values, "machine": machine.values, "strategy": {**values["strategy"], "name": settings.strategy_name}}
     name = run_id(config, code_version(), [settings.hardware.name, environment()["processor"]])
     meta = {"code_version": code_version(), **checkout(), "environment": environment(), "hostname": platform.node()}
     meta |= {"experiment": settings.experiment.name, "sweep": sweep}
