@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.support import compiled
+from benchmarks.support.computer import machine_facts
 from benchmarks.support.rounds import Rounds
 from harness.cli.arguments import whole_number
 
@@ -80,25 +80,6 @@ def peer_pythons(pytestconfig: pytest.Config) -> dict[str, str]:
     """Return the interpreters of the other projects' environments by name."""
     found = {name: pytestconfig.getoption(f"--{name}-python") for name in ("vllm", "llama")}
     return {name: python for name, python in found.items() if python}
-
-
-@cache
-def machine_facts() -> dict[str, Any]:
-    """Return what a result says of the machine it was measured on."""
-    from harness.record.provenance import environment
-    from kernels import isa
-
-    facts = {"isa": isa(), "compiler": compiled.compiler_version(), **environment(("torch", "numpy"))}
-    return {**facts, "processor_model": processor_model(Path("/proc/cpuinfo"))}
-
-
-def processor_model(cpuinfo: Path) -> str | None:
-    """Return family, model and stepping as in "25.17.1": clouds give many generations one name. None where Linux does
-    not tell."""
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    entries = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}
-    numbers = [entries.get(name) for name in ("cpu family", "model", "stepping")]
-    return ".".join(number or "?" for number in numbers) if any(numbers) else None
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Instructions of decode attention for each KV token and head, ours and a compiler's, where no counter is to be had.
+"""Count the instructions of decode attention for each KV token and head, ours and a compiler's, in valgrind.
 
     python benchmarks/count_instructions.py     # needs valgrind, which knows instructions up to AVX2
 
@@ -11,6 +11,8 @@ import re
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.support.compiled import compiler  # noqa: E402
 from benchmarks.support.tables import table  # noqa: E402
+from harness.cli.arguments import CommandParser  # noqa: E402
 
 CSRC = ROOT / "kernels" / "csrc"
 BASELINES = ROOT / "benchmarks" / "baselines"
@@ -47,7 +50,11 @@ def instructions_per_row(program: Path, path: str, group: int) -> float:
     return int(found.group(1)) / int(done.stdout)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    return CommandParser("benchmarks/count_instructions.py", __doc__).run(count, arguments)
+
+
+def count(_: Namespace) -> int:
     lines = [["heads on a KV head", "ours, avx2", "auto-vectorised for AVX2", "quotient"]]
     with tempfile.TemporaryDirectory() as folder:
         program = build(Path(folder))
@@ -55,7 +62,8 @@ def main() -> None:
             ours, baseline = (instructions_per_row(program, path, group) for path in ("avx2", "baseline"))
             lines.append([str(group), f"{ours:.0f}", f"{baseline:.0f}", f"{baseline / ours:.2f} x"])
     print(table(lines))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

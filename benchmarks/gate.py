@@ -12,10 +12,10 @@ depends on how fast memory is beside arithmetic.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.conftest import machine_facts  # noqa: E402
 from benchmarks.report_kernels import OUT, PARTS, folder_of, measure  # noqa: E402
+from benchmarks.support.computer import machine_facts  # noqa: E402
 from benchmarks.support.tables import table  # noqa: E402
-from harness.cli.arguments import whole_number  # noqa: E402
+from harness.cli.arguments import CommandParser, whole_number  # noqa: E402
 
 ROUNDS = 9  # of 27
 SAME_CEILING = 1.25  # most times that one ceiling is the other
@@ -110,15 +110,19 @@ def told(found: Iterable[Compared], least: float) -> str:
     return table([["benchmark", "time of / ours", "now", "reference", "share", f"at least {least:g}"], *rows])
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = CommandParser("benchmarks/gate.py", __doc__)
     parser.add_argument("--only", choices=sorted(PARTS), action="append", help="parts to run (default: all)")
     parser.add_argument("--least", type=float, default=0.9, help="share of the reference's ratio (default: 0.9)")
     parser.add_argument(
         "--rounds", type=whole_number(1), default=ROUNDS, help=f"rounds of each measurement (default: {ROUNDS})"
     )
     parser.add_argument("--reference", type=Path, default=OUT, help="folder with <machine>/<part>.json")
-    given = parser.parse_args(arguments)
+    return parser.run(judge, arguments)
+
+
+def judge(given: Namespace) -> int:
+    """Return 1 where a kernel is below its reference, else 0."""
     folder = given.reference / folder_of(machine_facts())
     if not folder.is_dir():
         known = ", ".join(sorted(path.name for path in given.reference.iterdir() if path.is_dir()))

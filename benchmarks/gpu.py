@@ -14,13 +14,14 @@ packs them as they come.
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -44,13 +45,15 @@ require_packages(_NEEDED)
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks.gpu_stages.processes import GROUPS  # noqa: E402  from this checkout
-from harness.cli.arguments import whole_number  # noqa: E402
+from harness.cli.arguments import CommandParser, whole_number  # noqa: E402
+from harness.config import require  # noqa: E402
 
 STAGES = tuple(stage for group in GROUPS for stage in group)  # in the order of their worth
 
 
-def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="benchmarks/gpu.py", description=__doc__.splitlines()[0])
+def parser() -> CommandParser:
+    """Return what reads the arguments of this script, and of the processes that it starts."""
+    parser = CommandParser("benchmarks/gpu.py", __doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "results/gpu")
     parser.add_argument("--pack", type=Path, default=None, help="folder for at most 8 files of 16 MiB")
     parser.add_argument("--dry", action="store_true", help="tiny, on the emulated machine: shows that the script works")
@@ -77,21 +80,20 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--peer-batch", type=whole_number(1), default=None, help="sequences at once of outside peers; default: all"
     )
-    args = parser.parse_args(given)
-    unknown = set(args.stages.split(",")) - set(STAGES)
-    if unknown:
-        parser.error(f"--stages: unknown {', '.join(sorted(unknown))}; there are {', '.join(STAGES)}")
-    there = {path.stem for path in (ROOT / "conf/strategy").glob("[!_]*.yaml")}
-    for option, names in (("--strategies", args.strategies), ("--whole", args.whole)):
-        if unknown := set(names.split(",") if names else []) - there:
-            parser.error(f"{option}: unknown {', '.join(sorted(unknown))}")
+    return parser
+
+
+def require_known_names(args: Namespace) -> None:
+    """Raise ConfigError for a stage, a strategy or a kernel that there is not."""
     from kernels.triton import KERNELS
 
-    if unknown := set(filter(None, args.without.split(","))) - set(KERNELS):
-        parser.error(f"--without: unknown {', '.join(sorted(unknown))}; there are {', '.join(KERNELS)}")
-    if "build" in args.stages.split(","):
-        require_packages(_BUILD_NEEDS)
-    return args
+    strategies = sorted(path.stem for path in (ROOT / "conf/strategy").glob("[!_]*.yaml"))
+    valid = {"stages": STAGES, "strategies": strategies, "whole": strategies, "without": KERNELS}
+    for option, names in valid.items():
+        given = getattr(args, option)
+        unknown = set(given.split(",") if given else []) - set(names)
+        told = f"unknown {', '.join(sorted(unknown))}; there are {', '.join(names)}"
+        require(not unknown, f"--{option}", told)
 
 
 def build(left_s: float, *, dry: bool) -> dict[str, Any]:
@@ -126,8 +128,15 @@ def gpu_fact() -> str:
 
 def main(given: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if given is None else given
-    args = arguments(given)
+    return parser().run(partial(measure, given=given), given)
+
+
+def measure(args: Namespace, given: Sequence[str]) -> int:
+    """Measure as the arguments say. Processes of its own are `given` the same ones."""
+    require_known_names(args)
     stages = args.stages.split(",")
+    if "build" in stages:
+        require_packages(_BUILD_NEEDS)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     args.out.mkdir(parents=True, exist_ok=True)
     from benchmarks.gpu_stages.host_memory import touched
@@ -178,7 +187,7 @@ def child_command(given: Sequence[str], host_gb: float, stages: Sequence[str], l
     return [sys.executable, str(Path(__file__).resolve()), *given, *changes]
 
 
-def go_on(args: argparse.Namespace, stages: list[str], scale: Any, record: Any) -> int:
+def go_on(args: Namespace, stages: list[str], scale: Any, record: Any) -> int:
     """Run stages as one of the processes of a run. A stage that hangs reports where, and the process ends."""
     from benchmarks.gpu_stages.processes import DEVICE_LOST
     from benchmarks.gpu_stages.record import DeviceLost
@@ -195,7 +204,7 @@ def go_on(args: argparse.Namespace, stages: list[str], scale: Any, record: Any) 
     return 0
 
 
-def run_stages(args: argparse.Namespace, stages: list[str], scale: Any, record: Any) -> None:
+def run_stages(args: Namespace, stages: list[str], scale: Any, record: Any) -> None:
     """Run the stages in the order of their worth; each stage knows what the earlier ones found."""
     if "build" in stages:
         record.run("build", lambda left_s: build(left_s, dry=args.dry), needs_s=0.0)

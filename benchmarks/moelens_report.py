@@ -10,9 +10,10 @@ summaries. Every number is `emulated`: a core plays the GPU, links and the cpu l
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.support.runs import lane_times, report, run  # noqa: E402
+from harness.cli.arguments import CommandParser  # noqa: E402
 
 SPEEDUP = {
     "ondemand": ["strategy=ondemand"],
@@ -156,18 +158,23 @@ def accuracy_text(rows: list[dict[str, Any]]) -> str:
 PARTS = {"speedup": speedup, "balanced": balanced, "stage2": stage2}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    parser = CommandParser("benchmarks/moelens_report.py", __doc__)
     parser.add_argument("--only", choices=sorted(PARTS), action="append", help="parts to run (default: all)")
     parser.add_argument("--out", type=Path, default=None, help="folder for <part>.json and <part>.md")
     parser.add_argument("--results-dir", type=Path, default=ROOT / "results", help="where run folders go")
-    args = parser.parse_args()
+    return parser.run(partial(measure, given=given), given)
+
+
+def measure(args: Namespace, given: list[str]) -> int:
     for part in args.only or PARTS:
         report(
             part, PARTS[part](args.results_dir), args.out, script="benchmarks/moelens_report.py",
-            arguments=sys.argv[1:], label="emulated", **({"comment": accuracy_text} if part == "stage2" else {}),
+            arguments=given, label="emulated", **({"comment": accuracy_text} if part == "stage2" else {}),
         )  # fmt: skip
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

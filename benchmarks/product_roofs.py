@@ -11,6 +11,8 @@ from __future__ import annotations
 import ctypes
 import sys
 import tempfile
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,6 +22,7 @@ from benchmarks.support.ceilings import Ceilings  # noqa: E402
 from benchmarks.support.compiled import build  # noqa: E402
 from benchmarks.support.stopwatch import stopwatch  # noqa: E402
 from benchmarks.support.tables import percent, table  # noqa: E402
+from harness.cli.arguments import CommandParser  # noqa: E402
 from kernels._extension import native  # noqa: E402
 
 GROUPS = (1, 4, 6, 8)
@@ -48,7 +51,11 @@ def peaks_and_ceiling() -> tuple[dict[str, float], float]:
     return peaks, WORKING_SET_BYTES / min(seconds["read"])
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    return CommandParser("benchmarks/product_roofs.py", __doc__).run(tell_roofs, arguments)
+
+
+def tell_roofs(_: Namespace) -> int:
     if "avx512bf16" not in native().supported_isas():
         sys.exit("product_roofs: this processor has no products of bfloat16 in AVX-512")
     peaks, read_bytes_s = peaks_and_ceiling()
@@ -71,7 +78,8 @@ def main() -> None:
         roof = 4 / (group * (2 / peaks["bfloat16"] + 2 / peaks["float32"]))
         lines.append([str(group), f"{roof / 1e9:.1f} GB/s", percent(min(1.0, roof / read_bytes_s))])
     print(f"\n{table(lines)}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,12 +11,13 @@ code path in results/reference/kernels; results of other machines stay, and ever
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.support import aims, tables  # noqa: E402
+from harness.cli.arguments import CommandParser  # noqa: E402
 from harness.record.provenance import code_version  # noqa: E402
 
 OUT = ROOT / "results" / "reference" / "kernels"
@@ -88,15 +90,18 @@ def page_texts(folder: Path) -> dict[str, str]:
     return {part: "\n\n".join(of_machines) for part, of_machines in texts.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(given: Sequence[str] | None = None) -> int:
+    parser = CommandParser("benchmarks/report_kernels.py", __doc__)
     parser.add_argument("--only", choices=sorted(PARTS), action="append", help="parts to run (default: all)")
     parser.add_argument("--out", type=Path, default=OUT, help="folder for <machine>/<part>.json")
     parser.add_argument("--tables", action="store_true", help="measure nothing")
     parser.add_argument("--quick", action="store_true", help="small shapes: numbers mean nothing")
     for name in ("rounds", "vllm-python", "llama-python"):
         parser.add_argument(f"--{name}", help="as for pytest benchmarks")
-    args = parser.parse_args()
+    return parser.run(write, given)
+
+
+def write(args: Namespace) -> int:
     arguments = ["--quick"] if args.quick else []
     for name in ("rounds", "vllm_python", "llama_python"):
         if (value := getattr(args, name)) is not None:
@@ -114,7 +119,8 @@ def main() -> None:
         print(f"## {part}\n\n{text}\n")
     if args.out == OUT:
         tables.write_into(PAGE, texts)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,12 +9,15 @@ import json
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from harness.cli.arguments import CommandParser  # noqa: E402
 from harness.record.provenance import code_version, environment  # noqa: E402
 
 OUT = ROOT / "results" / "reference" / "simulator" / "simulator.json"
@@ -38,7 +41,11 @@ def measured() -> list[dict[str, object]]:
     return rows
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    return CommandParser("benchmarks/report_simulator.py", __doc__).run(keep, arguments)
+
+
+def keep(_: Namespace) -> int:
     result = {
         "label": "measured",
         "date": date.today().isoformat(),
@@ -51,7 +58,8 @@ def main() -> None:
     OUT.write_text(json.dumps(result, indent=1) + "\n")
     for row in result["rows"]:
         print(f"{row['test']:<36}{row['ops_per_s']:>12,} ops/s ({row['slowest']:,} to {row['fastest']:,})")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,10 +15,11 @@ of both, not which one each of them prefers. A run that fails is a row that says
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.support.runs import Row, report, run  # noqa: E402
-from harness.cli.arguments import whole_number  # noqa: E402
+from harness.cli.arguments import CommandParser, whole_number  # noqa: E402
 from harness.cli.overrides import composed_values  # noqa: E402
 from harness.config import ConfigError  # noqa: E402
 from harness.plan.__main__ import make_plan  # noqa: E402
@@ -162,21 +163,25 @@ def _row(variant: Variant, runs: list[Run], floor_tok_s: float | None, first: st
     }
 
 
-def main() -> None:
-    given = sys.argv[1:]
-    at = given.index("--") if "--" in given else len(given)
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    parser = CommandParser("benchmarks/strategies_report.py", __doc__)
+    parser.add_overrides()
     parser.add_argument("--strategies", default=None, help="comma-separated; ratios are to the first (default: all)")
     parser.add_argument("--links", default=",".join(map(str, LINKS_GB_S)), help="GB/s, comma-separated")
     parser.add_argument("--repeats", type=whole_number(1), default=3)
     parser.add_argument("--out", type=Path, default=None, help="folder for strategies.json and strategies.md")
     parser.add_argument("--results-dir", type=Path, default=ROOT / "results", help="where run folders go")
-    args = parser.parse_args(given[:at])
+    return parser.run(partial(compare, given=given), given)
+
+
+def compare(args: Namespace, given: list[str]) -> int:
     strategies = args.strategies.split(",") if args.strategies else sorted(available(), key=lambda n: n != "ondemand")
     links = [float(link) for link in args.links.split(",")]
-    made = rows(strategies, links, args.repeats, given[at + 1 :], args.results_dir)
+    made = rows(strategies, links, args.repeats, args.overrides, args.results_dir)
     report("strategies", made, args.out, script="benchmarks/strategies_report.py", arguments=given, label="emulated")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from fnmatch import fnmatch
 from importlib import import_module
 from shutil import copytree
 
@@ -18,17 +21,39 @@ from harness.plan import __main__ as plan
 from harness.settings import load_strategy, parse_settings
 from harness.validate import __main__ as validate
 from tests.composing import names_in
+from tests.conftest import ROOT
 from tests.test_architecture import module_name, sources
 
 SMALL = ("model=mixtral-8x7b", "hardware=a40", "dataset.num_requests=4", "dataset.max_new_tokens=2")
 
 
-CHILDREN = ("harness.hardware.slowed", "harness.record.wandb_child")  # started by other modules only
+CHILDREN = (  # started by other modules only
+    *("harness.hardware.slowed", "harness.record.wandb_child"),
+    *("benchmarks.peers.*", "benchmarks.gpu_stages.*_peer"),
+)
 COMMANDS = sorted(
     module_name(path)
-    for path in sources("harness", "paper_figures")
-    if '__name__ == "__main__"' in path.read_text(encoding="utf-8") and module_name(path) not in CHILDREN
+    for path in sources("harness", "paper_figures", "benchmarks")
+    if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+    and not any(fnmatch(module_name(path), child) for child in CHILDREN)
 )
+HELP_WITHOUT_EXTRAS = """
+import sys, tomllib
+from importlib import import_module
+from importlib.metadata import packages_distributions
+from re import match
+extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"].values()
+extras = {match("[A-Za-z0-9-]+", wanted)[0] for extra in extras for wanted in extra}
+sys.modules |= {name: None for name, brought_by in packages_distributions().items() if extras & set(brought_by)}
+assert sys.modules["pytest"] is None
+for module in sys.argv[1:]:
+    try:
+        import_module(module).main(["--help"])
+    except SystemExit as done:
+        assert done.code == 0, module
+    else:
+        raise AssertionError(module)
+"""
 
 
 @pytest.mark.parametrize("module", COMMANDS)
@@ -39,13 +64,20 @@ def test_every_command_speaks_one_dialect(module, capsys):
         command(["--help"])
     text = capsys.readouterr().out
     assert done.value.code == 0
-    assert text.startswith(f"usage: python -m {module.removesuffix('.__main__')} ") and "Exit codes: " in text
+    names = f"{module.replace('.', '/')}.py", f"-m {module.removesuffix('.__main__')}"
+    assert text.startswith(tuple(f"usage: python {name} " for name in names)) and "Exit codes: " in text
     assert command(["--nonsense", "x"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: --nonsense: unknown; ") and "--help" in line
     with pytest.raises(SystemExit) as done:
         command(["--version"])
     assert done.value.code == 0 and capsys.readouterr().out == f"moe-offload-harness {harness.__version__}\n"
+
+
+def test_every_help_needs_the_base_install_only():
+    command = [sys.executable, "-c", HELP_WITHOUT_EXTRAS, *COMMANDS]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

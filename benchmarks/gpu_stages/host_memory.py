@@ -9,11 +9,14 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from benchmarks.gpu_stages.plan import ROOT, free_host_gb
+from harness.cli.arguments import CommandParser
 from harness.machine.device.pinned import HostMemory, PinnedMemoryError
 
 _LEFT_BYTES = 10_000_000_000  # to the system
@@ -59,5 +62,14 @@ def touched() -> dict[str, Any]:
     return found
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> int:
+    return CommandParser("benchmarks.gpu_stages.host_memory", __doc__).run(tell_touched, arguments)
+
+
+def tell_touched(_: Namespace) -> int:
     print(json.dumps(touch(max(1, installed_bytes() - _LEFT_BYTES))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -23,14 +23,15 @@ _ENDING = "Exit codes: 0 as asked, 1 it failed or does not fit, 2 bad input, 130
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The parser of `python -m MODULE`, whose help begins with `text`.
+    """The parser of `python -m MODULE`, or of a script named by its path, whose help begins with `text`.
 
     Options and positional arguments may be mixed. Options are never abbreviated, since the next one might begin alike.
     """
 
     def __init__(self, module: str, text: str | None) -> None:
         super().__init__(
-            prog=f"python -m {module}", description=text, epilog=_ENDING, allow_abbrev=False,
+            prog=f"python {module}" if module.endswith(".py") else f"python -m {module}",
+            description=text, epilog=_ENDING, allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
         self.add_argument("--version", action="version", version=VERSION, help="tell the project's version and exit")

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from benchmarks import gate
-from benchmarks.conftest import processor_model
 from benchmarks.report_kernels import OUT, PARTS
 from benchmarks.support import tables
+from benchmarks.support.computer import processor_model
 
 MACHINE = {"processor": "Some Processor(R)", "processor_model": "6.143.8", "isa": "avx2"}
 REFERENCE = {("test_a", "copy ceiling"): 0.8, ("test_a", "torch"): 2.0, ("test_gone", "torch"): 1.0}
