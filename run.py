@@ -19,13 +19,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from harness.cli.arguments import FAILED, USAGE_ERROR, VERSION, require_known_options
-from harness.cli.overrides import explained, left_to_jobs, require_single_choices
+from harness.cli.overrides import choices, explained, left_to_jobs, require_single_choices
 from harness.interrupts import interruption_behind, interrupts_kept, leave, told
 
 OPTIONS = (  # Hydra's; --help and --version say what is the project's own
     "--help", "--version", "--multirun", "--run", "--cfg", "--resolve", "--package", "--info", "--hydra-help",
     "--config-dir", "--config-path", "--config-name", "--shell-completion", "--experimental-rerun",
 )  # fmt: skip
+OmegaConf.register_new_resolver("choices", choices, replace=True)  # for conf/hydra/help/project.yaml
 
 
 class JobFailed(Exception):

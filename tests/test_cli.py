@@ -12,6 +12,7 @@ import pytest
 
 from harness.record.store import list_runs
 from harness.record.terminal import number
+from tests.composing import GROUPS, names_in
 from tests.conftest import ROOT
 from tests.test_documented_commands import run_script
 
@@ -148,6 +149,8 @@ def test_help_is_the_projects_own(tmp_path):
         "package: strategies.fl",
     ):
         assert told in done.stdout
+    groups = done.stdout.partition("GROUP/NAME.yaml ==\n\n")[2].partition("\n\n==")[0]
+    assert groups.splitlines() == [f"{group}: {', '.join(names_in(group))}" for group in sorted(GROUPS)]
     assert "powered by" not in done.stdout.lower() and "$" not in done.stdout.replace("${", "")
 
 

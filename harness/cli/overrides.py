@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
@@ -55,6 +57,22 @@ def require_single_choices(overrides: Sequence[str]) -> None:
             raise ConfigError(group, f"must name one of the files in conf/{group}, got {chosen}; {several}")
 
 
+def choices() -> str:
+    """List what each group of Hydra's configuration offers, a group a line. Hydra would list what files share, and
+    groups of other commands."""
+    loader, groups = GlobalHydra.instance().config_loader(), HydraConfig.get().runtime.choices
+    return "\n".join(
+        f"{group}: {', '.join(_offered(loader.get_group_options(group)))}"
+        for group in sorted(groups)
+        if not group.startswith("hydra/")
+    )
+
+
+def _offered(options: Sequence[str]) -> list[str]:
+    """Sort a group's files, without those that its files share."""
+    return sorted(option for option in options if not option.startswith("_"))
+
+
 def left_to_jobs(arguments: Sequence[str]) -> list[str]:
     """Return a sweep's arguments with `group.key=value` as a choice of one value, where the sweep chooses among a
     group's files. Hydra would hold a plain one against the default file, whose keys may be others."""
@@ -96,8 +114,7 @@ def explained(error: Exception, arguments: Sequence[str] = ()) -> ConfigError | 
         return _unknown_key(cause)
     if isinstance(error, MissingConfigException) and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
-        valid = [option for option in error.options if not option.startswith("_")]
-        return ConfigError(group, f"there is no '{name}'; valid are {', '.join(valid)}")
+        return ConfigError(group, f"there is no '{name}'; valid are {', '.join(_offered(error.options))}")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, OmegaConfBaseException):
         return ConfigError(str(error.full_key), lines[0])
