@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from harness.model import functional as model
+from harness.model.dimensions import Router
 from kernels import triton as gpu
 
 _BLOCK_SIZE = 16
@@ -72,6 +74,7 @@ class Case:
 def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Iterator[Case]:
     """Yield the cases one by one: the memory of one is free before the next is made."""
     yield _routing(sizes, device, dtype)
+    yield _forecasts(sizes, device, dtype)
     for num_tokens in sizes.expert_tokens:
         yield _experts(sizes, device, dtype, num_tokens)
     yield _prefill(sizes, device, dtype)
@@ -80,6 +83,7 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = torch.bfloat1
             yield _decode(sizes, device, dtype, contexts, staged=staged)
     yield _gather(sizes, device, dtype)
     yield _rows(sizes, device, dtype)
+    yield _kept_rows(sizes, device, dtype)
 
 
 def _drawn(device: torch.device, dtype: torch.dtype, *shape: int, scale: float = 1.0) -> Tensor:
@@ -109,6 +113,25 @@ def _routing(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Case:
         name=f"routing of {num_tokens} tokens", kernel="routing",
         run=lambda: dense(*gpu.choose_experts(logits, sizes.top_k)), expected=expected, rival=rival,
         rival_name="torch", nbytes=logits.nbytes,
+    )  # fmt: skip
+
+
+def _forecasts(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Case:
+    """Make the case of the chances of all experts, among which equal ones have no order."""
+    count, num_experts, top_k = min(sizes.expert_tokens), sizes.num_experts, sizes.top_k
+    logits = _drawn(device, dtype, count, num_experts)
+    options = {"steepness": model.STEEPNESS, "least": model.LEAST_SHARE}
+
+    def dense(ids: Tensor, chances: Tensor) -> Tensor:
+        return torch.zeros(count, num_experts, device=device).scatter_(1, ids, chances)
+
+    def by_torch() -> Tensor:
+        return dense(*model.foresee_experts(logits, num_experts, top_k, Router()))
+
+    return Case(
+        name=f"forecasts of {count} tokens", kernel="routing",
+        run=lambda: dense(*gpu.foresee_experts(logits, num_experts, top_k, **options)),
+        expected=by_torch, rival=by_torch, rival_name="torch", nbytes=logits.nbytes, tolerance=1e-5,
     )  # fmt: skip
 
 
@@ -278,6 +301,27 @@ def _rows(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Case:
         name=f"norm and rotary embedding of {count} tokens", kernel="rows", run=run,
         expected=lambda: of(torch.float32), rival=lambda: of(dtype), rival_name="torch",
         nbytes=float(2 * (x.nbytes + q.nbytes + k.nbytes)),
+    )  # fmt: skip
+
+
+def _kept_rows(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Case:
+    """Make the case of rows that go into a cache of several layers, each to a block of its own; all others stay."""
+    count, heads, dim = min(sizes.expert_tokens), sizes.num_kv_heads, sizes.head_dim
+    new = _drawn(device, dtype, count, heads, dim)
+    slots = torch.randperm(count, generator=torch.Generator().manual_seed(0)).to(device) * _BLOCK_SIZE + 3
+    ours, theirs = (torch.zeros(count, 2, heads, _BLOCK_SIZE, dim, dtype=dtype, device=device) for _ in range(2))
+
+    def run() -> Tensor:
+        gpu.append_rows(new, slots, ours[:, 1])
+        return ours
+
+    def by_torch() -> Tensor:
+        theirs[slots // _BLOCK_SIZE, 1, :, slots % _BLOCK_SIZE] = new
+        return theirs
+
+    return Case(
+        name=f"rows of {count} tokens kept in a cache", kernel="rows", run=run, expected=lambda: by_torch().float(),
+        rival=by_torch, rival_name="torch", nbytes=float(2 * new.nbytes), tolerance=0.0,
     )  # fmt: skip
 
 

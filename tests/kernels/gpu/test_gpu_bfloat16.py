@@ -7,12 +7,13 @@ from benchmarks.gpu_stages import kernels
 from benchmarks.gpu_stages.kernel_cases import MIXTRAL_8X7B, TINY, cases
 from kernels import triton as gpu
 
-NAMES = ["routing", *["experts"] * 5, "prefill", *["decode"] * 4, "copies", "rows"]
+LATER = ["prefill", *["decode"] * 4, "copies", "rows", "rows"]
+NAMES = ["routing", "routing", *["experts"] * 5, *LATER]
 
 
 def test_small_cases_are_right_and_their_rivals_agree(device):
     found = list(cases(TINY, device))
-    assert [case.kernel for case in found] == ["routing", "experts", "prefill", *["decode"] * 4, "copies", "rows"]
+    assert [case.kernel for case in found] == ["routing", "routing", "experts", *LATER]
     for case in found:
         assert case.error() <= case.tolerance, case.name
         expected = case.expected()
@@ -43,12 +44,28 @@ def test_what_is_wrong_is_named_and_left_out(device, monkeypatch):
     found = kernels.measure(kept.append, device=device.type, sizes=TINY, seconds=lambda run: 1e-3)
     assert found["left_out"] == ["experts", "prefill", "decode"]
     by_status = {name: row["status"] for name, row in found["runs"].items()}
-    assert list(by_status.values()) == ["ok", "wrong", "wrong", *["failed", "ok"] * 2, "ok", "ok"]
+    assert list(by_status.values()) == ["ok", "ok", "wrong", "wrong", *["failed", "ok"] * 2, "ok", "ok", "ok"]
     assert "RuntimeError: no such instruction" in [row.get("error") for row in found["runs"].values()]
     assert kernels.overrides(found["runs"]) == ["machine.triton=[routing,copies,rows]"]
     assert kernels.overrides({}) == []
-    again = kernels.measure(kept.append, kept[2]["runs"], device=device.type, sizes=TINY, seconds=lambda run: 1e-3)
-    assert list(again["runs"].values())[1]["error"] == "the process ended while this was under way"
+    again = kernels.measure(kept.append, kept[4]["runs"], device=device.type, sizes=TINY, seconds=lambda run: 1e-3)
+    assert list(again["runs"].values())[2]["error"] == "the process ended while this was under way"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "kernel"),
+    [
+        ("append_rows", lambda new, slots, cache: (new, slots ^ 1, cache), "rows"),  # to a slot beside its own
+        ("append_rows", lambda new, slots, cache: (new[1:], slots[1:], cache), "rows"),
+        ("foresee_experts", lambda logits, *counts: (logits.roll(1, dims=1), *counts), "routing"),
+        ("foresee_experts", lambda logits, count, top_k: (logits, count, top_k - 1), "routing"),
+    ],
+)
+def test_rows_in_wrong_places_and_wrong_forecasts_are_found(device, monkeypatch, name, change, kernel):
+    plain = getattr(gpu, name)
+    monkeypatch.setattr(gpu, name, lambda *args, **options: plain(*change(*args), **options))
+    found = kernels.measure(lambda rows: None, device=device.type, sizes=TINY, seconds=lambda run: 1e-3)
+    assert found["left_out"] == [kernel]
 
 
 @pytest.mark.cuda
