@@ -51,14 +51,16 @@ class LaunchedAhead:
                 for _ in range(_DRAWS):
                     name = f"ops launched ahead, {shape}"
                     self._keep(self._undisturbed(name, partial(self._launched, shape, chain)))
+        self._undisturbed.fill_gaps()
 
     def _keep(self, measured: list[tuple[Ticket, float]]) -> None:
         launching_s = dict(measured)
+        own, launching = map(self._undisturbed.place_in, (self.own, self.launching))
         for key, alike in alike_ops(launching_s):
             features = mean(features_of(ticket.op) for ticket in alike)
             own_s, took_s = mean((_seconds(ticket), launching_s[ticket]) for ticket in alike)
-            self.own.setdefault(key, []).append((features, own_s))
-            self.launching.setdefault(key, []).append((features, took_s))
+            own.setdefault(key, []).append((features, own_s))
+            launching.setdefault(key, []).append((features, took_s))
 
     def _launched(self, shape: Shape, chain: Chain) -> list[tuple[Ticket, float]]:
         """Run a chain of ops of one micro-batch; return them with the seconds in which each was launched. None counts

@@ -68,7 +68,6 @@ class OpCosts:
         self.crowded: dict[Company, dict[str, Points]] = {ALONE: {}, BESIDE_LINK: {}}
         self.short_s: dict[LaneKind, list[float]] = {}
         self.beside_strategy: dict[str, Points] = {}
-        self._spare: dict[Company, dict[str, Points]] = {}
         self.between = BetweenOps()
 
     def measure(self, repeats: int, log: Callable[[str], None]) -> None:
@@ -86,7 +85,7 @@ class OpCosts:
                 name = f"ops on {'other lanes' if lane == GPU else GPU} beside submissions, {shape}"
                 tickets = self._undisturbed(name, partial(self._beside_submissions, shape, lane))
                 self._add(self.beside_strategy, tickets, at_rest=lane == CPU)
-        self._fill_gaps()
+        self._undisturbed.fill_gaps()
 
     def _in_all_companies(self, shape: Shape) -> None:
         """Measure the ops of a micro-batch alone, over weights at rest, and beside busy lanes."""
@@ -103,12 +102,13 @@ class OpCosts:
                 self._keep(company, self._undisturbed(name, partial(self._host_side, shape, company)))
 
     def _keep(self, company: Company, tickets: list[Ticket], *, at_rest: bool = False) -> None:
-        """Add the ops of one chain to the samples, as the mean over ops whose features agree to two digits. What stayed
-        disturbed is kept apart."""
-        kept = self._spare if self._undisturbed.was_disturbed else self.samples
-        self._add(kept.setdefault(company, {}), tickets, at_rest=at_rest)
+        self._add(self.samples.setdefault(company, {}), tickets, at_rest=at_rest)
 
-    def _add(self, points: dict[str, Points], tickets: list[Ticket], *, at_rest: bool = False) -> None:
+    def _add(self, table: dict[str, Points], tickets: list[Ticket], *, at_rest: bool = False) -> None:
+        """Add the ops of one chain, as the mean over ops whose features agree to two digits. What stayed disturbed is
+        kept apart."""
+        points = self._undisturbed.place_in(table)
+
         def found(ticket: Ticket) -> str:
             return AT_REST if at_rest else AGAIN if ticket.op.micro_batch == 1 else ""
 
@@ -117,14 +117,6 @@ class OpCosts:
             self.works.setdefault(key, {}).setdefault(features, Work(*mean(ticket.op.work() for ticket in alike)))
             seconds = float(np.mean([self._seconds(ticket) for ticket in alike]))
             points.setdefault(key, []).append((features, max(seconds, 0.0)))
-
-    def _fill_gaps(self) -> None:
-        """Let disturbed measurements count where there is no other."""
-        for company, by_key in self._spare.items():
-            for key, points in by_key.items():
-                clean = self.samples.setdefault(company, {}).setdefault(key, [])
-                known = {features for features, _ in clean}
-                clean.extend(point for point in points if point[0] not in known)
 
     def _seconds(self, ticket: Ticket) -> float:
         """Return the seconds that an op took; on links whose rate is stated, those beyond the link's own time."""

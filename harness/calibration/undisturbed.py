@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from harness.calibration.table import Points
 from harness.hardware.steal import read_cpu_times
 
 T = TypeVar("T")
@@ -24,7 +25,8 @@ class Undisturbed:
         self._patience_s = PATIENCE_S
         self.num_rejected = 0
         self.disturbed: list[str] = []
-        self.was_disturbed = False  # the last measurement stayed so
+        self._last_was_disturbed = False
+        self._apart: list[tuple[dict[str, Points], dict[str, Points]]] = []  # what stayed disturbed, behind its table
 
     def __call__(self, name: str, measure: Callable[[], T]) -> T:
         result, taken = _watched(measure)
@@ -38,11 +40,30 @@ class Undisturbed:
             if taken_again < taken:
                 result, taken = again, taken_again
             self._patience_s -= time.monotonic() - started_s
-        self.was_disturbed = taken > MAX_TAKEN_SHARE
-        if self.was_disturbed:
+        self._last_was_disturbed = taken > MAX_TAKEN_SHARE
+        if self._last_was_disturbed:
             self.disturbed.append(name)
             self._log(f"DISTURBED: others had {taken:.0%} of the cores during: {name}")
         return result
+
+    def place_in(self, table: dict[str, Points]) -> dict[str, Points]:
+        """Return where points of the last measurement go: into the table, or apart if it stayed disturbed."""
+        if not self._last_was_disturbed:
+            return table
+        for known, apart in self._apart:
+            if known is table:
+                return apart
+        self._apart.append((table, {}))
+        return self._apart[-1][1]
+
+    def fill_gaps(self) -> None:
+        """Let disturbed points count in their tables where there is no other of the same features."""
+        for table, apart in self._apart:
+            for key, points in apart.items():
+                clean = table.setdefault(key, [])
+                known = {features for features, _ in clean}
+                clean.extend(point for point in points if point[0] not in known)
+        self._apart.clear()
 
 
 def _watched(measure: Callable[[], T]) -> tuple[T, float]:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from harness.bench.shapes import Shape
+from harness.calibration import undisturbed
 from harness.calibration.ahead import LaunchedAhead
 from harness.calibration.probes import ContextRoom, LayerProbes
 from harness.calibration.undisturbed import Undisturbed
+from harness.machine.base import GPU
 from tests.contract.running import CAPACITIES_BYTES, emulated, engine_on
 from tests.fake_device import FakeDevice, FakeStream, cuda_machine
 
@@ -70,6 +74,41 @@ def test_what_was_not_launched_ahead_does_not_count(tiny):
     ahead = measured(cuda_machine(CAPACITIES_BYTES, device=device, poison=False), tiny)
     assert not ahead.own and not ahead.launching
     device.close()
+
+
+@dataclass(frozen=True)
+class Launched:
+    """An op of one feature that took so long, and its ticket."""
+
+    feature: float
+    finished_s: float
+    lane = GPU
+    cost_key = "norm"
+    launches = 1
+    started_s = 0.0
+
+    @property
+    def op(self) -> Launched:
+        return self
+
+    def cost_features(self) -> tuple[float]:
+        return (self.feature,)
+
+
+def test_disturbed_draws_count_only_where_there_is_no_other(monkeypatch):
+    shares = iter((0.5, 0.0, 0.0, 0.5))  # of the cores, that others had during each draw
+    times = SimpleNamespace(taken_share_since=lambda before: next(shares))
+    monkeypatch.setattr(undisturbed, "read_cpu_times", lambda: times)
+    monkeypatch.setattr(undisturbed, "MAX_ATTEMPTS", 1)
+    engine: Any = SimpleNamespace(machine=SimpleNamespace(launches_ahead=True))
+    ahead = LaunchedAhead(engine, None, Undisturbed())
+    draws = iter((9.0, 1.0, 2.0, 8.0))
+    monkeypatch.setattr(
+        ahead, "_launched", lambda shape, chain: [(Launched(shape.num_tokens, took := next(draws)), took / 10)]
+    )
+    ahead.measure(SHAPES, lambda text: None)
+    assert ahead.own == {"gpu: norm": [((64.0,), 1.0), ((4.0,), 2.0)]}
+    assert ahead.launching == {"gpu: norm": [((64.0,), 0.1), ((4.0,), 0.2)]}
 
 
 def test_a_machine_that_runs_ops_by_threads_launches_none_ahead(tiny):

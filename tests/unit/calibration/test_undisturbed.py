@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from harness.calibration import memory, undisturbed
 from harness.calibration.undisturbed import MAX_ATTEMPTS, Undisturbed
@@ -48,15 +50,22 @@ def test_the_least_disturbed_of_all_is_kept_and_told(measured):
     assert told == ["DISTURBED: others had 20% of the cores during: a measurement"]
 
 
-def test_disturbed_samples_count_only_where_there_is_no_other():
-    from harness.calibration.op_costs import OpCosts
-    from harness.calibration.table import ALONE
-
-    costs = OpCosts(None, None, link_bytes_s={}, undisturbed=None, max_tokens=1, max_context=1)
-    costs.samples = {ALONE: {"gpu: a": [((1.0,), 0.1)]}}
-    costs._spare = {ALONE: {"gpu: a": [((1.0,), 9.0), ((2.0,), 0.3)], "gpu: b": [((1.0,), 0.5)]}}
-    costs._fill_gaps()
-    assert costs.samples == {ALONE: {"gpu: a": [((1.0,), 0.1), ((2.0,), 0.3)], "gpu: b": [((1.0,), 0.5)]}}
+@given(st.lists(st.tuples(st.booleans(), st.sampled_from("ab"), st.sampled_from("xy"), st.integers(0, 2)), max_size=20))
+def test_disturbed_points_count_only_where_there_is_no_other(draws):
+    """Of two tables, with two kinds of op each; counted beside it one by one."""
+    watch, tables = Undisturbed(), {"a": {}, "b": {}}
+    for number, (disturbed, table, key, feature) in enumerate(draws):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(undisturbed, "MAX_ATTEMPTS", 1)
+            patch.setattr(undisturbed, "read_cpu_times", lambda share=float(disturbed): Times([share]))
+            point = watch("a point", lambda feature=feature, number=number: ((float(feature),), float(number)))
+        watch.place_in(tables[table]).setdefault(key, []).append(point)
+    watch.fill_gaps()
+    found = {(at, key, *point) for at, table in tables.items() for key, points in table.items() for point in points}
+    quiet = {draw[1:] for draw in draws if not draw[0]}
+    counting = [number for number, draw in enumerate(draws) if not draw[0] or draw[1:] not in quiet]
+    assert found == {(*draws[n][1:3], (float(draws[n][3]),), float(n)) for n in counting}
+    assert sum(len(points) for table in tables.values() for points in table.values()) == len(counting)
 
 
 def test_patience_ends(measured):
