@@ -8,7 +8,7 @@ import triton.language as tl
 
 from kernels.triton import arguments as check
 from kernels.triton.device import cdiv, power_of_two
-from kernels.triton.routing import SCORINGS
+from kernels.triton.routing import SCORINGS, scores
 
 
 @triton.jit(do_not_specialize=["num_tokens", "count"], do_not_specialize_on_alignment=["ids", "chances"])
@@ -20,25 +20,13 @@ def _foresee(
     """Choose and weigh the likeliest experts of TOKENS tokens."""
     token, expert = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
     is_token, is_expert = token < num_tokens, expert < NUM_EXPERTS
-    mask = is_token[:, None] & is_expert[None, :]
-    x = tl.load(logits + token.to(tl.int64)[:, None] * NUM_EXPERTS + expert[None, :], mask=mask, other=0.0)
-    x = tl.where(is_expert[None, :], x.to(tl.float32), float("-inf"))
-    if SIGMOID:
-        choice = tl.sigmoid(x)
-    else:
-        choice = tl.exp(x - tl.max(x, axis=1)[:, None])
-        choice = choice / tl.sum(choice, axis=1)[:, None]
-    shares = choice
-    if HAS_BIAS:
-        choice += tl.load(bias + expert, mask=is_expert, other=0.0).to(tl.float32)[None, :]
+    shares, left = scores(logits, bias, token, expert, is_token, is_expert, NUM_EXPERTS, SIGMOID, HAS_BIAS)
     if SIGMOID or HAS_BIAS:  # these differ little between experts
-        seen = tl.where(is_expert[None, :], choice, 0.0)
-        off = tl.where(is_expert[None, :], choice - (tl.sum(seen, axis=1) / NUM_EXPERTS)[:, None], 0.0)
+        seen = tl.where(is_expert[None, :], left, 0.0)
+        off = tl.where(is_expert[None, :], left - (tl.sum(seen, axis=1) / NUM_EXPERTS)[:, None], 0.0)
         spread = tl.maximum(tl.sqrt(tl.sum(off * off, axis=1) / NUM_EXPERTS), least)
-        best = tl.max(tl.where(is_expert[None, :], choice, float("-inf")), axis=1)
-        shares = tl.exp((choice - best[:, None]) * (steepness / spread)[:, None])
+        shares = tl.exp((left - tl.max(left, axis=1)[:, None]) * (steepness / spread)[:, None])
     shares = tl.where(is_expert[None, :], tl.maximum(shares, least), 0.0)
-    left = tl.where(is_expert[None, :], choice, float("-inf"))
     found_ids, found = tl.zeros((TOKENS, EXPERTS), tl.int32), tl.zeros((TOKENS, EXPERTS), tl.float32)
     factor = tl.zeros((TOKENS,), tl.float32)
     for k in range(0, tl.maximum(TOP_K, count)):

@@ -12,6 +12,27 @@ from kernels.triton.device import cdiv, power_of_two
 SCORINGS = ("softmax", "sigmoid")
 
 
+@triton.jit
+def scores(
+    logits, bias, token, expert, is_token, is_expert,
+    NUM_EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Return the scores of experts, and those by which they are chosen: with the bias, and minus infinity in columns
+    without an expert. Both are [tokens, columns] in float32."""
+    mask = is_token[:, None] & is_expert[None, :]
+    x = tl.load(logits + token.to(tl.int64)[:, None] * NUM_EXPERTS + expert[None, :], mask=mask, other=0.0)
+    x = tl.where(is_expert[None, :], x.to(tl.float32), float("-inf"))
+    if SIGMOID:
+        probs = tl.sigmoid(x)
+    else:
+        probs = tl.exp(x - tl.max(x, axis=1)[:, None])
+        probs = probs / tl.sum(probs, axis=1)[:, None]
+    choice = probs
+    if HAS_BIAS:
+        choice += tl.load(bias + expert, mask=is_expert, other=0.0).to(tl.float32)[None, :]
+    return probs, tl.where(is_expert[None, :], choice, float("-inf"))
+
+
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["ids", "weights"])
 def _choose(
     logits, bias, ids, weights, num_tokens, scale,
@@ -26,18 +47,7 @@ def _choose(
     column = tl.arange(0, GROUPS * MEMBERS)
     expert = column // MEMBERS * GROUP_SIZE + column % MEMBERS
     is_token, is_expert = token < num_tokens, (column % MEMBERS < GROUP_SIZE) & (expert < NUM_EXPERTS)
-    mask = is_token[:, None] & is_expert[None, :]
-    x = tl.load(logits + token.to(tl.int64)[:, None] * NUM_EXPERTS + expert[None, :], mask=mask, other=0.0)
-    x = tl.where(is_expert[None, :], x.to(tl.float32), float("-inf"))  # [TOKENS, GROUPS * MEMBERS]
-    if SIGMOID:
-        probs = tl.sigmoid(x)
-    else:
-        probs = tl.exp(x - tl.max(x, axis=1)[:, None])
-        probs = probs / tl.sum(probs, axis=1)[:, None]
-    left = probs
-    if HAS_BIAS:  # added for the choice, not for the weight
-        left += tl.load(bias + expert, mask=is_expert, other=0.0).to(tl.float32)[None, :]
-    left = tl.where(is_expert[None, :], left, float("-inf"))
+    probs, left = scores(logits, bias, token, expert, is_token, is_expert, NUM_EXPERTS, SIGMOID, HAS_BIAS)
     if BEST_GROUPS < NUM_GROUPS:
         grouped = tl.reshape(left, (TOKENS, GROUPS, MEMBERS))
         is_best = _best_groups(grouped, BEST_GROUPS, SCORE_EXPERTS, TOKENS, GROUPS, MEMBERS)

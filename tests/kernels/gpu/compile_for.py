@@ -78,6 +78,8 @@ def compiled_for(number: int, capability: int, shared_kib: int, dtype: str) -> l
     try:
         for each in all_dims:
             warm_up(Shapes(experts=shape, kv_block_size=16, **each), torch.device("cpu"))
+        scored = Shapes(experts=shape, scoring="sigmoid", has_choice_bias=True, **all_dims[0])  # as Moonlight's router
+        warm_up(scored, torch.device("cpu"), ["routing"])
     finally:
         JITFunction.run = compiled._run
     return [row_of(*each) for each in compiled.kernels.values()]
