@@ -1,4 +1,4 @@
-"""The whole configuration of a run as one frozen object; Hydra's dictionaries end here."""
+"""Hold the whole configuration of a run in one frozen object; Hydra's dictionaries end here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fill memory before it is measured with numbers of which no measurement depends."""
+"""Fill memory, before it is measured, with numbers on which no measurement depends."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from harness.model.spec import ModelSpec
 
 @dataclass(eq=False, kw_only=True)
 class Engine:
-    """One loaded model on one machine, and the requests to serve, in the order of their arrival.
+    """An engine has one loaded model on one machine, and the requests to serve, in the order of their arrival.
 
     Where several GPUs share the model, this is GPU 0 and `peers` are the other GPUs, each an engine of its own. Under
     tensor parallelism `spec`, store and cache are the part of every layer that the GPU stores and computes. Otherwise

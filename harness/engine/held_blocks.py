@@ -29,7 +29,7 @@ class HeldBlocks:
 
     @cached_property
     def blocks(self) -> np.ndarray:
-        """The blocks: int64."""
+        """The numbers of all blocks, one sequence's after another's: int64."""
         return fields.joined(self._lists, self.counts)
 
     def slots(self, which: np.ndarray, at: np.ndarray) -> np.ndarray:

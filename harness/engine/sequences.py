@@ -53,7 +53,8 @@ class Life:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """The state of one request. `num_cached` tokens have their keys and values in `blocks`.
+    """A sequence is the state of one request that is served. `num_cached` tokens have their keys and values in
+    `blocks`.
 
     Sequences are many: what is asked of all of them in every pass reads their fields where they lie (`fields`).
     """

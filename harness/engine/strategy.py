@@ -122,7 +122,7 @@ class Pipeline(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The strategy's own equations say this before the run."""
+    """A prediction is what a strategy's own equations say of a run before it begins."""
 
     throughput_tok_s: float
     model: str  # the paper's name for the model and the case that applied
@@ -131,7 +131,7 @@ class Prediction:
 
 @dataclass(eq=False, kw_only=True)
 class Strategy:
-    """A planned strategy, ready to run."""
+    """A strategy, once planned, is a scheduler that makes up passes and a pipeline that runs them."""
 
     scheduler: Scheduler
     pipeline: Pipeline

@@ -16,7 +16,7 @@ from harness.model.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class RateFit:
-    """A fitted rate. `worst_error` is the largest |fitted - given| / given."""
+    """A rate is fitted to points; `worst_error` is the largest |fitted - given| / given of them."""
 
     gb_s: float
     latency_us: float

@@ -25,7 +25,8 @@ class Likeness:
 
     @property
     def features(self) -> Floats:
-        """Both as [layers - 1, 2], each with mean 0 and deviation 1 where it varies at all."""
+        """The cosine and the share that followed, [layers - 1, 2], each with mean 0 and deviation 1 where it varies at
+        all."""
         both = np.stack([self.cosine, self.followed], axis=1)
         spread = both.std(axis=0)
         return np.asarray((both - both.mean(axis=0)) / np.where(spread > 1e-9, spread, 1.0))

@@ -1,4 +1,4 @@
-"""The contract between a strategy and a machine: typed ops submitted to lanes, tickets, and nothing else.
+"""Define the contract between a strategy and a machine: typed ops submitted to lanes, tickets, and nothing else.
 
 A strategy never touches a stream, a thread, a clock's source or a tensor's device. Every machine (`emulated`,
 `shuffled`, `simulated`, `cuda`) implements `Machine`; the derivation of data dependencies and the two FIFO
@@ -32,7 +32,7 @@ class LaneKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Lane:
-    """One serial execution resource of one rank."""
+    """A lane runs ops of one kind, one after another, for one rank."""
 
     kind: LaneKind
     rank: int = 0
@@ -92,7 +92,8 @@ class Context(Protocol):
 
 
 class Op(ABC):
-    """One typed unit of work. Subclasses are data: what they touch is declared, never captured in a closure.
+    """An op is one typed unit of work on a lane. Subclasses are data: what they touch is declared, never captured in a
+    closure.
 
     `reads` and `writes` are hashable keys (buffers, KV partitions); the machine derives all ordering from them.
     `packets` > 1 lets an urgent op run between two packets; `run` is called once a packet and the last call's result is
@@ -168,7 +169,8 @@ _PENDING, _DONE, _CANCELLED = TicketState.PENDING, TicketState.DONE, TicketState
 
 
 class Ticket:
-    """A submitted op. `done`, `started_s` and `finished_s` are as of the last `wait`, `wait_any` or `now`.
+    """A ticket follows a submitted op to its end. `done`, `started_s` and `finished_s` are as of the last `wait`,
+    `wait_any` or `now`.
 
     Written out, with containers only where there is something in them: a simulated run makes millions. A settled ticket
     refers to no other, so that whatever the strategy has let go of is gone.
@@ -200,7 +202,7 @@ class Ticket:
 
     @property
     def unmet(self) -> set[Ticket]:
-        """Dependencies not finished yet."""
+        """The dependencies that are neither done nor cancelled."""
         return {dependency for dependency in self.waits_for if not dependency.settled}
 
     @property
@@ -217,7 +219,8 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One packet as it ran. Times are seconds on the machine's clock; `cpu_s` is the thread's own processor time."""
+    """A span records one packet as it ran. Times are seconds on the machine's clock; `cpu_s` is the thread's own
+    processor time."""
 
     lane: Lane
     kind: str

@@ -46,7 +46,7 @@ _ROUNDING_BYTES = 256 << 20
 
 @config
 class Config:
-    """The settings under `machine` in the configuration."""
+    """The configuration's group `machine` has these settings where it is `cuda`."""
 
     has_tensors: ClassVar[bool] = True
 

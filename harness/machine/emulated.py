@@ -1,4 +1,5 @@
-"""The emulated machine: a worker thread a lane, a separate device arena, links and cpu lane held to stated rates."""
+"""Emulate a machine with a worker thread a lane and a separate device arena; links and cpu lane are held to stated
+rates."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class EmulatedMachine(ThreadedMachine):
 
 @config
 class Config:
-    """The settings under `machine` in the configuration."""
+    """The configuration's group `machine` has these settings where it is `emulated`."""
 
     has_tensors: ClassVar[bool] = True
 

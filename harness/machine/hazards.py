@@ -34,7 +34,7 @@ def _native() -> NativeDependencies:
 
 
 class Hazards:
-    """The last writer and the readers since, by key. Program order is submission order.
+    """Remembers the last writer of each key and the readers since. Program order is submission order.
 
     Keys of one buffer are different memory where they are not equal. Keys of two buffers are the same memory as far as
     their bytes are. So a root may be cut again, for another pass or as pages, without waiting until nothing uses the

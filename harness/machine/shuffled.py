@@ -134,7 +134,7 @@ class ShuffledMachine(Machine):
 
 @config
 class Config:
-    """The settings under `machine` in the configuration."""
+    """The configuration's group `machine` has these settings where it is `shuffled`."""
 
     has_tensors: ClassVar[bool] = True
 

@@ -237,8 +237,8 @@ class SimulatedMachine(Machine):
 
 @config
 class Config:
-    """The settings under `machine` in the configuration. Host times are those of the strategy's own thread, in
-    microseconds."""
+    """The configuration's group `machine` has these settings where it is `simulated`. Host times are those of the
+    strategy's own thread, in microseconds."""
 
     has_tensors: ClassVar[bool] = False
 

@@ -12,7 +12,7 @@ class MemoryCapacityError(RuntimeError):
 
 
 class Buffer:
-    """A named range of a tier's memory. The buffer itself is the key by which ops declare reads and writes.
+    """A buffer is a named range of a tier's memory. The buffer itself is the key by which ops declare reads and writes.
 
     Sub-buffers share their root's memory, and keys that name overlapping ones conflict. A buffer that is not `backed`
     is accounted for and has no memory of its own: it is room for what is allocated elsewhere.
@@ -73,8 +73,8 @@ def make_tiers(
 
 
 class Tier:
-    """One kind of memory (device, pinned, host) of one rank. All that it holds is held by the tier that it lies
-    `within`, too."""
+    """A tier is one kind of memory (device, pinned, host) of one rank. All that it holds is held by the tier that it
+    lies `within`, too."""
 
     def __init__(
         self,

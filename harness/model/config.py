@@ -15,7 +15,7 @@ RANDOM = "random"  # as a path: random weights, made in memory with the dimensio
 
 @config
 class ModelConfig:
-    """A checkpoint, or dimensions without weights.
+    """A model is a checkpoint, or dimensions without weights.
 
     `path` (a folder or hub id) comes before everything else; without it weights are random by `recipe`. With `spec`
     alone there are dimensions and no weights: enough to plan and to simulate, and with the path `random` to measure.

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class PassRecord:
-    """The facts of one pass. Times are seconds on the machine's clock; passes may overlap where a pipeline runs ahead.
+    """A record says when one pass ran, and what went through it. Times are seconds on the machine's clock; passes may
+    overlap where a pipeline runs ahead.
 
     `num_prefill_tokens` counts every token that was prefilled, recomputation after a preemption included;
     `num_padding_tokens` those that stand for the padding of prompts, in no other count; `generated_tokens` counts

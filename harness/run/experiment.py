@@ -1,4 +1,4 @@
-"""One run from its settings to its records: load, plan, execute, verify, report."""
+"""Take one run from its settings to its records: load, plan, execute, verify, report."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratedSequence:
-    """A finished request. Its last token was sampled but never fed, so it has no routing."""
+    """A finished request is verified by its tokens and their routing. The last token was sampled but never fed, so it
+    has no routing."""
 
     request_id: int | str
     prompt_ids: Sequence[int]

@@ -1,4 +1,4 @@
-"""A dataset's configuration, a tokenizer and a seed in; the requests of a run out."""
+"""Make the requests of a run from a dataset's configuration, a tokenizer and a seed."""
 
 from __future__ import annotations
 

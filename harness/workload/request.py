@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt and how much to generate for it.
+    """A request asks for so many tokens after one prompt.
 
     `ends_after` generated tokens the request ends, as if its end of sequence came there: only then does a scheduler or
     planner learn of it. Until then it counts with `max_new_tokens`. None: it has no end of its own.
@@ -25,8 +25,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The requests in arrival order, ids 0 to n - 1. `source`, shown with every result, begins "real:" or
-    "synthetic:"."""
+    """A workload has all requests of a run in the order of their arrival, with ids 0 to n - 1. `source`, shown with
+    every result, begins "real:" or "synthetic:"."""
 
     name: str
     requests: tuple[Request, ...]

@@ -159,7 +159,7 @@ class GatePredictor:
         return Prediction(self._engine, emit.predict(it, layer, routers, distance=distance))
 
     def observe(self, emit: Emitter, it: InFlight, layer: int, expert_ids: np.ndarray) -> None:
-        """Ignore it: the router is as it is."""
+        """Ignore what was chosen: the router is as it is."""
 
 
 class StatisticsPredictor:
@@ -215,7 +215,7 @@ class TokenPredictor:
         return Prediction(self._engine, known=(ids, np.take_along_axis(chances, ids, axis=1)))
 
     def observe(self, emit: Emitter, it: InFlight, layer: int, expert_ids: np.ndarray) -> None:
-        """Ignore it: the table is as it was learned."""
+        """Ignore what was chosen: the table is as it was learned."""
 
 
 class LearnedPredictor:
@@ -273,4 +273,4 @@ class StatedPredictor:
         return Prediction(self._engine, known=(ids, chances.astype(np.float32)))
 
     def observe(self, emit: Emitter, it: InFlight, layer: int, expert_ids: np.ndarray) -> None:
-        """Ignore it: the rates are stated."""
+        """Ignore what was chosen: the rates are stated."""

@@ -88,7 +88,7 @@ class LayerView:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Placement:
-    """The answer: where each active expert of the layer runs, and what to bring for later layers.
+    """A placement says where each active expert of a layer runs, and what to bring for later layers.
 
     `on_gpu` and `on_cpu` together have each active expert once, in the order in which each side runs them. An expert of
     `on_gpu` that is not there is brought on demand, ahead of all prefetches. `prefetch` has experts of later layers,

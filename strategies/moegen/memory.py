@@ -41,7 +41,7 @@ NONE_MEASURED = Temporaries()
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseSizes:
-    """The sizes of a phase's buffers, in rows. A row is a token; in decode also a sequence."""
+    """The buffers of a phase have these sizes, in rows. A row is a token; in decode also a sequence."""
 
     rows: int  # of the accumulated batch
     micro_batch_rows: int  # of the largest micro-batch

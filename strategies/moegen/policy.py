@@ -13,8 +13,8 @@ from harness.config import config, require
 
 @dataclass(frozen=True, kw_only=True)
 class PhasePolicy:
-    """The batches of one phase. `on_device` tells where the tokens of a batch accumulate: in device memory, or else in
-    pinned memory."""
+    """A phase, prefill or decode, has batches of these sizes. `on_device` tells where the tokens of a batch accumulate:
+    in device memory, or else in pinned memory."""
 
     batch_size: int  # B: sequences whose tokens accumulate
     attention_batch: int  # b_a: sequences of a micro-batch through attention

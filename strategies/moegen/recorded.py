@@ -50,7 +50,7 @@ _ROOM_BYTES = 1 << 60  # of each tier: what a policy holds is counted elsewhere
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The sequences of a pass: prompts of `tokens` each, or decoding sequences with contexts of so many."""
+    """A batch is the sequences of a pass: prompts of `tokens` each, or decoding sequences with contexts of so many."""
 
     num_sequences: int
     tokens: int

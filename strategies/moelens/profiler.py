@@ -28,7 +28,7 @@ _PROBE_TOKENS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """The fitted line and the time of a layer's transfer, as measured.
+    """A profile has what was measured: a line over tokens, and the time of a layer's transfer.
 
     `samples` are (tokens, seconds) of one layer on the gpu lane.
     """

@@ -18,7 +18,8 @@ from strategies.offloading.published.as_built import AsBuilt
 
 @config
 class OffloadingConfig:
-    """The settings of all of them. What is null is chosen by `planning`: as published, or false in `best`."""
+    """MoE-Lightning and the systems that it is compared with share these settings. What is null is chosen by
+    `planning`: as published, or false in `best`."""
 
     published: ClassVar[AsBuilt | None] = None  # the system as published; None: no planner of its own is
 

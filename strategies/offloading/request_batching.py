@@ -24,8 +24,8 @@ _LOOKED_AT = 64  # requests at once, and twice as many each further time
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLimits:
-    """The limits of a batch. Tokens of the cache are counted at a request's end, as `cached_tokens` of `batch_requests`
-    says."""
+    """A batch and its micro-batches stay within these limits. Tokens of the cache are counted at a request's end, as
+    `cached_tokens` of `batch_requests` says."""
 
     num_micro_batches: int  # n_ub
     micro_batch_size: int  # ubs, in requests

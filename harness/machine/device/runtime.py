@@ -67,7 +67,7 @@ class DeviceRuntime(Protocol):
         """Tell whether the event has been reached. Raises what went wrong on the device before it."""
 
     def synchronize(self, event: Any) -> None:
-        """Sleep until it is reached; raises what went wrong on the device before it."""
+        """Sleep until the event has been reached. Raises what went wrong on the device before it."""
 
     def elapsed_s(self, first: Any, second: Any) -> float:
         """Return the seconds between two events that were reached, to about a microsecond where they are some seconds

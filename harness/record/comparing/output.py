@@ -1,4 +1,4 @@
-"""A comparison as a table for people, as Markdown, and as CSV and JSON for programs."""
+"""Write a comparison as a table for people, as Markdown, and as CSV and JSON for programs."""
 
 from __future__ import annotations
 

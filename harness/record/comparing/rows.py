@@ -21,8 +21,9 @@ _NUMBERS = (RATE, "predicted_tok_s", "prediction_accuracy")  # None where there 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A row a configuration, numbered from 1. `settings` are all of them by dotted name, `measured` has medians over
-    repeats; `shown` are the settings worth showing. `baseline` tells what ratios are to; None where there are none."""
+    """A comparison has a row for each configuration, numbered from 1. `settings` are all of them by dotted name,
+    `measured` has medians over repeats; `shown` are the settings worth showing. `baseline` tells what ratios are to;
+    None where there are none."""
 
     settings: pd.DataFrame
     measured: pd.DataFrame

@@ -82,7 +82,7 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One step of a layer on one resource. `roofs` are seconds by what limits them; the largest counts."""
+    """A task is one step of a layer on one resource. `roofs` are seconds by what limits them; the largest counts."""
 
     name: str
     roofs: Mapping[str, Linear]

@@ -14,7 +14,7 @@ from functools import cached_property
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """A memory with its processor. A store without a processor (a disk) has flops_s = 0."""
+    """A level is a memory with its processor. A store without a processor (a disk) has flops_s = 0."""
 
     name: str
     flops_s: float  # P^i
@@ -32,7 +32,7 @@ class Bound:
 
 @dataclass(frozen=True, kw_only=True)
 class Hierarchy:
-    """The levels and the links between them, `(from, to) -> bytes/s`.
+    """A hierarchy has levels and the links between them, `(from, to) -> bytes/s`.
 
     A pair without a link of its own is served through other levels: copies of a large transfer follow each other hop by
     hop, so the narrowest hop is its rate.

@@ -13,8 +13,8 @@ from harness.config import config, require
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The six numbers of a policy. Raises ConfigError naming the field, as parts of a policy may come from a
-    configuration."""
+    """A policy is the six numbers of Table 1. Raises ConfigError naming the field, as parts of a policy may come from
+    a configuration."""
 
     batch_size: int  # N: sequences of one batch
     micro_batch_size: int  # mu: sequences of a decode micro-batch

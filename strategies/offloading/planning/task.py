@@ -14,7 +14,8 @@ from strategies.offloading.planning.policy import GivenPolicy, Policy
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """The task of a search. `given` fixes parts of the policy; the pipeline limits the number of micro-batches."""
+    """A search is for the best policy by a cost model. `given` fixes parts of the policy; the pipeline limits the
+    number of micro-batches."""
 
     cost: CostModel
     given: GivenPolicy = field(default_factory=GivenPolicy)

@@ -16,8 +16,8 @@ from strategies.offloading.planning.policy import GivenPolicy
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """The plan of a published planner. `resident` is the share on the device of what it streams, before whole parts are
-    kept; `host_bytes` are what its own memory model counts, `rate` is what it maximises."""
+    """A published planner chooses these sizes for a batch. `resident` is the share on the device of what it streams,
+    before whole parts are kept; `host_bytes` are what its own memory model counts, `rate` is what it maximises."""
 
     batch_size: int
     micro_batch_size: int
@@ -31,7 +31,8 @@ Plan = Callable[[int, int], Published | None]  # of a micro-batch and a batch; N
 
 @dataclass(frozen=True, kw_only=True)
 class AsBuilt:
-    """A published system. `complete` fills in what `given` leaves open; it raises ConfigError where nothing fits."""
+    """A published system is described by what its own planner, memory model and staging do. `complete` fills in what
+    `given` leaves open; it raises ConfigError where nothing fits."""
 
     complete: Callable[[Deployment, GivenPolicy], GivenPolicy]
     staging: bool  # weights in pageable memory
