@@ -96,22 +96,23 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTime:
-    """The tasks of one layer by resource."""
+    """The tasks of one layer by resource: its `own`, and in `resources` also those of others that it waits for."""
 
     resources: Mapping[str, Sequence[Task]]
+    own: Mapping[str, Sequence[Task]]
 
     def by_resource(self, policy: Policy) -> dict[str, float]:
-        """Return the seconds that each resource is busy."""
+        """Return the seconds that each resource is busy, or waits for what the schedule puts before its work."""
         return {name: sum(task.seconds(policy) for task in tasks) for name, tasks in self.resources.items()}  # Eq. 13
 
     def seconds(self, policy: Policy) -> float:
         return max(self.by_resource(policy).values())  # Eq. 12
 
     def bottleneck(self, policy: Policy) -> str:
-        """Return the busiest resource, with its longest task and that task's roof."""
-        busy = self.by_resource(policy)
-        name = max(busy, key=lambda resource: busy[resource])
-        task = max(self.resources[name], key=lambda one: one.seconds(policy))
+        """Return the resource with the most work of its own, with its longest task and that task's roof. What it waits
+        for is the work of another one: a GPU that waits for weights is bound by the link (h2d)."""
+        name = max(self.own, key=lambda resource: sum(task.seconds(policy) for task in self.own[resource]))
+        task = max(self.own[name], key=lambda one: one.seconds(policy))
         roof = max(task.roofs, key=lambda one: task.roofs[one].at(policy))
         return f"{name} ({task.name}, {roof})"
 
@@ -227,6 +228,8 @@ class CostModel:
         copied = ["weights"] if self._is_staged else []
         copied += ["kv"] if self.deployment.storage.relays_kv and "kv" in to_gpu else []
         pin = [_task(name, link=to_gpu[name] / rates.pin_bytes_s) for name in copied if rates.pin_bytes_s is not None]
+        own = {"h2d": resources["link"], "d2h": resources["offload"], "gpu": on_gpu, "cpu": on_cpu, "pin": pin}
+        own["host memory"] = self._host_memory(to_gpu, to_host, cpu_bytes, copied)
         in_flight = self.deployment.blocks_in_flight
         if self.overlap in ("one thread", "nothing"):
             waited_for = on_cpu if in_decode or self.overlap == "nothing" else []
@@ -238,8 +241,8 @@ class CostModel:
             resources |= {"gpu": [*apart, *on_gpu] if on_gpu else [], "cpu": [*apart, *on_cpu] if on_cpu else []}
         if pin:
             resources["pin"] = pin
-        resources["host memory"] = self._host_memory(to_gpu, to_host, cpu_bytes, copied)
-        return LayerTime(resources={name: tasks for name, tasks in resources.items() if tasks})
+        resources["host memory"] = own["host memory"]
+        return LayerTime(resources=_with_tasks(resources), own=_with_tasks(own))
 
     @property
     def _is_staged(self) -> bool:
@@ -308,6 +311,10 @@ def ops_of_prefill(d: Deployment, num_parts: Linear, *, hidden_waits_on_host: bo
 
 def _shares_layers(d: Deployment) -> bool:
     return d.num_gpus > d.blocks_in_flight
+
+
+def _with_tasks(resources: Mapping[str, list[Task]]) -> dict[str, list[Task]]:
+    return {name: tasks for name, tasks in resources.items() if tasks}
 
 
 def _fixed(op_s: float, num_ops: Linear) -> list[Task]:

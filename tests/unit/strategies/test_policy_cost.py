@@ -187,7 +187,7 @@ def test_resources_work_side_by_side_or_as_the_schedule_lets_them():
     side_by_side = COST.decode(switches)
     busy = side_by_side.by_resource(chosen)
     assert side_by_side.seconds(chosen) == max(busy.values()) == busy["link"]
-    assert side_by_side.bottleneck(chosen) == "link (weights, link)"
+    assert side_by_side.bottleneck(chosen) == "h2d (weights, link)"
     weights_s = LAYER / 12e9
     apart = replace(COST, overlap="weights apart").decode(switches).by_resource(chosen)
     assert apart == pytest.approx(busy | {"gpu": weights_s + busy["gpu"], "cpu": weights_s + busy["cpu"]})
@@ -195,6 +195,18 @@ def test_resources_work_side_by_side_or_as_the_schedule_lets_them():
     assert in_turn["gpu and cpu in turn"] == pytest.approx(weights_s + busy["gpu"] + busy["cpu"])
     prefill = [replace(COST, overlap=o).prefill(switches).seconds(chosen) for o in ("all", "weights apart", "nothing")]
     assert len(set(prefill)) == 1, "nothing but weights crosses the link to the GPU"
+
+
+@pytest.mark.parametrize("overlap", ["weights apart", "nothing"])
+def test_a_gpu_that_waits_for_weights_is_bound_by_the_link(overlap):
+    """The GPU's time contains the transfer of weights then, but the GPU has less work than the link."""
+    chosen, alone = policy(), decode()
+    assert alone["gpu"] < alone["link"]
+    times = replace(COST, overlap=overlap).decode(Switches.of(chosen))
+    assert max(times.by_resource(chosen), key=times.by_resource(chosen).get) != "link", "a resource that waits as well"
+    assert times.bottleneck(chosen) == "h2d (weights, link)"
+    slow = replace(COST, overlap=overlap, rates=replace(RATES, gpu=replace(RATES.gpu, bytes_s=12e9 / 4)))
+    assert slow.decode(Switches.of(chosen)).bottleneck(chosen) == "gpu (ffn, memory)"
 
 
 def test_prefill_is_bound_by_arithmetic_and_sends_the_cache_to_the_host():
