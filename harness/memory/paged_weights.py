@@ -9,7 +9,8 @@ layers + layer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from harness.machine.base import Lane, LaneKind, Machine, Ticket
 from harness.memory.occupancy import Places
@@ -22,6 +23,19 @@ from harness.model.layout import ALIGNMENT_BYTES
 _Page = tuple[int, int]  # (index in the stream, number within the layer)
 _Piece = tuple[Buffer, int]  # memory, and how many of its first bytes
 _SLOTS = 2  # each for a layer, on the device and in pinned memory: one is read while the other is written
+_Asked = TypeVar("_Asked")
+_Made = TypeVar("_Made")
+
+
+class _WhenAsked(dict[_Asked, _Made]):
+    """Makes each value when it is first asked for: a plan asks for few of a model's thousands of parts."""
+
+    def __init__(self, make: Callable[[_Asked], _Made]) -> None:
+        self._make = make
+
+    def __missing__(self, key: _Asked) -> _Made:
+        self[key] = made = self._make(key)
+        return made
 
 
 class PagedWeights:
@@ -66,7 +80,7 @@ class PagedWeights:
         self._streamed = {i: [name for name in names if (i, name) not in resident] for i, names in wanted.items()}
         self.slot_bytes = max(self._bytes(layer) for layer in layers)
         self.page_bytes = page_bytes(self.slot_bytes, num_pages)
-        self._sources = {layer: self._cut(layer) for layer in layers}
+        self._sources = _WhenAsked(self._cut)
         sizes_bytes = dict.fromkeys(range(-(-self.slot_bytes // self.page_bytes)), self.page_bytes)
         self._device = Places[_Page](machine, self._tier, rank=rank)
         self._device_pages = [self._device.reserve(f"{prefix}weight pages {n}", sizes_bytes) for n in range(_SLOTS)]
@@ -74,7 +88,7 @@ class PagedWeights:
         self._staging_pages = [
             self._staging.reserve(f"{prefix}staged pages {n}", sizes_bytes) for n in range(_SLOTS) if self._staging
         ]
-        self._parts = [{layer: self._place(slot, layer) for layer in layers} for slot in range(_SLOTS)]
+        self._parts = _WhenAsked[tuple[int, int], dict[str, tuple[PlacedPart, int]]](lambda key: self._place(*key))
         # Pages of each layer in the stream, by its index, until its release.
         self._num_staged, self._num_loaded = Counter[int](), Counter[int]()
 
@@ -129,9 +143,10 @@ class PagedWeights:
     def part(self, index: int, name: str) -> PlacedPart:
         """Return a part on the device, resident or in its slot. Its pages are requested now if they were not yet."""
         layer = self._layer(index)
-        if name not in self._parts[index % _SLOTS][layer]:
+        places = self._parts[index % _SLOTS, layer]
+        if name not in places:
             return self._resident.part(layer, name)
-        placed, last_page = self._parts[index % _SLOTS][layer][name]
+        placed, last_page = places[name]
         self.load(index, last_page)
         return placed
 
