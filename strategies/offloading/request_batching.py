@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from heapq import heappop, heapreplace
 from operator import attrgetter
 from typing import TypeVar
 
@@ -49,15 +50,6 @@ class Batching:
     aborted: list[Sequence] = field(default_factory=list)  # for the next batch, longest first
 
 
-class _Partition:
-    """A micro-batch that is being filled."""
-
-    def __init__(self) -> None:
-        self.requests: list[Sequence] = []
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-
-
 def prompt_and_generation(num_tokens: Tokens) -> Tokens:
     """Return the tokens that Algorithm 2 counts: those of the prompt and those to generate. The last of these is not
     among the `num_tokens` that a request brings to the cache."""
@@ -87,15 +79,17 @@ def batch_requests(
     paddings = (lens[0] - lens) * padded
     prompts, cached = lens + paddings, cached_tokens(max_tokens(waiting) + paddings)
     shortest, least = int(prompts[-1]), int(cached.min())
-    partitions = [_Partition() for _ in range(limits.num_micro_batches)]
+    micro_batches: list[list[Sequence]] = [[] for _ in range(limits.num_micro_batches)]
+    cached_in = [0] * limits.num_micro_batches
+    filling = [(0, number) for number in range(limits.num_micro_batches)]  # a heap, by the tokens of prompts
     at, taken, total, total_prompts = 0, 0, 0, 0
-    while at < len(waiting) and partitions and taken != limits.batch_size:  # line 6
+    while at < len(waiting) and filling and taken != limits.batch_size:  # line 6
         cache_room, prompt_room = _left(limits.cache_tokens, total), _left(limits.prompt_tokens, total_prompts)
         if least > cache_room or shortest > prompt_room:
             break
-        lightest = min(partitions, key=attrgetter("prompt_tokens"))  # line 8
-        cache_room = min(cache_room, _left(limits.micro_batch_cache_tokens, lightest.cached_tokens))
-        prompt_room = min(prompt_room, _left(limits.micro_batch_prompt_tokens, lightest.prompt_tokens))
+        prompt_tokens, lightest = filling[0]  # line 8
+        cache_room = min(cache_room, _left(limits.micro_batch_cache_tokens, cached_in[lightest]))
+        prompt_room = min(prompt_room, _left(limits.micro_batch_prompt_tokens, prompt_tokens))
         found = _first_within(prompts, prompt_room, cached, cache_room, at)
         result.aborted += waiting[at:found]  # line 9: none of them fits
         at = found + 1
@@ -105,15 +99,18 @@ def batch_requests(
         if not take(sequence, int(paddings[found])):
             result.aborted.append(sequence)
             continue
-        lightest.requests.append(sequence)
-        lightest.prompt_tokens += int(prompts[found])
-        lightest.cached_tokens += int(cached[found])
-        taken, total, total_prompts = taken + 1, total + int(cached[found]), total_prompts + int(prompts[found])
-        if len(lightest.requests) == limits.micro_batch_size:  # line 14
-            result.micro_batches.append(lightest.requests)
-            partitions.remove(lightest)
+        micro_batches[lightest].append(sequence)
+        prompt, its_cached = int(prompts[found]), int(cached[found])
+        cached_in[lightest] += its_cached
+        taken, total, total_prompts = taken + 1, total + its_cached, total_prompts + prompt
+        if len(micro_batches[lightest]) < limits.micro_batch_size:
+            heapreplace(filling, (prompt_tokens + prompt, lightest))
+        else:  # line 14
+            result.micro_batches.append(micro_batches[lightest])
+            heappop(filling)
     result.aborted += waiting[at:]
-    result.micro_batches += [p.requests for p in partitions if p.requests]
+    begun = sorted(number for _, number in filling if micro_batches[number])
+    result.micro_batches += [micro_batches[number] for number in begun]
     return result
 
 
@@ -123,6 +120,8 @@ def _left(limit: int | None, taken: int) -> int:
 
 def _first_within(prompts: np.ndarray, most_prompt: int, cached: np.ndarray, most_cached: int, first: int) -> int:
     """Return the first request from number `first` on that is within both; how many there are where none is."""
+    if first < len(prompts) and prompts[first] <= most_prompt and cached[first] <= most_cached:
+        return first  # most often
     step = _LOOKED_AT
     while first < len(prompts):
         piece = slice(first, first + step)
