@@ -30,7 +30,7 @@ from strategies.offloading.planning.micro_batch_memory import MicroBatchMemory
 from strategies.offloading.planning.policy import GivenPolicy, Policy
 from strategies.offloading.planning.prediction import predict
 from strategies.offloading.planning.rate_probe import RateProbe
-from strategies.offloading.planning.search import better_policy, nothing_fits
+from strategies.offloading.planning.search import better_policy, faster_of, nothing_fits
 from strategies.offloading.planning.task import Search
 
 _MARGIN = 1e-9  # a resident expert must not be lost to the last bit of its share
@@ -118,17 +118,12 @@ def plan_policy(
     cost = CostModel(deployment=deployment, rates=probe.measure(), overlap=overlap)
     wanted = Search(cost=cost, given=given, min_micro_batches=min_micro_batches, max_micro_batches=max_micro_batches)
     for task in _alternatives(_with_storage(wanted, relays_kv=relays_kv)):
-        best: tuple[OffloadPlan, Search] | None = None
-        rate = 0.0
-        for tier in ("device", PINNED):  # the first where it is a tie
-            one = _with_storage(task, prefill_hidden_tier=tier)
-            policy = better_policy(one, rate)
-            if policy is not None and one.rate(policy) > rate:
-                best, rate = (OffloadPlan(policy=policy, cost=one.cost), one), one.rate(policy)
-        if best is not None:
-            chosen = max([best[0], *_without_rest(best[1], best[0])], key=_predicted_tok_s)
+        on_device, waiting = (_with_storage(task, prefill_hidden_tier=tier) for tier in ("device", PINNED))
+        if (found := faster_of(on_device, waiting)) is not None:
+            best = OffloadPlan(policy=found[1], cost=found[0].cost)
+            chosen = max([best, *_without_rest(found[0], best)], key=_predicted_tok_s)
             return _with_sized_rates(chosen, probe) if extended and deployment.shape.num_requests else chosen
-    raise nothing_fits(one)
+    raise nothing_fits(waiting)
 
 
 def _with_sized_rates(plan: OffloadPlan, probe: RateProbe) -> OffloadPlan:

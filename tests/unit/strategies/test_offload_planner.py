@@ -164,7 +164,7 @@ def test_a_plan_fits_the_engine_and_its_prediction_says_why():
     assert plan.policy.batch_size == 120
     assert plan.memory.pool.in_pass >= sum(s.prompt_len for s in on.sequences)
     assert plan.prediction is not None and plan.prediction.throughput_tok_s > 0
-    assert "decode bound by link (weights, link)" in plan.prediction.model
+    assert "decode bound by h2d (weights, link)" in plan.prediction.model
     assert plan.as_record()["layer_link_s"] == pytest.approx(plan.prediction.terms["decode layer, link, s"])
     assert plan.cost.rates.sized is not None, "the prediction is made of what the policy's sizes reach"
     printed = plan_policy(on, GivenPolicy(gpu_ffn=True), packet_bytes=10**8, extended=False)
@@ -208,14 +208,14 @@ def test_the_fixed_cost_of_ops_is_no_part_of_the_rates_at_a_policys_sizes():
 
 def test_no_request_is_left_for_a_batch_of_its_own(monkeypatch):
     """Where the fastest layer has one sequence too few, a batch of all of them is predicted to be better."""
-    fastest, num_requests = offload_planner.better_policy, 48
+    fastest, num_requests = offload_planner.faster_of, 48
 
-    def one_too_few(task, known_rate):
-        given = task.given
-        size = given.batch_size or num_requests - 1
-        return fastest(replace(task, given=replace(given, batch_size=size)), known_rate)
+    def one_too_few(*tasks):
+        given = replace(tasks[0].given, batch_size=tasks[0].given.batch_size or num_requests - 1)
+        task, policy = fastest(*(replace(task, given=given) for task in tasks))
+        return replace(task, given=tasks[0].given), policy
 
-    monkeypatch.setattr(offload_planner, "better_policy", one_too_few)
+    monkeypatch.setattr(offload_planner, "faster_of", one_too_few)
     given = GivenPolicy(gpu_ffn=True, gpu_attention=False, resident_kv=0.0, micro_batch_size=8)
     plan = plan_policy(engine([50] * num_requests), given, packet_bytes=10**8)
     assert plan.policy.batch_size == num_requests
