@@ -7,7 +7,6 @@ import subprocess
 import sys
 from fnmatch import fnmatch
 from importlib import import_module
-from shutil import copytree
 
 import pytest
 from hydra._internal.utils import get_args_parser
@@ -18,6 +17,10 @@ from harness.cli.overrides import composed_values
 from harness.engine.strategy import weights_tier
 from harness.hardware import calibrate
 from harness.plan import __main__ as plan
+from harness.plan.planning import draft_plan
+from harness.record.terminal import print_summary
+from harness.run.experiment import run_experiment
+from harness.run.small_batch import small_batch
 from harness.settings import load_strategy, parse_settings
 from harness.validate import __main__ as validate
 from tests.composing import names_in
@@ -141,36 +144,24 @@ def test_a_plan_shows_memory_policy_and_both_throughputs(capsys):
     assert "bottleneck" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("overrides", "num_requests"),
-    [
-        (["hardware=a40"], 25_000),  # MoE-Lens, section 7
-        (["hardware=a5000", "dataset=gsm8k"], 8_500),  # MoE-Gen, Table 4
-        (["hardware=a40", "dataset.num_requests=80"], 80),  # asked for, if the default
-        (["hardware=a40", "dataset.num_requests=7"], 7),
-        (["hardware=a40", "++dataset.num_requests=80"], 80),
-        (["hardware=a40", "dataset={num_requests: 80}"], 80),
-        (["hardware=a40", "dataset.max_new_tokens=128"], 80),  # the paper: 20,000, not the number for 32
-        (["hardware=a40", "dataset.max_new_tokens=32"], 25_000),
-        (["hardware=a40", "dataset.lengths.mean=200"], 80),
-        (["experiment=table5_moelightning"], 504),  # an experiment says so
-        (["experiment=host_memory_plus30"], 25_000),
-        (["hardware=t4", "dataset=mtbench_lightning"], 80),  # the paper does not tell
-        (["hardware=laptop"], 80),
-    ],
-)
-def test_a_plan_for_a_real_machine_takes_the_papers_number_of_requests(overrides, num_requests):
-    assert plan.planned_values(overrides)["dataset"]["num_requests"] == num_requests
+@pytest.mark.parametrize("overrides", [["hardware=a40"], ["hardware=a5000", "dataset=gsm8k"], ["experiment=balanced"]])
+def test_a_plan_is_of_the_requests_that_a_run_with_the_same_overrides_has(overrides):
+    """A simulated run and a plan are asked for in the same words, and a user holds their rates side by side."""
+    assert plan.planned_values(overrides) == composed_values(["machine=simulated", *overrides])
 
 
-def test_an_experiment_may_ask_for_the_datasets_default_number(tmp_path, monkeypatch):
-    monkeypatch.setattr("harness.plan.__main__.CONF", copytree(plan.CONF, tmp_path / "conf"))
-    monkeypatch.setattr("harness.cli.overrides.CONF", tmp_path / "conf")
-    text = "# @package _global_\nexperiment: {name: small, description: x}\ndataset: {num_requests: 80}\n"
-    (tmp_path / "conf" / "experiment" / "small.yaml").write_text(text)
-    assert plan.planned_values(["hardware=a40", "experiment=small"])["dataset"]["num_requests"] == 80
-    assert plan.planned_values(["hardware=a40", "experiment=[small,none]"])["dataset"]["num_requests"] == 80
-    assert plan.planned_values(["hardware=a40", "experiment=none"])["dataset"]["num_requests"] == 25_000
+def test_a_run_says_as_a_plan_does_when_a_laptops_defaults_keep_the_batch_small(tmp_path, capsys):
+    asked = ["model=mixtral-8x7b", "hardware=a40", "dataset.max_new_tokens=2", "dataset.num_requests=8"]
+    assert plan.main([*asked, "--no-simulation"]) == 0
+    planned = " ".join(capsys.readouterr().out.split())
+    quiet = ["wandb.mode=disabled", "progress=false", f"results_dir={tmp_path}"]
+    summary, folder = run_experiment(composed_values(["machine=simulated", *asked, *quiet]))
+    (line,) = summary["small_batch"]
+    assert line.startswith("WARNING: kv_cache_gb=0.04 is little beside ") and line in planned
+    print_summary(summary, folder)
+    assert line in " ".join(capsys.readouterr().out.split())
+    values = composed_values(["machine=simulated", *asked, *quiet, "kv_cache_gb=70", "dataset.num_requests=2000"])
+    assert small_batch(draft_plan(values).settings, draft_plan(values).engine) == []
 
 
 def test_a_plan_says_when_a_laptops_defaults_make_its_answer_meaningless(capsys):
@@ -182,12 +173,8 @@ def test_a_plan_says_when_a_laptops_defaults_make_its_answer_meaningless(capsys)
 
     assert "WARNING: kv_cache_gb=0.04 is little beside 656 GB that are free" in told("dataset.num_requests=80")
     few = told("dataset.num_requests=80", "kv_cache_gb=70")
-    assert "WARNING: only 80 requests, of which the KV cache holds 3," in few and "(the paper's number)" not in few
-    papers = told("kv_cache_gb=70")
-    assert "25,000 requests (the paper's number)" in papers and "WARNING" not in papers
+    assert "WARNING: only 80 requests, of which the KV cache holds 3," in few and "; the paper has 25,000 " in few
     assert "WARNING" not in told("kv_cache_gb=70", "dataset.num_requests=2000")
-    longer = told("kv_cache_gb=70", "dataset.num_requests=25000", "dataset.max_new_tokens=64")
-    assert "25,000 requests" in longer and "(the paper's number)" not in longer
 
 
 @pytest.mark.parametrize("strategy", ["vllm_offload", "llamacpp_split", "deepspeed_zero"])
@@ -247,6 +234,7 @@ def test_a_long_simulation_stops_and_says_so(capsys):
     out = " ".join(capsys.readouterr().out.split())
     assert "INCOMPLETE stopped after" in out and "of 20 requests finished" in out
     assert "accuracy" not in out, "a part of the run proves no prediction"
+    assert "prediction it is for a whole run, and is not compared with this part of one" in out
     assert plan.main(arguments) == 0
     assert "INCOMPLETE" not in capsys.readouterr().out
 

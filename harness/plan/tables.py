@@ -12,12 +12,11 @@ from rich.text import Text
 from harness.engine.strategy import Strategy
 from harness.memory.tiers import RAM
 from harness.plan.planning import DoesNotFit, Plan
-from harness.record.terminal import human_bytes, number, told_accuracy, told_estimated
+from harness.record.terminal import NOT_COMPARED, human_bytes, number, told_accuracy, told_estimated
+from harness.run.small_batch import requests_at_once, small_batch
 from harness.workload.config import DatasetConfig
 
 _MAX_HOLDERS = 8  # of a tier, shown by name
-_FEW_REQUESTS = 4  # times the requests: a KV cache for so many never fills, so that the batch is not what memory allows
-_SMALL_CACHE = 10  # times the KV cache: with so much memory free beside it, nobody has chosen its size
 
 
 def memory_and_policy_tables(plan: Plan) -> Group:
@@ -62,16 +61,16 @@ def throughput_table(plan: Plan) -> Table:
         f"{number(observed)} tok/s in {summary['num_passes']} passes, {summary['preemptions']} preemptions",
     )
     if plan.stopped is not None:
-        rest = "the numbers are those of this part; --max-simulated-ops=N goes further"
+        rest = "the simulated numbers are those of this part; --max-simulated-ops=N goes further"
         table.add_row("  INCOMPLETE", Text(f"{plan.stopped}; {rest}", style="bold yellow"))
     shares = ", ".join(f"{lane} {share:.1%}" for lane, share in summary["utilization"].items() if share)
     table.add_row("  lanes busy", shares)
     table.add_row("  bottleneck", str(summary["bottleneck"]))
     if (summary["estimated"] or {}).get("share"):
         table.add_row("  ESTIMATED", Text(told_estimated(summary["estimated"]), style="bold yellow"))
-    if prediction is not None and plan.stopped is None:
-        told = told_accuracy(prediction.throughput_tok_s, observed, plan.machine.label)
-        table.add_row("  prediction", told or "-")
+    if prediction is not None:
+        told = told_accuracy(prediction.throughput_tok_s, observed, plan.machine.label) or "-"
+        table.add_row("  prediction", told if plan.stopped is None else NOT_COMPARED)
     return table
 
 
@@ -103,34 +102,21 @@ def _memory(held: Mapping[str, Mapping[str, int]], capacities: Mapping[str, int]
 
 
 def _requests(dataset: DatasetConfig) -> str:
-    published = " (the paper's number)" if dataset.num_requests == dataset.published_requests else ""
+    published = f"; the paper has {dataset.published_requests:,} at its lengths" if dataset.published_requests else ""
     return f"{dataset.num_requests:,} requests{published}"
 
 
 def _kv_cache(plan: Plan) -> list[Text]:
-    """Say how far the KV cache goes, and warn where it or the number of requests is that of a far smaller machine.
-
-    `kv_cache_gb` sizes a cache in host memory only.
-    """
-    kv, requests = plan.engine.kv.allocator, [s.request for s in plan.engine.sequences]
-    lengths = [len(r.prompt_ids) + r.max_new_tokens for r in requests]
-    at_once = kv.num_blocks * len(lengths) // max(1, sum(-(-length // kv.block_size) for length in lengths))
-    free_bytes, size_gb = plan.machine.tiers["pinned"].free_bytes, plan.settings.kv_cache_gb
+    """Say how far the KV cache goes, and warn where it or the number of requests is that of a far smaller machine."""
+    kv, size_gb = plan.engine.kv.allocator, plan.settings.kv_cache_gb
     in_host_memory = plan.engine.kv.host is not None
     cache = f"kv_cache_gb={size_gb:g}" if in_host_memory else "the KV cache in device memory"
+    at_once = requests_at_once(plan.engine)
     told = f"{cache} holds {kv.num_blocks * kv.block_size:,} tokens, about {at_once:,} of these requests at once"
-    told += f"; {human_bytes(free_bytes)} of pinned memory are free\n" if in_host_memory else "\n"
-    warnings = []
-    if at_once >= _FEW_REQUESTS * len(requests):
-        warnings.append(
-            f"only {len(requests):,} requests, of which the KV cache holds {at_once:,}: dataset.num_requests=N"
-        )
-    if in_host_memory and at_once < len(requests) and free_bytes > _SMALL_CACHE * size_gb * 1e9:
-        warnings.append(
-            f"kv_cache_gb={size_gb:g} is little beside {human_bytes(free_bytes)} that are free: kv_cache_gb=N"
-        )
-    marked = [f"WARNING: {warning} asks for more; these rates are those of a small batch\n" for warning in warnings]
-    return [Text(told), *(Text(warning, style="bold yellow") for warning in marked)]
+    if in_host_memory:
+        told += f"; {human_bytes(plan.machine.tiers['pinned'].free_bytes)} of pinned memory are free"
+    warnings = [Text(f"{warning}\n", style="bold yellow") for warning in small_batch(plan.settings, plan.engine)]
+    return [Text(f"{told}\n"), *warnings]
 
 
 def _policy(strategy: Strategy) -> Table:

@@ -29,6 +29,8 @@ _PLANNED = {
 }
 _PLAIN_STEPS = 4  # progress lines a stage where there is no terminal
 
+NOT_COMPARED = "it is for a whole run, and is not compared with this part of one"  # a prediction
+
 
 class Progress:
     """One line that tells stage, finished requests and tokens a second; plain lines, a few a stage, without a terminal.
@@ -138,6 +140,8 @@ def _rows(summary: Mapping[str, Any], full: str, empty: str) -> list[tuple[str, 
     elif planning := plan.get("planning"):
         rows.append(("planned", _PLANNED.get(planning, planning)))
     rows += [("time", _times(summary)), ("requests", _requests(summary))]
+    rows += [("stopped", Text(str(summary["stopped"]), style="bold yellow"))] if summary.get("stopped") else []
+    rows += [("small batch", Text(each, style="bold yellow")) for each in summary.get("small_batch") or ()]
     rows += [("latency", _latency(summary))] if summary.get("latency") else []
     if summary.get("num_passes") and not timeless:
         shares = {lane: share for lane, share in summary["utilization"].items() if share or lane != "pin"}
@@ -264,6 +268,8 @@ def _prediction(summary: Mapping[str, Any]) -> str:
     if summary.get("predicted_throughput_tok_s") is None:
         return "none made for this strategy"
     predicted, observed = summary["predicted_throughput_tok_s"], summary.get("throughput_tok_s")
+    if summary.get("stopped"):
+        return f"{number(predicted)} tok/s predicted; {NOT_COMPARED}"
     text = f"{number(predicted)} tok/s predicted, {number(observed)} {summary.get('label')}"
     told = told_accuracy(predicted, observed, str(summary.get("label")))
     return text if told is None else f"{text}: {told}"

@@ -46,6 +46,7 @@ from harness.run.report import (
     write_first_summary,
 )
 from harness.run.session import Session
+from harness.run.small_batch import small_batch
 from harness.verify.collect import generated_sequence
 
 
@@ -109,6 +110,7 @@ def _execute(state: RunState, folder: RunFolder, sink: WandbSink, progress: Prog
     engine = session.build_engine()
     progress.stage("planning")
     strategy = session.build_strategy()
+    state.small_batch = small_batch(session.settings, engine)
     planned = {"label": machine.label, "plan": strategy.plan, "prediction": strategy.prediction}
     write_json(folder.path / "plan.json", plain(planned))
     machine.drain()

@@ -59,6 +59,7 @@ class RunState:
     stopped: str | None = None  # why generation ended before its requests did, though nothing went wrong
     verify: VerifyReport | None = None
     warnings: list[str] = field(default_factory=list)
+    small_batch: list[str] = field(default_factory=list)  # what keeps it small, where nobody has asked for that
     fold: Fold | None = None  # of spans that are not kept
 
     @property
@@ -203,7 +204,7 @@ def _summary(state: RunState, folder: RunFolder, status: str, error: str | None)
     if session.strategy and session.strategy.prediction:
         extra["prediction"] = asdict(session.strategy.prediction)
     extra["counted"] = session.strategy.counted() if session.strategy else {}
-    extra["stopped"] = state.stopped
+    extra |= {"stopped": state.stopped, "small_batch": state.small_batch}
     summary = build_summary(facts, state.passes, measured, extra)
     if state.stopped:
         summary["prediction_accuracy"] = None  # predicted is the whole run

@@ -114,6 +114,13 @@ def test_every_second_of_a_simulated_run_says_whose_it_is():
     assert "virtual" not in rendered(build_summary(facts(), passes, spans))
 
 
+def test_a_stopped_run_is_not_compared_with_a_prediction_for_a_whole_one(summary):
+    assert summary["predicted_throughput_tok_s"] and "accuracy" in rendered(summary, width=200)
+    text = " ".join(rendered({**summary, "stopped": "after 2 passes in a row that only decode"}, width=200).split())
+    assert "stopped after 2 passes" in text and "accuracy" not in text
+    assert "tok/s predicted; it is for a whole run, and is not compared with this part of one" in text
+
+
 def test_a_run_without_a_clock_shows_no_times_but_those_of_this_computer():
     _, passes = link_bound_run()
     text = rendered(build_summary(facts(clock="none", label="none"), passes, []), width=120)
