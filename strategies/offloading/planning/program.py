@@ -20,6 +20,7 @@ MARGIN = 1e-6  # of a tier's capacity: larger than the solver's tolerance
 _NUM_UNKNOWNS = 4  # those of `Linear.coefficients`
 _FRACTION = 1e-6  # from here on a number is not whole: larger than the solver's tolerance
 _WIDE = 4  # times the smallest size or more: the relaxation of a range with such sizes says little
+_MANY_LIMITS = 12  # in a program of one size: from here on the solver divides by itself
 _SOLVER = {"mip_rel_gap": 0.0}
 _INFEASIBLE = 2  # a status of `milp`
 
@@ -40,7 +41,8 @@ class Program:
 
     def relaxed(self, rate: float) -> Any | None:
         """Return the unknowns with which the relaxed program reaches a higher rate; None where it does not."""
-        solution = self._solve(self._gain(rate), integer=False)
+        whole = self.smallest == self.largest and len(self.limits) >= _MANY_LIMITS
+        solution = self._solve(self._gain(rate), integer=whole)
         return solution if solution is not None and float(solution @ self._gain(rate)) < 0 else None
 
     def parts(self, relaxed: Any) -> tuple[Program, ...]:
