@@ -25,16 +25,22 @@ class NativeExpertSlots(ExpertSlots):
         assert staging.nbytes >= nbytes, "an expert is staged as a whole"
         super().__init__(machine, store, num_slots=num_slots, packet_bytes=nbytes, replacement=replacement, name=name)
         self._machine, self._staging = machine, staging
+        self._cuts: dict[tuple[Buffer, int, int], Buffer] = {}
 
     def _bring(self, key: tuple[int, int], source: PlacedPart, target: Buffer, *, urgent: bool) -> None:
-        for number, (start, size) in enumerate(_tensors(source.layout)):
-            stored, staged, there = (
-                buffer.sub(f"tensor {number}", start, size) for buffer in (source.buffer, self._staging, target)
-            )
+        for start, size in _tensors(source.layout):
+            stored, staged, there = (self._cut(b, start, size) for b in (source.buffer, self._staging, target))
             layer = key[0]
             self._places.bring(key, PIN, StagePage(stored, staged, nbytes=size, layer=layer, packet_bytes=size))
             copy = CopyPage(staged, there, nbytes=size, layer=layer, packet_bytes=size)
             self._places.bring(key, self._h2d, copy, urgent=urgent)
+
+    def _cut(self, buffer: Buffer, start: int, size: int) -> Buffer:
+        """Return the place of a tensor, the same buffer every time. Machines compare the bytes of a new one with those
+        of all that are in use."""
+        if (cut := self._cuts.get((buffer, start, size))) is None:
+            cut = self._cuts[buffer, start, size] = buffer.sub(f"tensor at {start}", start, size)
+        return cut
 
 
 def _tensors(layout: PartLayout) -> list[tuple[int, int]]:
