@@ -7,7 +7,8 @@ schedule, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -182,6 +183,22 @@ class SimulatedMachine(Machine):
         self._num_idle_polls = 0
         ticket: Ticket = self._submit(lane, op, after, urgent)
         return ticket
+
+    @contextmanager
+    def noted(self) -> Iterator[list[Ticket]]:
+        """Note the tickets of all that is submitted meanwhile. Nothing of it may follow others by `after`."""
+        tickets: list[Ticket] = []
+
+        def note(lane: Lane, op: Op, after: Iterable[Ticket], urgent: bool) -> Ticket:
+            assert not after, "only keys order what is noted"
+            tickets.append(self._lanes.submit(lane, op, after, urgent))
+            return tickets[-1]
+
+        self._submit = note
+        try:
+            yield tickets
+        finally:
+            self._submit = self._lanes.submit
 
     def wait(self, ticket: Ticket) -> Any:
         self._run(self._lanes.wait_any([ticket]))

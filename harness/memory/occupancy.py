@@ -94,6 +94,10 @@ class Places(Generic[Key]):
         """Return the transfers that bring an occupant, in the order of their submission."""
         return self._occupants[key].tickets
 
+    def all_tickets(self) -> list[list[Ticket]]:
+        """Return the lists of all occupants' transfers, in the order in which they took their places."""
+        return [occupant.tickets for occupant in self._occupants.values()]
+
     def take(self, key: Key, place: Buffer | None = None, *, tickets: Iterable[Ticket] = ()) -> Buffer:
         """Give a new occupant the free place that is named, or any free one where none is. `tickets` are its transfers
         so far."""

@@ -199,10 +199,8 @@ class Resident:
             target = root.sub(name if layer is None else f"layer {layer} {name}", offset_bytes, part.layout.nbytes)
             offset_bytes += target.nbytes
             copy = CopyWeights(part, target, layer=None, packet_bytes=self._packet_bytes)
-            self._parts[layer, name] = (
-                PlacedPart(part.layout, target, (target,)),
-                self._machine.submit(self._h2d, copy),
-            )
+            ticket = self._machine.submit(self._h2d, copy)
+            self._parts[layer, name] = PlacedPart(part.layout, target, (target,)), ticket
         return root
 
     def __contains__(self, key: tuple[int | None, str]) -> bool:
@@ -268,9 +266,7 @@ class WeightStream:
         resident: Resident | None = None,
         experts_together: bool = False,
     ) -> None:
-        assert depth == 1 if one_part else depth >= 1, (
-            "a stream needs a slot, and just one where it has a part at a time"
-        )
+        assert depth == 1 if one_part else depth >= 1, "a stream needs a slot, and one where it has a part at a time"
         self._rank, self._num_shares = rank, num_shares
         self._h2d = Lane(LaneKind.H2D, rank)
         self._store = store
@@ -390,6 +386,10 @@ class WeightStream:
             wanted += [name for name in there if name not in here]
         for name in wanted:
             self.request(successor, name)
+
+    def under_way(self) -> list[list[Ticket]]:
+        """Return the stream's own lists of the tickets of each part that is there or on its way, in their order."""
+        return self._places.all_tickets()
 
     def cancel_all(self) -> None:
         """Withdraw transfers that have not started and forget the rest: the stream is empty again."""

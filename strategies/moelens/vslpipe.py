@@ -14,6 +14,7 @@ from harness.engine.activations import Activations
 from harness.engine.batch import PassPlan, assemble
 from harness.engine.emitter import Emitter, InFlight
 from harness.engine.engine import Engine
+from harness.engine.replay import Replay
 from harness.engine.sequences import Sequence, num_tokens
 from harness.engine.strategy import PassResult
 from harness.memory.weights import WeightStream
@@ -53,25 +54,29 @@ class VSLPipe:
             if self._on_gpu
             else []
         )
-        self._first_index = 0  # stream index of the current pass's layer 0
+        self._first_index = 0  # stream index of the layer 0 of the pass that is emitted next
+        self._replay = Replay(machine, self._stream.under_way)
+        self._are_alike = not self._on_gpu and self._num_layers % _LAYERS_BUFFERED == 0  # passes of one shape
 
     def run(self, plan: PassPlan) -> PassResult:
         halves = [
             InFlight(assemble(i, prefill, decode, self._engine.kv.allocator), self._acts[i])
             for i, (prefill, decode) in enumerate(split(plan))
         ]
-        alpha, beta = halves[0], halves[1:]  # beta is empty where a single sequence runs
         if self._first_index == 0:
             self._request_first_layers()
-        self._submit_pass(alpha, beta)
-        self._first_index += self._num_layers
+        if self._are_alike:
+            self._replay.run(halves, lambda: self._submit_pass(halves))
+        else:
+            self._submit_pass(halves)
         return PassResult(halves)
 
     def finish(self) -> None:
         self._stream.cancel_all()
 
-    def _submit_pass(self, alpha: InFlight, beta: list[InFlight]) -> None:
+    def _submit_pass(self, halves: list[InFlight]) -> None:
         """Submit the ops of one pass, line by line as in Figure 9."""
+        alpha, beta = halves[0], halves[1:]  # beta is empty where a single sequence runs
         last = self._num_layers - 1
         for it in (alpha, *beta):
             self._emit.embed(it)
@@ -99,6 +104,7 @@ class VSLPipe:
         self._pass_on(last, "attention_out")
         for it in beta:
             self._emit.head(it)
+        self._first_index += self._num_layers
 
     def _ga(self, layer: int, half: Seq[InFlight]) -> None:
         for it in half:

@@ -70,9 +70,13 @@ class OffloadQkv(MicroBatchOp):
         self, spec: ModelSpec, batch: MicroBatch, acts: Activations, layer: int, *, queries: bool = True
     ) -> None:
         super().__init__(spec, batch, acts, layer)
-        self.num_queries = batch.on_host.num_decode if queries else 0
+        self._has_queries = queries
         self.reads = (acts.q, *acts.new_kv(spec))
         self.writes = (acts.host_q, *acts.host_new_kv(spec))
+
+    @property
+    def num_queries(self) -> int:
+        return self.batch.on_host.num_decode if self._has_queries else 0
 
     def work(self) -> Work:
         spec, there = self.spec, self.batch.on_host

@@ -1,0 +1,85 @@
+"""Submit the ops of a pass again for other sequences, where emitting them anew would give the same ops. Torch-free.
+
+Most of the time of a simulated pass goes into emitting: into parts, keys and ops that are those of the pass before.
+Replayed ops are submitted like all others, so that dependencies, costs and the order on lanes are found as always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness.engine.batch import MicroBatch
+from harness.engine.in_flight import InFlight
+from harness.machine.base import Lane, Machine, Op, Ticket
+from harness.machine.simulated import SimulatedMachine
+
+
+@dataclass(frozen=True, slots=True)
+class _Tape:
+    """The submissions of a pass in their order. Tickets are named by their places in it."""
+
+    submitted: list[tuple[Lane, Op, bool]]  # and whether it is urgent
+    of_batches: list[list[Any]]  # the ops of each micro-batch
+    kv: list[list[int]]  # by micro-batch, as in `PassTickets`
+    sampled: list[int]
+    under_way: list[int]
+
+
+class Replay:
+    """Keeps the ops of a pass of each shape, and submits them again for the next pass of this shape.
+
+    It is for a pipeline whose ops follow from the shape of a pass alone, on one GPU, and which is behind each pass as
+    it was before it, but for the tickets of transfers for the next one. `under_way` gives the lists in which these are
+    kept, in the order of their submission. Only the simulated machine is given an op twice.
+    """
+
+    def __init__(self, machine: Machine, under_way: Callable[[], Sequence[list[Ticket]]]) -> None:
+        self._machine, self._under_way = machine, under_way
+        self._tapes: dict[Hashable, _Tape] = {}
+
+    def run(self, batches: Sequence[InFlight], emit: Callable[[], None]) -> None:
+        """Submit a pass of these micro-batches, as the last one of their shape was; `emit` submits the first."""
+        shape = _shape([it.batch for it in batches])
+        if shape is None or not isinstance(self._machine, SimulatedMachine):
+            emit()
+        elif (tape := self._tapes.get(shape)) is not None:
+            self._submit(tape, batches)
+        else:
+            with self._machine.noted() as tickets:
+                emit()
+            self._tapes[shape] = self._tape_of(tickets, batches)
+
+    def _tape_of(self, tickets: list[Ticket], batches: Sequence[InFlight]) -> _Tape:
+        place = {ticket: at for at, ticket in enumerate(tickets)}
+        return _Tape(
+            submitted=[(ticket.lane, ticket.op, ticket.urgent) for ticket in tickets],
+            of_batches=[[t.op for t in tickets if getattr(t.op, "batch", None) is it.batch] for it in batches],
+            kv=[[place[ticket] for ticket in it.tickets.kv] for it in batches],
+            sampled=[place[ticket] for it in batches if (ticket := it.tickets.sampled)],
+            under_way=[place[ticket] for (ticket,) in self._under_way()],
+        )
+
+    def _submit(self, tape: _Tape, batches: Sequence[InFlight]) -> None:
+        for it, ops in zip(batches, tape.of_batches, strict=True):
+            assert it.batch.num_tokens <= it.acts.max_tokens, f"{it.batch.num_tokens} tokens do not fit"
+            for op in ops:
+                op.batch = it.batch
+        submit = self._machine.submit
+        tickets = [submit(lane, op, urgent=urgent) for lane, op, urgent in tape.submitted]
+        for it, kv, sampled in zip(batches, tape.kv, tape.sampled, strict=True):
+            it.tickets.kv, it.tickets.sampled = [tickets[at] for at in kv], tickets[sampled]
+        for kept, at in zip(self._under_way(), tape.under_way, strict=True):
+            kept[:] = [tickets[at]]
+
+
+def _shape(batches: Sequence[MicroBatch]) -> Hashable:
+    """Return all that decides which ops a pass has and what they touch; None where that is more than its shape."""
+    if any(batch.records_routing for batch in batches):
+        return None
+    return tuple(
+        (batch.partitions, *(bool(count) for side in (batch.on_host, batch.on_device)
+                             for count in (side.num_tokens, side.num_decode)), bool(batch.prefill))
+        for batch in batches
+    )  # fmt: skip
