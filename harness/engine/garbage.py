@@ -6,6 +6,8 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_OBJECTS = 700_000  # made and not gone: a step of many micro-batches has hundreds of thousands under way
+
 
 @contextmanager
 def collecting_rarely() -> Iterator[None]:
@@ -13,7 +15,7 @@ def collecting_rarely() -> Iterator[None]:
     gone when nobody refers to them; searching takes a fifth of the time in which they are submitted or recorded."""
     thresholds = gc.get_threshold()
     gc.freeze()
-    gc.set_threshold(100 * thresholds[0], *thresholds[1:])
+    gc.set_threshold(max(thresholds[0], _OBJECTS), *thresholds[1:])
     try:
         yield
     finally:

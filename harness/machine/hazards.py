@@ -43,7 +43,7 @@ class Hazards:
 
     A ticket carries the number of the submission that looked at it last (`stamp`): so a ticket that is met under
     several keys counts once, without a set for every op. What every submission does is written in C++
-    (`kernels/csrc/core/dependencies.h`); it calls `_add_key`, `_sift` and `_unsettled` for what few need.
+    (`kernels/csrc/core/dependencies.h`); it calls `_add_key` and `_unsettled` for what few need.
     """
 
     def __init__(self) -> None:
@@ -80,12 +80,6 @@ class Hazards:
     def _unsettled(self, found: Iterable[Ticket]) -> list[Ticket]:
         """Return those that are not done, with what a cancelled one followed in its place."""
         return [each for each in self._effective(found) if each.state is not _DONE]
-
-    def _sift(self, touched: _Touched) -> None:
-        """Drop readers that are done: keys that are never written, such as resident weights, must not keep all their
-        readers alive."""
-        touched.readers = self._unsettled(touched.readers)
-        touched.sift_at = max(_SIFT_READERS_FROM, 2 * len(touched.readers))
 
     def _add_key(self, key: Hashable) -> _Touched:
         """Add a key, and drop keys that nobody will name again, which must not stay for ever."""

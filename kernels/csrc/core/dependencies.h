@@ -164,9 +164,25 @@ class Dependencies {
     }
     const Entries others(overlapping_.get(touched));
     for (Py_ssize_t i = 0; i < others.size(); ++i) follow_once(it, writer_.get(others[i]));
-    if (PyList_GET_SIZE(readers_.get(touched)) >= PyLong_AsSsize_t(sift_at_.get(touched)))
-      hazards.attr("_sift")(py::handle(touched));
+    if (PyList_GET_SIZE(readers_.get(touched)) >= PyLong_AsSsize_t(sift_at_.get(touched))) sift(hazards, touched);
     append(readers_.get(touched), it.ticket);
+  }
+
+  // Drops readers that are done: keys that are never written must not keep all their readers alive.
+  void sift(py::handle hazards, PyObject* touched) const {
+    py::object left = owned(PyList_New(0));
+    bool any_cancelled = false;
+    PyObject* const readers = readers_.get(touched);
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(readers); ++i) {
+      PyObject* const reader = PyList_GET_ITEM(readers, i);
+      if (is_done(reader)) continue;
+      any_cancelled = any_cancelled || state_.get(reader) == cancelled_.ptr();
+      append(left.ptr(), reader);
+    }
+    if (any_cancelled) left = hazards.attr("_unsettled")(left);
+    const Py_ssize_t twice = 2 * PyList_GET_SIZE(left.ptr());
+    readers_.set(touched, left);
+    sift_at_.set(touched, py::int_(std::max(twice, PyLong_AsSsize_t(sift_from_.ptr()))));
   }
 
   void add_write(Submission& it, PyObject* touched) const {
