@@ -83,7 +83,8 @@ def _retire(engine: Engine, result: PassResult, index: int) -> list[Sequence]:
         assert it.tickets.sampled is not None, f"no head was submitted for micro-batch {it.batch.index}"
         sampled = engine.machine.wait(it.tickets.sampled)
         for ticket in it.tickets.kv:
-            engine.machine.wait(ticket)
+            if not ticket.done:  # hardly any, behind the tokens
+                engine.machine.wait(ticket)
         _collect_routing(engine, it)
         now_s = engine.machine.now()
         sequences = it.batch.sequences

@@ -20,7 +20,7 @@ from harness.machine.simulated import SimulatedMachine
 class _Tape:
     """The submissions of a pass in their order. Tickets are named by their places in it."""
 
-    submitted: list[tuple[Lane, Op, bool]]  # and whether it is urgent
+    submitted: list[tuple[Lane, Op, tuple[int, ...], bool]]  # what it follows but for its keys; whether it is urgent
     of_batches: list[list[Any]]  # the ops of each micro-batch
     kv: list[list[int]]  # by micro-batch, as in `PassTickets`
     sampled: list[int]
@@ -32,29 +32,36 @@ class Replay:
 
     It is for a pipeline whose ops follow from the shape of a pass alone, on one GPU, and which is behind each pass as
     it was before it, but for the tickets of transfers for the next one. `under_way` gives the lists in which these are
-    kept, in the order of their submission. Only the simulated machine is given an op twice.
+    kept, in the order of their submission. Where this does not `apply` to a pipeline, or the machine is a real one,
+    each pass is emitted.
     """
 
-    def __init__(self, machine: Machine, under_way: Callable[[], Sequence[list[Ticket]]]) -> None:
-        self._machine, self._under_way = machine, under_way
+    def __init__(self, machine: Machine, under_way: Callable[[], Sequence[list[Ticket]]], *, applies: bool) -> None:
+        self._machine, self._under_way, self._applies = machine, under_way, applies
         self._tapes: dict[Hashable, _Tape] = {}
 
     def run(self, batches: Sequence[InFlight], emit: Callable[[], None]) -> None:
         """Submit a pass of these micro-batches, as the last one of their shape was; `emit` submits the first."""
-        shape = _shape([it.batch for it in batches])
-        if shape is None or not isinstance(self._machine, SimulatedMachine):
+        applies = self._applies and isinstance(self._machine, SimulatedMachine)
+        shape = _shape([it.batch for it in batches]) if applies else None
+        if shape is None:
             emit()
         elif (tape := self._tapes.get(shape)) is not None:
             self._submit(tape, batches)
         else:
-            with self._machine.noted() as tickets:
+            assert isinstance(self._machine, SimulatedMachine)
+            with self._machine.noted() as noted:
                 emit()
-            self._tapes[shape] = self._tape_of(tickets, batches)
+            self._tapes[shape] = self._tape_of(noted, batches)
 
-    def _tape_of(self, tickets: list[Ticket], batches: Sequence[InFlight]) -> _Tape:
+    def _tape_of(self, noted: list[tuple[Ticket, tuple[Ticket, ...]]], batches: Sequence[InFlight]) -> _Tape:
+        tickets = [ticket for ticket, _ in noted]
         place = {ticket: at for at, ticket in enumerate(tickets)}
+        assert all(one.done or one in place for _, after in noted for one in after), "what it follows is not over"
         return _Tape(
-            submitted=[(ticket.lane, ticket.op, ticket.urgent) for ticket in tickets],
+            submitted=[
+                (of.lane, of.op, tuple(place[one] for one in after if one in place), of.urgent) for of, after in noted
+            ],
             of_batches=[[t.op for t in tickets if getattr(t.op, "batch", None) is it.batch] for it in batches],
             kv=[[place[ticket] for ticket in it.tickets.kv] for it in batches],
             sampled=[place[ticket] for it in batches if (ticket := it.tickets.sampled)],
@@ -66,8 +73,9 @@ class Replay:
             assert it.batch.num_tokens <= it.acts.max_tokens, f"{it.batch.num_tokens} tokens do not fit"
             for op in ops:
                 op.batch = it.batch
-        submit = self._machine.submit
-        tickets = [submit(lane, op, urgent=urgent) for lane, op, urgent in tape.submitted]
+        submit, tickets = self._machine.submit, list[Ticket]()
+        for lane, op, after, urgent in tape.submitted:
+            tickets.append(submit(lane, op, after=[tickets[at] for at in after] if after else (), urgent=urgent))
         for it, kv, sampled in zip(batches, tape.kv, tape.sampled, strict=True):
             it.tickets.kv, it.tickets.sampled = [tickets[at] for at in kv], tickets[sampled]
         for kept, at in zip(self._under_way(), tape.under_way, strict=True):

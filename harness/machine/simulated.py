@@ -185,18 +185,18 @@ class SimulatedMachine(Machine):
         return ticket
 
     @contextmanager
-    def noted(self) -> Iterator[list[Ticket]]:
-        """Note the tickets of all that is submitted meanwhile. Nothing of it may follow others by `after`."""
-        tickets: list[Ticket] = []
+    def noted(self) -> Iterator[list[tuple[Ticket, tuple[Ticket, ...]]]]:
+        """Note the ticket of each op that is submitted meanwhile, with those that it was to follow."""
+        found: list[tuple[Ticket, tuple[Ticket, ...]]] = []
 
         def note(lane: Lane, op: Op, after: Iterable[Ticket], urgent: bool) -> Ticket:
-            assert not after, "only keys order what is noted"
-            tickets.append(self._lanes.submit(lane, op, after, urgent))
-            return tickets[-1]
+            followed = tuple(after)
+            found.append((self._lanes.submit(lane, op, followed, urgent), followed))
+            return found[-1][0]
 
         self._submit = note
         try:
-            yield tickets
+            yield found
         finally:
             self._submit = self._lanes.submit
 

@@ -6,6 +6,7 @@ from harness.engine.batch import PassPlan, assemble
 from harness.engine.emitter import Emitter, InFlight
 from harness.engine.engine import Engine
 from harness.engine.gpus import resources as parallel
+from harness.engine.replay import Replay
 from harness.engine.strategy import PassResult
 from harness.memory.placed import PlacedPart
 from harness.memory.weights import WeightStream
@@ -45,6 +46,8 @@ class SequentialPipeline:
         ]
         self._acts = parallel.activations(engine, max_tokens=max_tokens, name="activations")
         self._emit = Emitter(engine, serial=not prefetch)
+        are_alike = num_gpus == 1 and engine.spec.num_layers % depth == 0  # passes of one shape
+        self._replay = Replay(engine.machine, self._streams[0].under_way, applies=are_alike)
         self._next_index = 0
 
     def run(self, plan: PassPlan) -> PassResult:
@@ -54,11 +57,14 @@ class SequentialPipeline:
             for index in range(self._streams[0].depth):
                 for stream in self._streams:
                     stream.request_layer(index)
+        self._replay.run(in_flight, lambda: self._submit_pass(it))
+        return PassResult(in_flight)
+
+    def _submit_pass(self, it: InFlight) -> None:
         self._emit.embed(it)
         for layer in range(self._engine.spec.num_layers):
             self._layer(it, layer)
         self._emit.head(it)
-        return PassResult(in_flight)
 
     def _in_flight(self, plan: PassPlan) -> list[InFlight]:
         """Return one micro-batch, or one for each GPU that has sequences in this pass."""

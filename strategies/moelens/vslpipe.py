@@ -55,8 +55,9 @@ class VSLPipe:
             else []
         )
         self._first_index = 0  # stream index of the layer 0 of the pass that is emitted next
-        self._replay = Replay(machine, self._stream.under_way)
-        self._are_alike = not self._on_gpu and self._num_layers % _LAYERS_BUFFERED == 0  # passes of one shape
+        # Loads for the GPU's attention depend on how long the contexts are, and buffers on where a pass begins.
+        are_alike = not self._on_gpu and self._num_layers % _LAYERS_BUFFERED == 0
+        self._replay = Replay(machine, self._stream.under_way, applies=are_alike)
 
     def run(self, plan: PassPlan) -> PassResult:
         halves = [
@@ -65,10 +66,7 @@ class VSLPipe:
         ]
         if self._first_index == 0:
             self._request_first_layers()
-        if self._are_alike:
-            self._replay.run(halves, lambda: self._submit_pass(halves))
-        else:
-            self._submit_pass(halves)
+        self._replay.run(halves, lambda: self._submit_pass(halves))
         return PassResult(halves)
 
     def finish(self) -> None:
