@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import product
@@ -24,6 +24,7 @@ from harness.config import require
 from harness.hardware.profile import MOST_GB
 from harness.interrupts import exit_code
 from harness.model.cache import make_writable
+from harness.plan.planning import Plan
 from harness.record.provenance import code_version, environment
 from paper_figures.passes import columns, planned, simulated_passes
 from paper_figures.pool import each
@@ -66,10 +67,12 @@ def simulate(kv_gb: float, g: int, scale: float) -> dict[str, Any]:
     rows = simulated_passes(plan)
     prediction = plan.strategy.prediction
     assert prediction is not None
+    command = f"python -m harness.plan {' '.join(arguments[1:])}"
     return {
         "label": plan.machine.label,
         "setting": {"kv_cache_gb": kv_gb, "g": g, "num_requests": num_requests, "paper_num_requests": wanted},
-        "command": f"python -m harness.plan {' '.join(arguments[1:])}",
+        "command": command,
+        "whole": whole_run(plan, rows, command),
         "prompts": plan.data_source,
         "code": code_version(),
         "environment": environment(),
@@ -81,6 +84,19 @@ def simulate(kv_gb: float, g: int, scale: float) -> dict[str, Any]:
         "passes": columns(rows),
         "host_seconds": round(time.monotonic() - began_s, 1),
     }
+
+
+def whole_run(plan: Plan, rows: Sequence[Mapping[str, Any]], command: str) -> dict[str, Any]:
+    """Sum up all passes of a run: rates in generated tokens and requests a second, and busy shares."""
+    length_s, requests = rows[-1]["end_s"] - rows[0]["start_s"], len(plan.engine.sequences)
+    prediction = plan.strategy.prediction
+    assert prediction is not None
+    return {
+        "tok_s": sum(r["generated_tokens"] for r in rows) / length_s, "requests": requests, "passes": len(rows),
+        "requests_s": requests / length_s, "predicted_tok_s": prediction.throughput_tok_s,
+        "busy": {lane: sum(r["busy_s"].get(lane, 0.0) for r in rows) / length_s for lane in ("gpu", "cpu", "h2d")},
+        "command": command,
+    }  # fmt: skip
 
 
 def _simulated(setting: tuple[float, int], scale: float) -> dict[str, Any]:

@@ -3,6 +3,7 @@
     python -m paper_figures.moelens.workloads --missing                       # rows that are not there yet
     python -m paper_figures.moelens.workloads --model dbrx --dataset rag12000 # these again
 
+Runs of MoE-Lens that `paper_figures.moelens.simulate` has made by the same code are taken from there.
 MoE-Lightning is as built: its artifact's planner and one thread that stages weights, on the better of the two hosts of
 section 7; of one full batch, whose first decode steps are simulated. MoE-Lens runs the paper's number of requests to
 its end. `EOS` is MoE-Lens alone with answers that end by themselves, as in section 8.1; how long they are is not
@@ -24,7 +25,7 @@ from harness.cli.arguments import CommandParser
 from harness.cli.overrides import made_folder
 from harness.interrupts import exit_code
 from harness.record.provenance import code_version
-from paper_figures.moelens.simulate import BLOCK_TOKENS, GENERATION_LENGTHS, KV_CACHES_GB
+from paper_figures.moelens.simulate import BLOCK_TOKENS, GENERATION_LENGTHS, KV_CACHES_GB, name_of, whole_run
 from paper_figures.moelens.simulated import FOLDER
 from paper_figures.moelens.speed_up import full_batches
 from paper_figures.passes import planned, simulated_passes
@@ -100,16 +101,19 @@ def _moelens(case: Case) -> Row:
     if case.system == LENS_EOS:
         given.append(f"dataset.output_lengths={ANSWERS}")
     plan = planned(given)
-    rows = simulated_passes(plan)
-    length_s, tokens = rows[-1]["end_s"] - rows[0]["start_s"], sum(r["generated_tokens"] for r in rows)
-    prediction = plan.strategy.prediction
-    assert prediction is not None
-    return {
-        "tok_s": tokens / length_s, "requests": number, "passes": len(rows), "requests_s": number / length_s,
-        "predicted_tok_s": prediction.throughput_tok_s,
-        "busy": {lane: sum(r["busy_s"].get(lane, 0.0) for r in rows) / length_s for lane in ("gpu", "cpu", "h2d")},
-        "command": f"python -m harness.plan {' '.join(given)}",
-    }  # fmt: skip
+    return whole_run(plan, simulated_passes(plan), f"python -m harness.plan {' '.join(given)}")
+
+
+def simulated_whole(case: Case, folder: Path) -> Row | None:
+    """Return the row of a run that `simulate` has kept in the folder, by this very code; None where there is none."""
+    path = folder / f"{name_of(case.kv_cache_gb, case.g)}.json"
+    if (case.model, case.dataset, case.system) != ("mixtral-8x7b", "mtbench", LENS) or not path.exists():
+        return None
+    run = read_json(path)
+    is_whole = run["setting"]["num_requests"] == run["setting"]["paper_num_requests"]
+    if run["code"] != code_version() or not is_whole or "whole" not in run:
+        return None
+    return {**dict(zip(_FIELDS, case.key, strict=True)), **run["whole"], "code": run["code"]}
 
 
 def _moelightning(case: Case) -> Row:
@@ -190,8 +194,10 @@ def _simulate(given: Namespace) -> int:
     named = [c for c in every if c.model in given.model and c.dataset in given.dataset and c.kv_cache_gb in given.kv]
     asked = [c for c in named if not (given.missing and c.key in by_key)]
     asked.sort(key=lambda case: case.system == LIGHTNING)  # the longest first, so that no core waits for the last
-    for case, found in zip(asked, each(row, asked), strict=True):
-        by_key[case.key] = found
+    kept = {case.key: found for case in asked if (found := simulated_whole(case, path.parent))}
+    rows_made = each(row, [case for case in asked if case.key not in kept])
+    for case in asked:
+        by_key[case.key] = found = kept.get(case.key) or next(rows_made)
         print(*case.key, f"{found['tok_s']:.4g} tok/s", flush=True)
         head = made_by("python -m paper_figures.moelens.workloads --missing")
         rows = [by_key[c.key] for c in every if c.key in by_key]
