@@ -89,6 +89,7 @@ class PagedWeights:
             self._staging.reserve(f"{prefix}staged pages {n}", sizes_bytes) for n in range(_SLOTS) if self._staging
         ]
         self._parts = _WhenAsked[tuple[int, int], dict[str, tuple[PlacedPart, int]]](lambda key: self._place(*key))
+        self._experts: dict[tuple[int, int], tuple[dict[int, PlacedPart], int]] = {}  # by slot and layer; the last page
         # Pages of each layer in the stream, by its index, until its release.
         self._num_staged, self._num_loaded = Counter[int](), Counter[int]()
 
@@ -151,9 +152,17 @@ class PagedWeights:
         return placed
 
     def experts(self, index: int) -> dict[int, PlacedPart]:
-        """Return all experts of a layer, by number; none for a dense layer."""
-        stored = self._store.experts(self._layer(index))
-        return {number: self.part(index, part.layout.name) for number, part in stored.items()}
+        """Return all experts of a layer, by number; none for a dense layer. Who gets them does not change them."""
+        slot, layer = index % _SLOTS, self._layer(index)
+        if (found := self._experts.get((slot, layer))) is None:
+            names = {number: part.layout.name for number, part in self._store.experts(layer).items()}
+            places = self._parts[slot, layer]
+            pages = [places[name][1] for name in names.values() if name in places]
+            parts = {number: self.part(index, name) for number, name in names.items()}
+            found = self._experts[slot, layer] = parts, max(pages, default=-1)
+        parts, last_page = found
+        self.load(index, last_page)
+        return parts
 
     def release(self, index: int) -> None:
         """Note that the last reader of this layer has been submitted; its place may be written again."""
