@@ -24,8 +24,9 @@ PROFILES = {
     "mixtral-8x7b, few requests": ("model=mixtral-8x7b", "hardware=a5000"),
     "mixtral-8x7b": ("model=mixtral-8x7b", "hardware=a5000", "dataset.num_requests=3000"),
     "qwen3-30b-a3b": ("model=qwen3-30b-a3b", "hardware=v100-32g", "dataset.num_requests=3000"),
-    "deepseek-v2": ("model=deepseek-v2", "hardware=a5000"),
-    "deepseek-r1": ("model=deepseek-r1", "hardware=a40"),
+    "deepseek-v2": ("model=deepseek-v2", "hardware=a5000", "dataset.num_requests=3000"),
+    "deepseek-r1": ("model=deepseek-r1", "hardware=a40", "dataset.num_requests=3000"),
+    "gpt-oss-120b, most requests": ("model=gpt-oss-120b", "hardware=h200", "dataset.num_requests=25000"),
 }
 _ROUNDS = 3
 

@@ -100,7 +100,7 @@ def kept(plan: Plan) -> float:
 def test_a_step_takes_the_sum_of_copies_and_work(run):
     name, num_gpus, plan = run
     prediction = plan.strategy.prediction
-    assert "copies, gpu and cpu in turn" in prediction.model
+    assert "bound by pin" in prediction.model
     passes = num_gpus * 4
     filled = passes / (passes + num_gpus - 1)  # the model knows nothing of filling a pipeline
     assert filled * prediction.throughput_tok_s == pytest.approx(plan.summary["throughput_tok_s"], rel=0.05)
