@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,6 +14,7 @@ import numpy as np
 
 from harness.engine.held_blocks import HeldBlocks
 from harness.engine.sequences import Sequence, num_tokens
+from harness.machine.base import Work
 from harness.memory.kv_cache import Blocks
 from harness.model.spec import ModelSpec
 from kernels import fields
@@ -75,6 +76,11 @@ class MicroBatch:
     @property
     def sequences(self) -> tuple[Sequence, ...]:
         return (*self.prefill, *self.decode)
+
+    @cached_property
+    def works(self) -> dict[Hashable, Work]:
+        """The work of ops on this micro-batch, as far as it is known: see `once_a_batch`."""
+        return {}
 
     @cached_property
     def num_sequences(self) -> int:

@@ -73,9 +73,8 @@ class Replay:
             assert it.batch.num_tokens <= it.acts.max_tokens, f"{it.batch.num_tokens} tokens do not fit"
             for op in ops:
                 op.batch = it.batch
-        submit, tickets = self._machine.submit, list[Ticket]()
-        for lane, op, after, urgent in tape.submitted:
-            tickets.append(submit(lane, op, after=[tickets[at] for at in after] if after else (), urgent=urgent))
+        assert isinstance(self._machine, SimulatedMachine)
+        tickets = self._machine.submit_all(tape.submitted)
         for it, kv, sampled in zip(batches, tape.kv, tape.sampled, strict=True):
             it.tickets.kv, it.tickets.sampled = [tickets[at] for at in kv], tickets[sampled]
         for kept, at in zip(self._under_way(), tape.under_way, strict=True):

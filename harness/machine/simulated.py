@@ -184,6 +184,13 @@ class SimulatedMachine(Machine):
         ticket: Ticket = self._submit(lane, op, after, urgent)
         return ticket
 
+    def submit_all(self, tape: list[tuple[Lane, Op, tuple[int, ...], bool]]) -> list[Ticket]:
+        """Submit many ops in one call. Each has the places in the list of those that it follows but for its keys, and
+        is urgent or not."""
+        self._num_idle_polls = 0
+        tickets: list[Ticket] = self._lanes.submit_all(tape)
+        return tickets
+
     @contextmanager
     def noted(self) -> Iterator[list[tuple[Ticket, tuple[Ticket, ...]]]]:
         """Note the ticket of each op that is submitted meanwhile, with those that it was to follow."""

@@ -4,6 +4,7 @@ Torch-free."""
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from harness.machine.base import CPU, Context, Lane, Op, Work
@@ -52,6 +53,10 @@ class CopyWeights(Op):
         self.reads, self.writes = source.keys, (target,)
 
     def work(self) -> Work:
+        return self._work
+
+    @cached_property
+    def _work(self) -> Work:
         nbytes = self.source.layout.nbytes
         return Work(device_bytes=nbytes, host_bytes=nbytes, link_bytes=nbytes)
 

@@ -152,12 +152,14 @@ class SpanTable:
         if isinstance(spans, SpanTable):
             return spans
         columns = spans if isinstance(spans, SpanColumns) else SpanColumns.of(spans)
-        order = np.lexsort((columns.rows["end_s"], columns.rows["start_s"]))
-        rows, lane, kind, names = columns.rows[order], columns.lane[order], columns.kind[order], columns.lanes
-        lanes = {}
-        for code in sorted(np.unique(lane), key=lambda code: lane_order(names[code])):
-            mine = rows[lane == code]
-            lanes[names[code]] = LaneSpans(mine, kind[lane == code], np.maximum.accumulate(mine["end_s"]))
+        names, lanes = columns.lanes, {}
+        for code in sorted(np.unique(columns.lane).tolist(), key=lambda code: lane_order(names[code])):
+            here = np.flatnonzero(columns.lane == code)
+            start_s, end_s = columns.rows["start_s"][here], columns.rows["end_s"][here]
+            if (np.diff(start_s) <= 0).any():  # a lane's packets are often recorded in the order of their starts
+                here = here[np.lexsort((end_s, start_s))]
+            mine = columns.rows[here]
+            lanes[names[code]] = LaneSpans(mine, columns.kind[here], np.maximum.accumulate(mine["end_s"]))
         return cls(lanes, tuple(columns.kinds))
 
     def lane(self, lane: Lane) -> LaneSpans:

@@ -10,6 +10,7 @@ from torch import arange
 from harness.engine.activations import Activations
 from harness.engine.batch import MicroBatch
 from harness.engine.ops import on_gpu
+from harness.engine.ops.alike import once_a_batch
 from harness.engine.ops.attention_rows import (
     attended,
     cached_queries,
@@ -91,6 +92,7 @@ class AttentionIn(ComputeOp):
         prompts = acts.prompt_kv(spec) if num_expanded(spec, batch) or spec.latent is None else ()
         self.writes = tuple(dict.fromkeys((acts.q, *prompts, *acts.new_kv(spec))))
 
+    @once_a_batch(lambda op: op.weight_bytes())
     def work(self) -> Work:
         spec, n, first = self.spec, self.batch.num_tokens, num_expanded(self.spec, self.batch)
         flops = 2 * n * spec.attention_in_params - value_up_flops(spec, self.batch)
@@ -138,6 +140,7 @@ class PrefillAttention(ComputeOp):
         self.reads = (acts.tokens, acts.q, *acts.prompt_kv(spec), *self.weight_keys)
         self.writes = ((acts.attention, "prefill"),)
 
+    @once_a_batch(lambda op: op.spec.window(op.layer))
     def work(self) -> Work:
         moved = self.batch.num_prefill_tokens * self.spec.prompt_row_dim * self.spec.dtype_bytes
         return Work(flops=self._twice_pairs / 2 * self.spec.prefill_pair_flops, device_bytes=moved)
@@ -284,6 +287,7 @@ class AttentionOut(BehindAttention):
         self.reads = (*acts.attention_keys, acts.hidden, *self.weight_keys)
         self.writes = (acts.hidden, acts.normed, acts.expert_ids, acts.expert_weights, acts.moe_out)
 
+    @once_a_batch(lambda op: (op.weight_bytes(), op.spec.is_dense(op.layer)))
     def work(self) -> Work:
         assert self.layer is not None
         spec, n = self.spec, self.batch.num_tokens
@@ -315,6 +319,7 @@ class Combine(ComputeOp):
         self.sums = sums
         self.reads, self.writes = (acts.hidden, *sums), (acts.hidden,)
 
+    @once_a_batch(lambda op: len(op.sums))
     def work(self) -> Work:
         # For each sum a kernel of its own reads it, and reads and writes the hidden states.
         values = self.batch.num_tokens * self.spec.hidden_dim * len(self.sums)

@@ -9,6 +9,7 @@ import numpy as np
 
 from harness.engine.activations import TABLE_ENTRY_BYTES, Activations
 from harness.engine.batch import NUM_ROW_FIELDS, MicroBatch
+from harness.engine.ops.alike import once_a_batch
 from harness.machine.base import Context, Op, Work
 from harness.machine.threads.arenas import tensor_of
 from harness.memory.tiers import Buffer
@@ -78,6 +79,7 @@ class OffloadQkv(MicroBatchOp):
     def num_queries(self) -> int:
         return self.batch.on_host.num_decode if self._has_queries else 0
 
+    @once_a_batch(lambda op: op._has_queries)
     def work(self) -> Work:
         spec, there = self.spec, self.batch.on_host
         queries_bytes = self.num_queries * spec.cached_q_dim * spec.dtype_bytes
@@ -112,6 +114,7 @@ class LoadAttention(MicroBatchOp):
         super().__init__(spec, batch, acts, layer)
         self.reads, self.writes = (acts.host_attention,), ((acts.attention, "decode"),)
 
+    @once_a_batch()
     def work(self) -> Work:
         nbytes = self.batch.on_host.num_decode * self.spec.cached_o_dim * self.spec.dtype_bytes
         return Work(device_bytes=nbytes, host_bytes=nbytes, link_bytes=nbytes)

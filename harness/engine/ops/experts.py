@@ -17,6 +17,7 @@ import kernels
 from harness.engine.activations import Activations
 from harness.engine.batch import MicroBatch
 from harness.engine.ops import on_gpu
+from harness.engine.ops.alike import once_a_batch
 from harness.engine.ops.compute import ComputeOp
 from harness.engine.ops.views import all_rows, expert_weights, matrices, rows, weights
 from harness.machine.base import Context, Op, Work
@@ -77,12 +78,15 @@ class Experts(ComputeOp):
 
     def work(self) -> Work:
         if self.counts is None:
-            tokens = self.batch.num_tokens * self._share * len(self.experts)
-            # An expert's weights are read if any token reaches it.
-            read_bytes = self.weight_bytes() * (1 - (1 - self._share) ** self.batch.num_tokens)
-        else:
-            tokens = sum(self.counts)
-            read_bytes = sum(part.layout.nbytes for part, n in zip(self.parts, self.counts, strict=True) if n)
+            return self._expected_work()
+        read_bytes = sum(part.layout.nbytes for part, n in zip(self.parts, self.counts, strict=True) if n)
+        return _expert_work(self.spec, sum(self.counts), read_bytes, on_host=self.on_host)
+
+    @once_a_batch(lambda op: (len(op.experts), op.weight_bytes(), op.on_host))
+    def _expected_work(self) -> Work:
+        tokens = self.batch.num_tokens * self._share * len(self.experts)
+        # An expert's weights are read if any token reaches it.
+        read_bytes = self.weight_bytes() * (1 - (1 - self._share) ** self.batch.num_tokens)
         return _expert_work(self.spec, tokens, read_bytes, on_host=self.on_host)
 
     def launch_works(self) -> list[Work]:

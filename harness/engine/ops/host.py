@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import kernels
 from harness.engine.activations import Activations
 from harness.engine.batch import CachedRows, KvReads, MicroBatch
+from harness.engine.ops.alike import once_a_batch
 from harness.engine.ops.attention_rows import cached_queries, cached_results
 from harness.engine.ops.data import MicroBatchOp
 from harness.engine.ops.views import attend_each, attention_weights
@@ -52,6 +53,7 @@ class AppendKv(KvOp):
         super().__init__(spec, batch, acts, layer, cache)
         self.reads, self.writes = acts.host_new_kv(spec), self.kv_keys
 
+    @once_a_batch()
     def work(self) -> Work:
         return Work(host_bytes=2 * self.batch.on_host.num_tokens * self.spec.kv_bytes_per_token_layer)
 
@@ -120,6 +122,7 @@ class DecodeAttention(AttentionOverCache):
         self.reads = (acts.host_q, *self.kv_keys, *self.attention_keys)
         self.writes = (acts.host_attention,)
 
+    @once_a_batch(lambda op: op.spec.window(op.layer))
     def work(self) -> Work:
         tokens = self.num_seen_tokens(self.batch.on_host)
         flops = tokens * self.spec.decode_pair_flops
