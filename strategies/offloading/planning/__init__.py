@@ -7,7 +7,9 @@ In the order in which to read:
     linear_terms        a quantity that is linear in what a policy leaves open, once its micro-batch size is fixed
     memory              what a policy holds in each tier of memory, by name, in linear terms (the constraints)
     cost                how long a layer takes under a policy, in linear terms (Eq. 12-14)
-    search              the policy with the most sequences a second that fits: a mixed-integer program
+    program             the policies of a range of micro-batch sizes as a mixed-integer program
+    solver              the solution of such a program
+    search              the policy with the most sequences a second that fits, from many such programs
     rate_probe          the rates of this machine, measured on ops of one layer
     planner             from an engine to a policy: the workload's shape and the rates, then the search
     micro_batch_memory  the sizes of the pipeline's buffers under the chosen policy

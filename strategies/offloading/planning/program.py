@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from strategies.offloading.planning.cost import LayerTime
 from strategies.offloading.planning.linear_terms import BATCH, Linear
 from strategies.offloading.planning.memory import KV_CACHE, Switches, demands
 from strategies.offloading.planning.policy import Policy
+from strategies.offloading.planning.solver import Rows, least
 from strategies.offloading.planning.task import Search
 
 MARGIN = 1e-6  # of a tier's capacity: larger than the solver's tolerance
@@ -21,15 +22,13 @@ _NUM_UNKNOWNS = 4  # those of `Linear.coefficients`
 _FRACTION = 1e-6  # from here on a number is not whole: larger than the solver's tolerance
 _WIDE = 4  # times the smallest size or more: the relaxation of a range with such sizes says little
 _MANY_LIMITS = 12  # in a program of one size: from here on the solver divides by itself
-_SOLVER = {"mip_rel_gap": 0.0}
-_INFEASIBLE = 2  # a status of `milp`
 
 
 @dataclass(frozen=True)
 class Program:
     """A mixed-integer program looks for the best policy of one A_g, one F_g and a range of mu.
 
-    The unknowns are N, micro-batches, r_w, r_c N, T, and the seconds of each task.
+    The unknowns are N, micro-batches, r_w, r_c N, T, and the seconds of each task with several roofs.
     """
 
     task: Search
@@ -53,7 +52,7 @@ class Program:
         if self.largest > _WIDE * self.smallest:
             return self._halves()
         for column in (2, 1, 0) if self._has_steps else (1, 0):
-            number, low, high = (float(row[column]) for row in (relaxed, self._bounds.lb, self._bounds.ub))
+            number, low, high = (float(row[column]) for row in (relaxed, *self._bounds))
             below = np.floor(number)
             if abs(number - round(number)) > _FRACTION and low <= below < high:
                 return self._limited(column, low, below), self._limited(column, below + 1, high)
@@ -62,7 +61,7 @@ class Program:
     def _limited(self, column: int, least: float, most: float) -> Program:
         """Return this program with a limit more. All but its bounds is as here, and need not be made again."""
         limited = replace(self, limits=(*self.limits, (column, least, most)))
-        kept = ("switches", "_layer", "_unit_s", "_num_columns", "_constraints")  # what has been computed of these
+        kept = ("switches", "_layer", "_unit_s", "_num_columns", "_rows")  # what has been computed of these
         vars(limited).update({name: vars(self)[name] for name in kept if name in vars(self)})
         return limited
 
@@ -92,10 +91,10 @@ class Program:
         A tie goes to the most weights on the device, and then to the fewest sequences with their KV cache there.
         Returns None where nothing fits.
         """
-        enough = LinearConstraint(self._row(Linear(batch=1.0)), lb=fewest)
         few = 0.25 / self.task.most_sequences
         objective = self._row(Linear(batch=1.0, resident_weights=-0.5, device_sequences=few))
-        solution = self._solve(objective, integer=True, more=[LinearConstraint(-self._gain(rate), lb=0.0), enough])
+        more = Rows.of([(-self._gain(rate), 0.0, np.inf), (self._row(BATCH), fewest, np.inf)])
+        solution = self._solve(objective, integer=True, more=more)
         return None if solution is None else self.policy_of(solution)
 
     @cached_property
@@ -128,7 +127,7 @@ class Program:
 
     @cached_property
     def _num_columns(self) -> int:
-        return _NUM_UNKNOWNS + 1 + sum(len(tasks) for tasks in self._layer.resources.values())
+        return _NUM_UNKNOWNS + 1 + sum(len(task.roofs) > 1 for task in chain(*self._layer.resources.values()))
 
     def _row(self, term: Linear) -> Any:
         row = np.zeros(self._num_columns)
@@ -136,7 +135,7 @@ class Program:
         row[2] *= self._step
         return row
 
-    @property
+    @cached_property
     def _step(self) -> float:
         """The share that the unknown for r_w counts in: the pipeline's smallest, or the whole where any share will do.
 
@@ -145,7 +144,7 @@ class Program:
         step = self.task.deployment.storage.resident_step
         return step if step is not None and self._has_steps and self.gpu_ffn else 1.0
 
-    @property
+    @cached_property
     def _has_steps(self) -> bool:
         return self.task.given.resident_weights is None and self.task.deployment.storage.resident_step is not None
 
@@ -165,25 +164,17 @@ class Program:
             resident_kv=kv,
         )
 
-    def _solve(self, objective: Any, *, integer: bool, more: Sequence[LinearConstraint] = ()) -> Any | None:
+    def _solve(self, objective: Any, *, integer: bool, more: Rows | None = None) -> Any | None:
         """Return the unknowns that minimise `objective`; None where nothing fits."""
-        whole = np.zeros(self._num_columns)
+        whole = None
         if integer:
+            whole = np.zeros(self._num_columns)
             whole[:2] = 1
             whole[2] = self._has_steps
-        constraints = [*self._constraints, *more]
-        for presolve in (True, False):  # HiGHS solves a few programs without it only ("solve error")
-            options = _SOLVER | {"presolve": presolve}
-            result = milp(objective, constraints=constraints, bounds=self._bounds, integrality=whole, options=options)
-            if result.success:
-                break
-            if result.status == _INFEASIBLE:
-                return None
-        assert result.success, f"the solver gave up: {result.message}"
-        return result.x
+        return least(objective, self._rows if more is None else self._rows + more, *self._bounds, whole)
 
     @cached_property
-    def _bounds(self) -> Bounds:
+    def _bounds(self) -> tuple[Any, Any]:
         task, given = self.task, self.task.given
         low, high = np.zeros(self._num_columns), np.full(self._num_columns, np.inf)
         low[0], high[0] = given.batch_size or self.smallest, task.most_sequences
@@ -191,15 +182,13 @@ class Program:
         share, all_steps = given.resident_weights, int(1 / self._step + 1e-9)
         low[2], high[2] = (0.0, all_steps) if share is None else (share, share)
         high[3] = task.most_sequences
-        for column, least, most in self.limits:
-            low[column], high[column] = least, most
-        return Bounds(low, high)
+        for column, fewest, most in self.limits:
+            low[column], high[column] = fewest, most
+        return low, high
 
     @cached_property
-    def _constraints(self) -> list[LinearConstraint]:
-        rows = [*self._shape_rows(), *self._memory_rows(), *self._time_rows()]
-        matrix, low, high = zip(*rows, strict=True)
-        return [LinearConstraint(np.array(matrix), np.array(low), np.array(high))]
+    def _rows(self) -> Rows:
+        return Rows.of([*self._shape_rows(), *self._memory_rows(), *self._time_rows()])
 
     def _shape_rows(self) -> Iterator[tuple[Any, float, float]]:
         """Yield rows that keep micro-batches full but for the last one, and r_c N at most at N."""
@@ -229,13 +218,17 @@ class Program:
     def _time_rows(self) -> Iterator[tuple[Any, float, float]]:
         column = _NUM_UNKNOWNS
         for tasks in self._layer.resources.values():
-            total = self._row(Linear())
-            total[_NUM_UNKNOWNS] = 1.0
+            alone, several = Linear(), []  # tasks with one roof and columns of the others
             for task in tasks:
+                if len(task.roofs) == 1:
+                    alone += next(iter(task.roofs.values()))
+                    continue
                 column += 1
-                total[column] = -1.0
+                several.append(column)
                 for roof in task.roofs.values():  # Eq. 14
                     row = self._row(-roof) / self._unit_s
                     row[column] = 1.0
                     yield row, roof.constant / self._unit_s, np.inf
-            yield total, 0.0, np.inf  # Eq. 12 and 13
+            total = self._row(-alone) / self._unit_s
+            total[_NUM_UNKNOWNS], total[several] = 1.0, -1.0
+            yield total, alone.constant / self._unit_s, np.inf  # Eq. 12 and 13

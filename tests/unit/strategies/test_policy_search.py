@@ -9,7 +9,6 @@ from itertools import product
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from scipy.optimize import OptimizeResult
 
 from harness.config import ConfigError
 from strategies.common.workload_shape import WorkloadShape
@@ -239,8 +238,8 @@ def test_a_cache_that_holds_just_so_many_sequences_holds_them(sequences):
 @pytest.fixture
 def solved(monkeypatch):
     """Notes the programs that are solved. A plan is to answer in seconds, and a program takes milliseconds."""
-    calls, real = [], policy_program.milp
-    monkeypatch.setattr(policy_program, "milp", lambda *args, **others: calls.append(args) or real(*args, **others))
+    calls, real = [], policy_program.least
+    monkeypatch.setattr(policy_program, "least", lambda *args: calls.append(args) or real(*args))
     return calls
 
 
@@ -263,20 +262,6 @@ def test_a_search_does_not_learn_size_by_size_what_fills_micro_batches(solved, m
     monkeypatch.setattr(policy_search, "_climbed", lambda task, found: found)
     assert search(task) == found
     assert count < 0.7 * (len(solved) - count)
-
-
-def test_where_presolve_gives_up_the_program_is_solved_without(monkeypatch):
-    """HiGHS's presolve ends some small programs with a "solve error"."""
-    task = replace(s1(), given=GivenPolicy(micro_batch_size=36))
-    expected, real = search(task), policy_program.milp
-
-    def giving_up(*args, options, **kwargs):
-        if options["presolve"]:
-            return OptimizeResult(status=4, success=False, message="solve error", x=None)
-        return real(*args, options=options, **kwargs)
-
-    monkeypatch.setattr(policy_program, "milp", giving_up)
-    assert search(task) == expected
 
 
 @pytest.mark.parametrize(
