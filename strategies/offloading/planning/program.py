@@ -38,6 +38,14 @@ class Program:
     largest: int
     limits: tuple[tuple[int, float, float], ...] = ()  # column, least and most; a later one is the narrower
 
+    def narrowed(self) -> Program | None:
+        """Return this program without the sizes that its limits rule out; None where they rule out all."""
+        (smallest, largest), low, high = self._box
+        if smallest > largest or any(low > high):
+            return None
+        is_same = (smallest, largest) == (self.smallest, self.largest)
+        return self if is_same else replace(self, smallest=smallest, largest=largest)
+
     def relaxed(self, rate: float) -> Any | None:
         """Return the unknowns with which the relaxed program reaches a higher rate; None where it does not."""
         whole = self.smallest == self.largest and len(self.limits) >= _MANY_LIMITS
@@ -175,16 +183,31 @@ class Program:
 
     @cached_property
     def _bounds(self) -> tuple[Any, Any]:
-        task, given = self.task, self.task.given
-        low, high = np.zeros(self._num_columns), np.full(self._num_columns, np.inf)
-        low[0], high[0] = given.batch_size or self.smallest, task.most_sequences
-        low[1], high[1] = task.fewest_micro_batches, task.max_micro_batches or task.most_sequences
-        share, all_steps = given.resident_weights, int(1 / self._step + 1e-9)
-        low[2], high[2] = (0.0, all_steps) if share is None else (share, share)
-        high[3] = task.most_sequences
-        for column, fewest, most in self.limits:
-            low[column], high[column] = fewest, most
-        return low, high
+        """The least and the most of all unknowns."""
+        _, low, high = self._box
+        others = self._num_columns - _NUM_UNKNOWNS
+        return np.append(low, np.zeros(others)), np.append(high, np.full(others, np.inf))
+
+    @cached_property
+    def _box(self) -> tuple[tuple[int, int], Any, Any]:
+        """The sizes that are left for a micro-batch, and the least and the most of a policy's unknowns.
+
+        N, the number of micro-batches and their size narrow each other: all micro-batches but the last one are full.
+        """
+        task, share = self.task, self.task.given.resident_weights
+        steps = (0.0, int(1 / self._step + 1e-9)) if share is None else (share, share)
+        most = task.most_sequences
+        low = np.array([task.given.batch_size or 1, task.fewest_micro_batches, steps[0], 0.0])
+        high = np.array([most, task.max_micro_batches or most, steps[1], most])
+        for column, least_of_it, most_of_it in self.limits:
+            low[column], high[column] = least_of_it, most_of_it
+        low[0] = max(low[0], self.smallest, (low[1] - 1) * self.smallest + 1)
+        high[0] = min(high[0], high[1] * self.largest)
+        low[1] = max(low[1], -(-low[0] // self.largest))
+        high[1] = min(high[1], (high[0] - 1) // self.smallest + 1)
+        smallest = max(self.smallest, int(-(-low[0] // high[1])))
+        largest = min(self.largest, int(high[0] if low[1] == 1 else (high[0] - 1) // (low[1] - 1)))
+        return (smallest, largest), low, high
 
     @cached_property
     def _rows(self) -> Rows:

@@ -7,9 +7,9 @@ each choice of mu, A_g and F_g is a mixed-integer program. Dinkelbach's method m
 rate T is 0 exactly where the rate is the best one. Micro-batch sizes are searched by branch and bound: a range of them
 is relaxed to its smallest size for memory and time, its largest for the number of micro-batches, and fractions where
 whole numbers are asked for. A wide range is divided by sizes; a narrow one at such a fraction first, of an expert, a
-micro-batch or a sequence. What is left has whole numbers without being asked for them, which takes a tenth of the time.
-The powers of two are looked at beforehand, and sizes near the best of them: they give a rate that most ranges cannot
-beat. Torch-free.
+micro-batch or a sequence, which rules out sizes as well. What is left has whole numbers without being asked for them,
+which takes a tenth of the time. The powers of two are looked at beforehand, and sizes near the best of them: they give
+a rate that most ranges cannot beat. Torch-free.
 """
 
 from __future__ import annotations
@@ -139,15 +139,13 @@ def _explored(task: Search, todo: Sequence[Program], found: _Found) -> _Found:
     """Search these programs, the last one first, for one that beats what was found."""
     todo = list(todo)
     while todo:
-        program = todo.pop()
-        relaxed = program.relaxed(found.rate * (1 + _WORTH_A_THOUGHT))
-        if relaxed is None:
+        program = todo.pop().narrowed()
+        relaxed = program.relaxed(found.rate * (1 + _WORTH_A_THOUGHT)) if program is not None else None
+        if program is None or relaxed is None:
             continue
         if parts := program.parts(relaxed):
             todo.extend(parts)
             continue
-        if round(relaxed[0]) < program.smallest:
-            continue  # fewer sequences than a micro-batch has: smaller ones are looked at on their own
         policy = program.policy_of(relaxed)
         reached = task.rate(policy)  # no number that is to be whole has a fraction
         if reached > found.rate * (1 + 1e-9):

@@ -24,6 +24,7 @@ from strategies.offloading.planning.memory import (
     kv_bytes_per_sequence,
 )
 from strategies.offloading.planning.policy import GivenPolicy, Policy
+from strategies.offloading.planning.program import Program
 from strategies.offloading.planning.search import search
 from strategies.offloading.planning.task import Search
 from tests.unit.engine.fakes import SPEC
@@ -147,6 +148,48 @@ def test_more_of_everything_is_never_worse(task, factor):
     assert task.rate(search(replace(task, cost=replace(task.cost, deployment=larger)))) >= before * (1 - 2e-3)
     bettered = replace(task, cost=replace(task.cost, rates=faster))
     assert bettered.rate(search(bettered)) >= before * (1 - 2e-3)
+
+
+@settings(max_examples=60)
+@given(searches(), st.data())
+def test_narrowing_keeps_all_policies_within_the_limits(task, data):
+    """`limits` are what a search has put on N and the number of micro-batches, in any order."""
+    most = task.most_sequences
+    sizes = sorted(data.draw(st.tuples(st.integers(1, most), st.integers(1, most))))
+    limits = []
+    for column in data.draw(st.lists(st.sampled_from((0, 1)), max_size=3, unique=True)):
+        least, largest = sorted(data.draw(st.tuples(st.integers(1, most), st.integers(1, most))))
+        limits.append((column, float(least), float(largest)))
+    program = Program(task, False, True, *sizes, limits=tuple(limits))
+    kept = [
+        (batch, size)
+        for batch, size in product(range(1, most + 1), range(sizes[0], sizes[1] + 1))
+        if size <= batch
+        and task.given.batch_size in (None, batch)
+        and task.fewest_micro_batches <= -(-batch // size) <= (task.max_micro_batches or most)
+        and all(least <= (batch, -(-batch // size))[column] <= largest for column, least, largest in limits)
+    ]
+    narrowed = program.narrowed()
+    assert narrowed is not None or not kept
+    for batch, size in kept:
+        assert narrowed.smallest <= size <= narrowed.largest
+        low, high = narrowed._bounds
+        assert low[0] <= batch <= high[0] and low[1] <= -(-batch // size) <= high[1]
+
+
+@pytest.mark.parametrize(
+    ("limits", "sizes"),
+    [
+        ([(1, 1, 1), (0, 200, 300)], (200, 300)),  # one micro-batch is as large as the batch
+        ([(1, 3, 4), (0, 200, 301)], (50, 150)),
+        ([(0, 200, 300)], (1, 300)),
+    ],
+)
+def test_limits_rule_out_sizes(limits, sizes):
+    task = replace(s1(), min_micro_batches=1)
+    narrowed = Program(task, False, True, 1, 600, limits=tuple(limits)).narrowed()
+    assert (narrowed.smallest, narrowed.largest) == sizes
+    assert replace(narrowed, smallest=301, largest=600).narrowed() is None
 
 
 def s1(**changes) -> Search:
