@@ -9,12 +9,12 @@ is relaxed to its smallest size for memory and time, its largest for the number 
 whole numbers are asked for. A wide range is divided by sizes; a narrow one at such a fraction first, of an expert, a
 micro-batch or a sequence, which rules out sizes as well. What is left has whole numbers without being asked for them,
 which takes a tenth of the time. The powers of two are looked at beforehand, and sizes near the best of them: they give
-a rate that most ranges cannot beat. Torch-free.
+a rate that most ranges cannot beat. Where there are many ranges nevertheless, a rough search finds a better rate.
+Torch-free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from harness.config import ConfigError
@@ -25,6 +25,8 @@ from strategies.offloading.planning.program import MARGIN, Program
 from strategies.offloading.planning.task import Search
 
 _WORTH_A_THOUGHT = 1e-6  # the search is exact to this share of the rate
+_ROUGH = 1e-4  # and to this share where it is rough
+_MANY_PROGRAMS = 100  # of a search of ranges, before a rough one is tried
 _SAME_RATE = 1e-3  # policies this close in rate count as equal; the one with the fewest sequences is taken
 
 
@@ -85,10 +87,25 @@ def _best_program(task: Search, known_rate: float, look: _Look) -> Program | Non
         # Of the programs that reach what was sought, the one that stands first is the best. There is one, unless the
         # solver contradicts itself.
         least = max(found.rate, sought.rate * (1 - 2 * _WORTH_A_THOUGHT))
-        better = _explored(task, _ranges(task), replace(found, rate=least))
+        better = _explored_ranges(task, replace(found, rate=least))
         if better.program is not found.program:
             return better.program
-    return _explored(task, _ranges(task), found).program
+    return _explored_ranges(task, found).program
+
+
+def _explored_ranges(task: Search, known: _Found) -> _Found:
+    """Search all ranges for the program that stands first of the best ones, if one beats what is known.
+
+    If they are many, each found one may be a little better than the last. A rough search leaves most of these out.
+    """
+    todo = _ranges(task)
+    found = _explored(task, todo, known, most_programs=_MANY_PROGRAMS)
+    if not todo:
+        return found
+    rough = _explored(task, _ranges(task), found, worth=_ROUGH)
+    least = max(found.rate, rough.rate * (1 - 2 * _WORTH_A_THOUGHT))
+    better = _explored(task, todo, replace(found, rate=least))
+    return better if better.program is not found.program else rough
 
 
 def _ranges(task: Search) -> list[Program]:
@@ -135,12 +152,23 @@ class _Look:
     sought: _Found
 
 
-def _explored(task: Search, todo: Sequence[Program], found: _Found) -> _Found:
-    """Search these programs, the last one first, for one that beats what was found."""
-    todo = list(todo)
-    while todo:
+def _explored(
+    task: Search,
+    todo: list[Program],
+    found: _Found,
+    *,
+    worth: float = _WORTH_A_THOUGHT,
+    most_programs: int | None = None,
+) -> _Found:
+    """Search these programs, the last one first, for one that beats what was found by more than is `worth` a thought.
+
+    What exceeds `most_programs` is left in `todo`.
+    """
+    count = 0
+    while todo and count != most_programs:
         program = todo.pop().narrowed()
-        relaxed = program.relaxed(found.rate * (1 + _WORTH_A_THOUGHT)) if program is not None else None
+        relaxed = program.relaxed(found.rate * (1 + worth)) if program is not None else None
+        count += 1
         if program is None or relaxed is None:
             continue
         if parts := program.parts(relaxed):

@@ -307,6 +307,42 @@ def test_a_search_does_not_learn_size_by_size_what_fills_micro_batches(solved, m
     assert count < 0.7 * (len(solved) - count)
 
 
+def test_among_many_sizes_a_rough_search_spares_most_of_the_exact_one(solved, monkeypatch):
+    """Without it each size is a little better than the last, and three times as many programs lead to the same
+    policy. gpt-oss-120b with most of its weights on one GPU."""
+    spec = spec_of("gpt-oss-120b")
+    deployment = Deployment(
+        spec=spec,
+        sizes=WeightSizes.of_spec(spec),
+        shape=WorkloadShape.of_lengths(98, 32, longest_prompt=440, num_requests=25_000),
+        capacities_bytes={"device": 192 * 10**9, "pinned": 2600 * 10**9},
+        storage=Storage(weights_tier="pinned", kv_cache_bytes=200 * 10**9, resident_step=0.00757),
+    )
+    cpu = Level(name="cpu", flops_s=1.8e12, bytes_s=224e9)
+    rates = Rates(
+        gpu=Level(name="gpu", flops_s=480e12, bytes_s=4.1e12), cpu_attention=cpu, cpu_ffn=cpu, h2d_bytes_s=55e9,
+        d2h_bytes_s=44e9, op_s=OpSeconds(gpu=5e-6, h2d=1e-5, d2h=1e-5), host_bytes_s=224e9,
+    )  # fmt: skip
+    given = GivenPolicy(gpu_attention=False, gpu_ffn=True)
+    task = Search(cost=CostModel(deployment=deployment, rates=rates), given=given, min_micro_batches=2)
+    found, count = search(task), len(solved)
+    monkeypatch.setattr(policy_search, "_MANY_PROGRAMS", None)
+    assert search(task) == found
+    assert count < 0.5 * (len(solved) - count)
+
+
+@pytest.mark.parametrize("most_programs", [1, 10])
+def test_a_rough_search_finds_nothing_else(monkeypatch, most_programs):
+    deployment = s1().deployment
+    storage = replace(deployment.storage, resident_step=0.12)
+    for each in (deployment, replace(deployment, storage=storage)):
+        task = replace(s1(), cost=replace(s1().cost, deployment=each))
+        expected = search(task)
+        with monkeypatch.context() as patched:
+            patched.setattr(policy_search, "_MANY_PROGRAMS", most_programs)
+            assert search(task) == expected
+
+
 @pytest.mark.parametrize(
     ("given", "changes", "field", "told"),
     [
