@@ -42,10 +42,10 @@ class ExpertCosts:
     prefill_token_s: float
 
     def cpu_s(self, tokens: float) -> float:
-        return self.cpu((tokens,))
+        return self.cpu.fixed + self.cpu.weights[0] * tokens
 
     def gpu_s(self, tokens: float) -> float:
-        return self.gpu((tokens,))
+        return self.gpu.fixed + self.gpu.weights[0] * tokens
 
     def between_routers_s(self, num_tokens: int, *, is_prefill: bool) -> float:
         return num_tokens * self.prefill_token_s if is_prefill else self.attention_s

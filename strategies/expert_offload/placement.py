@@ -72,13 +72,15 @@ class LayerView:
     @cached_property
     def active(self) -> list[int]:
         """The experts that have tokens, ascending."""
-        return [int(expert) for expert in np.flatnonzero(self.tokens)]
+        found: list[int] = np.flatnonzero(self.tokens).tolist()
+        return found
 
     @cached_property
     def absent(self) -> list[int]:
         """The active experts that are neither on the device nor on their way, by tokens, the fewest first."""
+        tokens = self.tokens.tolist()
         missing = [expert for expert in self.active if expert not in self.there]
-        return sorted(missing, key=lambda expert: (self.tokens[expert], expert))
+        return sorted(missing, key=lambda expert: (tokens[expert], expert))
 
     @cached_property
     def ready_first(self) -> list[int]:

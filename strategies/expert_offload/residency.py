@@ -71,6 +71,7 @@ class ExpertResidency:
     make_slots: Callable[[str, int, Replacement], ExpertSlots]  # by name, number and policy
     prefetched: ExpertSlots | None = None
     counts: Counts = field(default_factory=Counts)
+    _table: set[Key] = field(default_factory=set)
     _guesses: dict[Key, Ticket] = field(default_factory=dict)  # prefetches that no router has judged yet
     _right: dict[Key, Ticket] = field(default_factory=dict)  # those that the last router wants
     _wrong: list[Ticket] = field(default_factory=list)  # those that no router wanted, while they may still move
@@ -120,10 +121,11 @@ class ExpertResidency:
                 left_bytes -= nbytes
                 chosen.append((layer, expert))
         self.engine.resident.keep("hot-expert table", [(key[0], self._name(key)) for key in chosen])
+        self._table.update(chosen)
         return chosen
 
     def is_resident(self, key: Key) -> bool:
-        return (key[0], self._name(key)) in self.engine.resident
+        return key in self._table
 
     def holds(self, key: Key) -> bool:
         """Tell whether an expert is on the device or on its way."""

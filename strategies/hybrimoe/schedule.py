@@ -40,14 +40,13 @@ def schedule(
     side would be done earlier with its next expert takes it.
     """
     order = sorted(tokens, key=lambda expert: (expert not in there, not there.get(expert), -tokens[expert], expert))
+    arrived = [there.get(expert) for expert in order]
     gpu_s = cpu_s = 0.0
     link_s, first, last = link_busy_s, 0, len(order) - 1
     while first <= last:
-        heavy, light = order[first], order[last]
-        arrives_s = {True: 0.0, False: link_busy_s, None: link_s + times.io_s}
-        arrival_s = arrives_s[there.get(heavy)]
-        on_gpu_s = max(gpu_s, arrival_s) + times.gpu_s(tokens[heavy])
-        on_cpu_s = cpu_s + times.cpu_s(tokens[light])
+        arrival_s = link_s + times.io_s if arrived[first] is None else 0.0 if arrived[first] else link_busy_s
+        on_gpu_s = max(gpu_s, arrival_s) + times.gpu_s(tokens[order[first]])
+        on_cpu_s = cpu_s + times.cpu_s(tokens[order[last]])
         if on_gpu_s <= on_cpu_s:
             gpu_s, link_s, first = on_gpu_s, max(link_s, arrival_s), first + 1
         else:

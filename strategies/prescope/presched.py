@@ -69,9 +69,9 @@ def gpu_queue(
     layers = [row[1] for row in merged]
     cost_s = [row[2].cpu_s(costs) for row in merged]
     extra_s = attention_s if following else 0.0
-    queued = _moved(costs, [row[2].tokens for row in merged], cost_s, busy_s=busy_s, extra_s=extra_s)  # (4)
+    queued = _moved(costs, [row[0] for row in merged], cost_s, busy_s=busy_s, extra_s=extra_s)  # (4)
     num_current = sum(layers[len(layers) - queued :])
-    own_s = [each.cpu_s(costs) for each in current]
+    own_s = [seconds for seconds, is_current in zip(cost_s, layers, strict=True) if is_current]
     alone = _moved(costs, [each.tokens for each in current], own_s, busy_s=busy_s, extra_s=0.0)  # (5)
     return min(num_current, alone), queued - num_current
 
