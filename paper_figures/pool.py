@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import cache
+from functools import cache, partial
 from multiprocessing import active_children, get_context, parent_process
 from multiprocessing.connection import wait
 from threading import Thread
 from typing import TypeVar
 
+from psutil import Process
+
 from harness.config import ConfigError
 
+_MOST_BYTES = 1 << 30  # of a process, before it searches for what a row has left behind
 Case = TypeVar("Case")
 Row = TypeVar("Row")
 
@@ -32,7 +36,7 @@ def each(row: Callable[[Case], Row], cases: Sequence[Case]) -> Iterator[Row]:
     pool = _processes(num_cores())
     done = 0
     try:
-        for found in pool.executor.map(row, cases):
+        for found in pool.executor.map(partial(computed, row), cases):
             done += 1
             yield found
     except BrokenProcessPool:
@@ -41,6 +45,15 @@ def each(row: Callable[[Case], Row], cases: Sequence[Case]) -> Iterator[Row]:
     finally:
         if done < len(cases):
             pool.end()
+
+
+def computed(row: Callable[[Case], Row], case: Case) -> Row:
+    """Return the row. A simulated machine is gone only when Python has searched for cycles, which it may not do for
+    dozens of rows."""
+    found = row(case)
+    if Process().memory_info().rss > _MOST_BYTES:
+        gc.collect()
+    return found
 
 
 class _Pool:

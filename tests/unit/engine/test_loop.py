@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from harness.engine import loop
@@ -29,6 +31,13 @@ def test_tokens_go_to_the_sequences_that_they_were_sampled_for():
     assert {s.state for s in on.sequences} == {State.FINISHED}
     assert on.kv.released == [1, 2, 0]
     assert [s.finished_pass for s in on.sequences] == [2, 0, 1]
+
+
+def test_a_run_leaves_the_search_for_garbage_as_it_was():
+    on = engine(sequences((3, 3)))
+    before = gc.get_threshold(), gc.get_freeze_count()
+    run(on)
+    assert (gc.get_threshold(), gc.get_freeze_count()) == before
 
 
 def test_an_end_token_ends_a_sequence_early():

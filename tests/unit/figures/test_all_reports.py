@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
+import weakref
 
 import pytest
 
@@ -99,3 +101,26 @@ def test_a_step_that_fails_ends_the_command(monkeypatch):
     steps = {"one.a": lambda: ran.append("a") or 0, "one.b": lambda: ran.append("b") or 1, "two": lambda: 0}
     monkeypatch.setattr(everything, "STEPS", steps)
     assert everything.main([]) == 1 and ran == ["a", "b"]
+
+
+class _Loop:
+    """Holds itself, as a simulated machine does."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_what_a_row_leaves_behind_is_gone_once_a_process_is_large(monkeypatch):
+    left = []
+
+    def row(case):
+        left.append(weakref.ref(_Loop()))
+        return case
+
+    gc.disable()
+    try:
+        assert pool.computed(row, 1) == 1 and left[0]() is not None, "a small process does not search"
+        monkeypatch.setattr(pool, "_MOST_BYTES", 0)
+        assert pool.computed(row, 2) == 2 and [each() for each in left] == [None, None]
+    finally:
+        gc.enable()
