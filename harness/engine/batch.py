@@ -27,7 +27,8 @@ class PassPlan:
     """The scheduler decides this for one pass. The KV blocks for every token of the pass have been taken.
 
     `micro_batches` divides the pass's sequences into groups that go through a layer together, in the order in which
-    they run; None where the scheduler leaves that to the pipeline.
+    they run; None where the scheduler leaves that to the pipeline. `assembled` has these groups laid out, where that
+    was done before and nothing has changed since.
     """
 
     prefill: list[Sequence]
@@ -35,6 +36,7 @@ class PassPlan:
     mode: str
     num_preemptions: int = 0
     micro_batches: list[list[Sequence]] | None = None
+    assembled: Seq[MicroBatch] | None = None
 
     @property
     def sequences(self) -> list[Sequence]:

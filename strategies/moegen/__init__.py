@@ -13,9 +13,9 @@ from strategies.moegen.pipeline import ModuleBatching
 from strategies.moegen.planner import Deployment, complete_by_memory
 from strategies.moegen.prediction import predict
 from strategies.moegen.profile import Profile, measured
-from strategies.moegen.recorded import PassTimes
 from strategies.moegen.scheduler import AccumulatedBatches
 from strategies.moegen.search import Search
+from strategies.moegen.times import PassTimes
 
 __all__ = ["Config", "build", "profiled_search"]
 

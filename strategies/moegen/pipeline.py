@@ -147,7 +147,10 @@ class ModuleBatching:
         num_cpu = phase.policy.num_on_cpu(len(plan.decode))
         for number, group in enumerate(plan.micro_batches or ()):
             prefill, decode = (group, []) if plan.prefill else ([], group)
-            made = assemble(number, prefill, decode, self._engine.kv.allocator)
+            if plan.assembled is not None:
+                made = plan.assembled[number]
+            else:
+                made = assemble(number, prefill, decode, self._engine.kv.allocator)
             on_cpu, num_cpu = len(decode) > 0 and num_cpu >= len(decode), num_cpu - len(decode)
             acts = phase.buffers.micro_batch(number, first_row, made.num_tokens, on_cpu=on_cpu)
             runs: list[range] = []

@@ -20,9 +20,11 @@ from math import ceil, log2
 from typing import Any
 
 from harness.memory.tiers import DEVICE
+from strategies.moegen.pass_time import PassTime
 from strategies.moegen.planner import Deployment, hiding_batch
 from strategies.moegen.policy import GivenPolicy, Policy
-from strategies.moegen.recorded import Batch, PassTime, PassTimes
+from strategies.moegen.recorded import Batch
+from strategies.moegen.times import PassTimes
 
 _ROUNDS = 2
 _GAIN = 0.002  # share of the time by which a candidate must be better

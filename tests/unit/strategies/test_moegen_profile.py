@@ -17,10 +17,11 @@ from harness.memory.tiers import DEVICE
 from strategies.moegen import Config, build
 from strategies.moegen.memory import phases
 from strategies.moegen.module_memory import ModuleMemory
+from strategies.moegen.pass_time import pass_time
 from strategies.moegen.planner import Deployment
 from strategies.moegen.policy import GivenPolicy, PhasePolicy, Policy
 from strategies.moegen.profile import ModuleProfiler, measured
-from strategies.moegen.recorded import Batch, first_layers, pass_time, record
+from strategies.moegen.recorded import Batch, first_layers, record
 from tests.unit.strategies.test_moegen_search import PACKET_BYTES, SMALL, engine_of, pipeline_of, prepared
 
 

@@ -26,14 +26,16 @@ from strategies.moegen import search as moegen_search
 from strategies.moegen.buffers import PhaseBuffers
 from strategies.moegen.expert_stream import ExpertStream
 from strategies.moegen.memory import WeightSizes, phases
+from strategies.moegen.pass_time import pass_time
 from strategies.moegen.pipeline import ModuleBatching
 from strategies.moegen.planner import Deployment, complete_by_memory
 from strategies.moegen.policy import GivenPolicy, Policy
 from strategies.moegen.prediction import predict
 from strategies.moegen.profile import Profile, measured
-from strategies.moegen.recorded import HashedRouting, PassTimes, pass_time, record
+from strategies.moegen.recorded import HashedRouting, record
 from strategies.moegen.scheduler import AccumulatedBatches
 from strategies.moegen.search import Candidate, Found, Search
+from strategies.moegen.times import PassTimes
 from tests.composing import composed
 
 PACKET_BYTES = 1_000_000
@@ -60,9 +62,7 @@ def prepared(given: GivenPolicy | None = None, *overrides: str) -> tuple[Engine,
     deployment = Deployment.of(engine)
     profile = measured(engine, deployment.shape, packet_bytes=PACKET_BYTES)
     assert profile is not None
-    times = PassTimes(
-        engine=engine, shape=deployment.shape, cost=profile.costs.seconds, packet_bytes=PACKET_BYTES
-    )  # fmt: skip
+    times = PassTimes(engine=engine, shape=deployment.shape, cost=profile.costs.seconds, packet_bytes=PACKET_BYTES)
     return engine, Search(deployment, times, given), complete_by_memory(given, deployment), profile
 
 

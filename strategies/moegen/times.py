@@ -1,0 +1,86 @@
+"""Tell the time of passes under any policy, from few recorded ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+
+from harness.engine.engine import Engine
+from harness.engine.strategy import Pipeline
+from harness.model.spec import ModelSpec
+from strategies.common.workload_shape import WorkloadShape
+from strategies.moegen.pass_time import Cost, PassTime, pass_time
+from strategies.moegen.pipeline import ModuleBatching
+from strategies.moegen.policy import Policy
+from strategies.moegen.recorded import Batch, Build, few_layers, most_tokens_of_expert, record
+
+_FEW_EXPERTS = 8  # in a layer: a part of one still matters
+
+
+@dataclass(eq=False, kw_only=True)
+class PassTimes:
+    """Tells the time of passes under any policy, and remembers what it has been asked."""
+
+    engine: Engine
+    shape: WorkloadShape
+    cost: Cost
+    packet_bytes: int
+    build: Build | None = None
+    num_recorded: int = 0
+
+    def __post_init__(self) -> None:
+        self._known: dict[object, PassTime] = {}
+        self._most_tokens_of_expert = cache(most_tokens_of_expert)
+
+    def of(self, policy: Policy, batch: Batch) -> PassTime:
+        """Return the time of a pass. Of the experts that stay on the device each layer has as many; between two small
+        whole numbers it is a straight line."""
+        spec, num_tokens = self.engine.spec, batch.num_sequences * batch.tokens_each
+        few = few_layers(spec, policy.dense_slots, num_tokens)
+        resident = policy.resident_experts / spec.num_moe_layers  # in each layer
+        low = int(resident) if resident < _FEW_EXPERTS else round(resident)
+        resident = resident if resident < _FEW_EXPERTS else low
+        found = self._at(policy, batch, few, low)
+        return found if resident == low else _between(found, self._at(policy, batch, few, low + 1), resident - low)
+
+    def _at(self, policy: Policy, batch: Batch, few: ModelSpec, resident: int) -> PassTime:
+        """Return the time with so many resident experts in each layer."""
+        most_tokens = self._most_tokens_of_expert(few, batch)
+        phase = policy.decode if batch.decodes else policy.prefill
+        phase = replace(phase, expert_batch=min(phase.expert_batch, most_tokens))  # any more is the same slice
+        policy = replace(policy, decode=phase) if batch.decodes else replace(policy, prefill=phase)
+        return self._recorded(policy, batch, few, resident)
+
+    def _recorded(self, policy: Policy, batch: Batch, few: ModelSpec, resident: int) -> PassTime:
+        all_dense = policy.dense_slots >= self.engine.spec.num_layers
+        dense_slots = few.num_layers if all_dense else policy.dense_slots
+        policy = replace(policy, resident_experts=resident * few.num_moe_layers, dense_slots=dense_slots)
+        phase = policy.decode if batch.decodes else policy.prefill
+        key = (phase, batch, resident, policy.expert_slots, policy.dense_slots, policy.prefetch)
+        if key not in self._known:
+            self.num_recorded += 1
+            recorded = record(self.engine, few, policy, self.shape, batch, self.build or self._pipeline)
+            self._known[key] = pass_time(recorded, self.cost, self.engine.spec)
+        return self._known[key]
+
+    def _pipeline(self, engine: Engine, policy: Policy, shape: WorkloadShape) -> Pipeline:
+        return ModuleBatching(engine, policy, shape, packet_bytes=self.packet_bytes)
+
+
+def _between(low: PassTime, high: PassTime, share: float) -> PassTime:
+    def at(first: float, second: float) -> float:
+        return first + (second - first) * share
+
+    return replace(
+        low,
+        seconds=at(low.seconds, high.seconds),
+        moe_layer_s=at(low.moe_layer_s, high.moe_layer_s),
+        dense_layer_s=at(low.dense_layer_s, high.dense_layer_s),
+        ends_s=at(low.ends_s, high.ends_s),
+        busy=_all_between(low.busy, high.busy, share),
+    )
+
+
+def _all_between(low: Mapping[str, float], high: Mapping[str, float], share: float) -> dict[str, float]:
+    return {name: own_s + (high.get(name, 0.0) - own_s) * share for name, own_s in low.items()}
