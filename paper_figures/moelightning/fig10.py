@@ -60,7 +60,8 @@ def candidates(cost: CostModel, sizes: Sequence[int]) -> Iterator[tuple[float, P
         fastest = 0.0
         for size in sizes:
             given = GivenPolicy(gpu_attention=gpu_attention, gpu_ffn=True, micro_batch_size=size)
-            task = Search(cost=cost, given=given, min_micro_batches=1 if gpu_attention else 2)
+            least = 1 if gpu_attention else 2
+            task = Search(cost=cost, given=given, min_micro_batches=least, keeps_num_batches=False)
             if policy := better_policy(task, fastest * (1 - _SAME_RATE)):
                 yield task.rate(policy), policy
                 fastest = max(fastest, task.rate(policy))

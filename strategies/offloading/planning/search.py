@@ -60,9 +60,9 @@ def faster_of(first: Search, second: Search) -> tuple[Search, Policy] | None:
 def better_policy(task: Search, known_rate: float, look: _Look | None = None) -> Policy | None:
     """Return the best policy, or one within 0.1 % of it that has a smaller batch; None if all that fit are known.
 
-    The latter differs in N, r_w and r_c only, takes no more batches for the workload, and has the smallest batch of all
-    such policies. Known are those that do not beat `known_rate` by more than is worth a thought. `look` is what a short
-    look at the task has found, if there was one.
+    The latter differs in N, r_w and r_c only, takes no more batches for the workload where the task keeps their number,
+    and has the smallest batch of all such policies. Known are those that do not beat `known_rate` by more than is worth
+    a thought. `look` is what a short look at the task has found, if there was one.
     """
     best = _best_program(task, known_rate, look or _looked_at(task, known_rate))
     if best is None:
@@ -72,7 +72,8 @@ def better_policy(task: Search, known_rate: float, look: _Look | None = None) ->
         return None
     num_requests = max(task.deployment.shape.num_requests, 1)
     num_batches = -(-num_requests // fastest.batch_size)
-    policy = best.smallest_at(rate * (1 - _SAME_RATE), fewest=min(-(-num_requests // num_batches), fastest.batch_size))
+    fewest = min(-(-num_requests // num_batches), fastest.batch_size) if task.keeps_num_batches else 1
+    policy = best.smallest_at(rate * (1 - _SAME_RATE), fewest=fewest)
     assert policy is not None and task.allows(policy), f"the search left its constraints: {policy}"
     return policy
 

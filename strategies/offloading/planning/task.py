@@ -15,12 +15,14 @@ from strategies.offloading.planning.policy import GivenPolicy, Policy
 @dataclass(frozen=True, kw_only=True)
 class Search:
     """A search is for the best policy by a cost model. `given` fixes parts of the policy; the pipeline limits the
-    number of micro-batches."""
+    number of micro-batches. Of equally good policies one with a smaller batch is taken; `keeps_num_batches`: if the
+    workload takes no more of them."""
 
     cost: CostModel
     given: GivenPolicy = field(default_factory=GivenPolicy)
     min_micro_batches: int = 1  # CGOPipe takes turns between two or more; fewer where there are fewer requests
     max_micro_batches: int | None = None
+    keeps_num_batches: bool = True
 
     @property
     def deployment(self) -> Deployment:
