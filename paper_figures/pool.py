@@ -31,7 +31,7 @@ def each(row: Callable[[Case], Row], cases: Sequence[Case]) -> Iterator[Row]:
     on Ctrl-C, all processes are ended at once. Raises ConfigError where a process was killed.
     """
     if min(num_cores(), len(cases)) < 2:
-        yield from map(row, cases)
+        yield from map(partial(computed, row), cases)
         return
     pool = _processes(num_cores())
     done = 0

@@ -80,8 +80,8 @@ class MicroBatch:
         return (*self.prefill, *self.decode)
 
     @cached_property
-    def works(self) -> dict[Hashable, Work]:
-        """The work of ops on this micro-batch, as far as it is known: see `once_a_batch`."""
+    def works(self) -> dict[Hashable, tuple[Work, ModelSpec]]:
+        """The work of ops on this micro-batch in a model, as far as it is known: see `once_a_batch`."""
         return {}
 
     @cached_property

@@ -98,7 +98,7 @@ class _RoutedOnce(HashedRouting):
 
     def experts(self, request_ids: np.ndarray, positions: np.ndarray, layer: int) -> np.ndarray:
         first = int(request_ids[0]) * self._batch.tokens_each  # rows follow one another
-        return _routed(self._spec, self._batch, layer)[first : first + len(positions)]
+        return _routed(self._spec, self._batch, layer)[first : first + len(positions)].astype(np.int64)
 
 
 def most_tokens_of_expert(spec: ModelSpec, batch: Batch) -> int:
@@ -108,11 +108,11 @@ def most_tokens_of_expert(spec: ModelSpec, batch: Batch) -> int:
 
 @lru_cache(maxsize=8)
 def _routed(spec: ModelSpec, batch: Batch, layer: int) -> np.ndarray:
-    """Return the experts of all tokens of a batch in a layer, sequence by sequence."""
+    """Return the experts of all tokens of a batch in a layer, sequence by sequence: uint16, for they are kept."""
     ids = np.repeat(np.arange(batch.num_sequences), batch.tokens_each)
     first = batch.tokens if batch.decodes else 0
     positions = first + np.tile(np.arange(batch.tokens_each), batch.num_sequences)
-    return HashedRouting(spec).experts(ids, positions, layer)
+    return HashedRouting(spec).experts(ids, positions, layer).astype(np.uint16)
 
 
 def few_layers(spec: ModelSpec, dense_slots: int, num_tokens: int) -> ModelSpec:
@@ -173,10 +173,8 @@ def _store(spec: ModelSpec, family: Any) -> WeightStore:
     return WeightStore(RecordingMachine(capacities_bytes={PINNED: _ROOM_BYTES}), PlannedModel(spec, family))
 
 
-@lru_cache(maxsize=8)
 def _sequences(batch: Batch, block_size: int) -> list[Sequence]:
-    """Return the sequences of a batch, each with blocks of its own; recording a pass changes no more than their
-    partitions."""
+    """Return the sequences of a batch, each with blocks of its own; recording a pass changes nothing of them."""
     blocks = BlockAllocator(batch.num_blocks(block_size), block_size)
     prompt = (0,) * batch.tokens
     sequences = []

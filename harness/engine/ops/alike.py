@@ -42,8 +42,8 @@ def once_a_batch(told_apart_by: Callable[[Any], Hashable] = _all_alike) -> Calla
             works = op.batch.works
             found = works.get(key)
             if found is None:
-                found = works[key] = work(op)
-            return found
+                found = works[key] = (work(op), op.spec)  # as long as it is kept, no other one has its id
+            return found[0]
 
         return shared
 

@@ -37,6 +37,7 @@ def least(objective: Any, rows: Rows, low: Any, high: Any, whole: Any | None = N
 
     `whole` has a 1 for each unknown that is a whole number; without it none is.
     """
+    assert np.isfinite(objective).all() and np.isfinite(rows.matrix).all(), "HiGHS would solve something else"
     num_rows, num_columns = rows.matrix.shape
     columns = np.tile(np.arange(num_columns, dtype=np.int32), num_rows)
     starts = np.arange(0, columns.size, num_columns, dtype=np.int32)
@@ -77,5 +78,5 @@ def _solver() -> highspy.Highs:
 def _options(presolve: str) -> highspy.HighsOptions:
     options = highspy.HighsOptions()
     options.output_flag, options.presolve = False, presolve
-    options.threads, options.mip_rel_gap = 1, 0.0  # these programs are too small to share; solutions are exact
+    options.threads, options.mip_rel_gap = 1, 0.0  # these programs are too small to share; no gap may be left
     return options
