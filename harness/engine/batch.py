@@ -27,8 +27,7 @@ class PassPlan:
     """The scheduler decides this for one pass. The KV blocks for every token of the pass have been taken.
 
     `micro_batches` divides the pass's sequences into groups that go through a layer together, in the order in which
-    they run; None where the scheduler leaves that to the pipeline. `assembled` has these groups laid out, where that
-    was done before and nothing has changed since.
+    they run; None where the scheduler leaves that to the pipeline. `assembled` has these groups if laid out already.
     """
 
     prefill: list[Sequence]
@@ -148,8 +147,7 @@ class MicroBatch:
 
     @cached_property
     def records_routing(self) -> bool:
-        """True if a sequence of the micro-batch records its routing. Cached, since each layer asks and the sequences
-        are many."""
+        """True if a sequence of the micro-batch records its routing. Each layer asks, and the sequences are many."""
         return any(map(attrgetter("records"), self.sequences))
 
     @cached_property

@@ -119,6 +119,7 @@ def test_what_a_row_leaves_behind_is_gone_once_a_process_is_large(monkeypatch):
 
     gc.disable()
     try:
+        monkeypatch.setattr(pool, "_MOST_BYTES", 1 << 60)
         assert pool.computed(row, 1) == 1 and left[0]() is not None, "a small process does not search"
         monkeypatch.setattr(pool, "_MOST_BYTES", 0)
         assert pool.computed(row, 2) == 2 and [each() for each in left] == [None, None]

@@ -77,7 +77,7 @@ def test_few_tokens_read_few_experts(tokens, reached):
     spec = planned_model(config("deepseek-r1")).spec
     layer = spec.num_layers - 1
     parts = tuple(PlacedPart(part, None, ()) for part in PlannedLayout.layer_parts(spec, layer)[2:])
-    batch = SimpleNamespace(num_tokens=tokens, index=0)
+    batch = SimpleNamespace(num_tokens=tokens, index=0, works={})
     acts = SimpleNamespace(max_tokens=tokens, normed=0, expert_ids=1, expert_weights=2, moe_out=3)
     work = Experts(None, spec, batch, acts, parts, tuple(range(256)), layer).work()
     moved = tokens * 8 * (2 * spec.hidden_dim + 3 * spec.expert_dim) * spec.dtype_bytes
