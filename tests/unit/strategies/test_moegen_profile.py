@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from harness.engine.engine import Engine
@@ -21,7 +22,7 @@ from strategies.moegen.pass_time import pass_time
 from strategies.moegen.planner import Deployment
 from strategies.moegen.policy import GivenPolicy, PhasePolicy, Policy
 from strategies.moegen.profile import ModuleProfiler, measured
-from strategies.moegen.recorded import Batch, first_layers, record
+from strategies.moegen.recorded import Batch, HashedRouting, _RoutedOnce, first_layers, most_tokens_of_expert, record
 from tests.unit.strategies.test_moegen_search import PACKET_BYTES, SMALL, engine_of, pipeline_of, prepared
 
 
@@ -143,3 +144,18 @@ def sizes_of(engine: Engine, plan):
     decode = PhasePolicy(**{name: plan[name] for name in (*names, "cpu_attention")})
     policy = Policy(prefill=prefill, decode=decode, expert_slots=plan["expert_slots"])
     return phases(policy, Deployment.of(engine).shape)
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_tokens_that_are_routed_once_choose_as_they_would_each_time(decodes):
+    spec, batch = engine_of().spec, Batch(num_sequences=7, tokens=5, decodes=decodes)
+    positions = np.tile([5] if decodes else np.arange(5), 7)
+    ids = np.repeat(np.arange(7), len(positions) // 7)
+    counts = []
+    for layer in spec.moe_layers:
+        each_time = HashedRouting(spec).experts(ids, positions, layer)
+        counts.append(np.bincount(each_time.ravel()).max())
+        for rows in (slice(None), slice(len(ids) // 7 * 2, len(ids) // 7 * 6)):  # whole sequences
+            found = _RoutedOnce(spec, batch).experts(ids[rows], positions[rows], layer)
+            assert found.dtype == np.int64 and (found == each_time[rows]).all()
+    assert most_tokens_of_expert(spec, batch) == max(counts)
