@@ -7,7 +7,7 @@ be put off for ever. Here partial micro-batches end the batch, and what can neve
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heappop, heapreplace
 from operator import attrgetter
 from typing import TypeVar
@@ -42,12 +42,40 @@ class BatchLimits:
         assert self.batch_size is None or self.batch_size >= 1, "a batch has a request"
 
 
-@dataclass(kw_only=True)
-class Batching:
-    """The result of batching: each request of the queue is in exactly one of these lists."""
+@dataclass(frozen=True)
+class Waiting:
+    """Requests that wait, longest prompt first (line 4); of equal length in the order in which they came.
 
-    micro_batches: list[list[Sequence]] = field(default_factory=list)  # none is empty; in order of completion
-    aborted: list[Sequence] = field(default_factory=list)  # for the next batch, longest first
+    They are sorted and read once, and asked for up to one batch each.
+    """
+
+    sequences: np.ndarray  # Sequence [sequences]
+    prompt_lens: np.ndarray  # int64 [sequences]
+    max_tokens: np.ndarray  # int64 [sequences]
+
+    @classmethod
+    def of(cls, queue: Iterable[Sequence]) -> Waiting:
+        waiting = sorted(queue, key=attrgetter("prompt_len"), reverse=True)
+        return cls(np.array([*waiting, None])[:-1], prompt_lens(waiting), max_tokens(waiting))
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def without(self, gone: list[int]) -> Waiting:
+        """Return those whose numbers, which ascend, are not among these."""
+        left: slice | np.ndarray = slice(len(gone), None)
+        if gone and gone[-1] >= len(gone):  # not the first ones
+            left = np.ones(len(self), bool)
+            left[gone] = False
+        return Waiting(self.sequences[left], self.prompt_lens[left], self.max_tokens[left])
+
+
+@dataclass(frozen=True)
+class Batching:
+    """The result of batching: each waiting request is in exactly one place."""
+
+    micro_batches: list[list[Sequence]]  # none is empty; in order of completion
+    aborted: Waiting  # for the next batch
 
 
 def prompt_and_generation(num_tokens: Tokens) -> Tokens:
@@ -57,7 +85,7 @@ def prompt_and_generation(num_tokens: Tokens) -> Tokens:
 
 
 def batch_requests(
-    queue: Iterable[Sequence],
+    waiting: Waiting,
     limits: BatchLimits,
     *,
     cached_tokens: Callable[[np.ndarray], np.ndarray] = prompt_and_generation,
@@ -71,65 +99,82 @@ def batch_requests(
     limits, with the tokens that its prompt lacks of that length: it puts the request into the cache, or refuses it for
     this batch where there is no room. It must not refuse the first one.
     """
-    waiting = sorted(queue, key=attrgetter("prompt_len"), reverse=True)  # line 4; of equal length in their order
-    result = Batching()
     if not waiting:
-        return result
-    lens = prompt_lens(waiting)
-    paddings = (lens[0] - lens) * padded
-    prompts, cached = lens + paddings, cached_tokens(max_tokens(waiting) + paddings)
-    shortest, least = int(prompts[-1]), int(cached.min())
+        return Batching([], waiting)
+    counted = _Counted(waiting, cached_tokens, padded=padded)
+    shortest, least = counted.least_prompt, counted.least_cached
+    complete: list[list[Sequence]] = []
+    taken: list[int] = []  # numbers of requests; line 9: whatever goes into no micro-batch is aborted
     micro_batches: list[list[Sequence]] = [[] for _ in range(limits.num_micro_batches)]
     cached_in = [0] * limits.num_micro_batches
     filling = [(0, number) for number in range(limits.num_micro_batches)]  # a heap, by the tokens of prompts
-    at, taken, total, total_prompts = 0, 0, 0, 0
-    while at < len(waiting) and filling and taken != limits.batch_size:  # line 6
+    at, total, total_prompts = 0, 0, 0
+    while at < len(waiting) and filling and len(taken) != limits.batch_size:  # line 6
         cache_room, prompt_room = _left(limits.cache_tokens, total), _left(limits.prompt_tokens, total_prompts)
         if least > cache_room or shortest > prompt_room:
             break
         prompt_tokens, lightest = filling[0]  # line 8
         cache_room = min(cache_room, _left(limits.micro_batch_cache_tokens, cached_in[lightest]))
         prompt_room = min(prompt_room, _left(limits.micro_batch_prompt_tokens, prompt_tokens))
-        found = _first_within(prompts, prompt_room, cached, cache_room, at)
-        result.aborted += waiting[at:found]  # line 9: none of them fits
-        at = found + 1
+        found = counted.first_within(prompt_room, cache_room, at)
         if found == len(waiting):
             break
-        sequence = waiting[found]
-        if not take(sequence, int(paddings[found])):
-            result.aborted.append(sequence)
+        at = found + 1
+        sequence, prompt, its_cached = waiting.sequences[found], int(counted.prompts[found]), int(counted.cached[found])
+        if not take(sequence, prompt - sequence.prompt_len):
             continue
+        taken.append(found)
         micro_batches[lightest].append(sequence)
-        prompt, its_cached = int(prompts[found]), int(cached[found])
         cached_in[lightest] += its_cached
-        taken, total, total_prompts = taken + 1, total + its_cached, total_prompts + prompt
+        total, total_prompts = total + its_cached, total_prompts + prompt
         if len(micro_batches[lightest]) < limits.micro_batch_size:
             heapreplace(filling, (prompt_tokens + prompt, lightest))
         else:  # line 14
-            result.micro_batches.append(micro_batches[lightest])
+            complete.append(micro_batches[lightest])
             heappop(filling)
-    result.aborted += waiting[at:]
     begun = sorted(number for _, number in filling if micro_batches[number])
-    result.micro_batches += [micro_batches[number] for number in begun]
-    return result
+    return Batching([*complete, *(micro_batches[number] for number in begun)], waiting.without(taken))
 
 
 def _left(limit: int | None, taken: int) -> int:
     return _NO_LIMIT if limit is None else limit - taken
 
 
-def _first_within(prompts: np.ndarray, most_prompt: int, cached: np.ndarray, most_cached: int, first: int) -> int:
-    """Return the first request from number `first` on that is within both; how many there are where none is."""
-    if first < len(prompts) and prompts[first] <= most_prompt and cached[first] <= most_cached:
-        return first  # most often
-    step = _LOOKED_AT
-    while first < len(prompts):
-        piece = slice(first, first + step)
-        within = (prompts[piece] <= most_prompt) & (cached[piece] <= most_cached)
-        if within.any():
-            return first + int(within.argmax())
-        first, step = first + step, 2 * step
-    return len(prompts)
+class _Counted:
+    """Counts the tokens of waiting requests for a batch as far as they are looked at."""
+
+    def __init__(self, waiting: Waiting, cached_tokens: Callable[[np.ndarray], np.ndarray], *, padded: bool) -> None:
+        self._waiting, self._cached_tokens = waiting, cached_tokens
+        self._longest = int(waiting.prompt_lens[0]) if padded else None
+        self.prompts = self.cached = np.empty(0, np.int64)  # of the first requests
+        self.least_prompt = self._longest or int(waiting.prompt_lens[-1])
+        self.least_cached = int(cached_tokens(self._most_tokens(slice(None)).min(keepdims=True))[0])
+
+    def first_within(self, most_prompt: int, most_cached: int, first: int) -> int:
+        """Return the first request from number `first` on that is within both; how many there are where none is."""
+        step = 1  # most often it is the first one
+        while first < len(self._waiting):
+            if first + step > len(self.prompts):
+                self._count(2 * first + step)
+            piece = slice(first, first + step)
+            within = (self.prompts[piece] <= most_prompt) & (self.cached[piece] <= most_cached)
+            if within.any():
+                return first + int(within.argmax())
+            first, step = first + step, max(_LOOKED_AT, 2 * step)
+        return len(self._waiting)
+
+    def _count(self, number: int) -> None:
+        """Count so many requests."""
+        more = slice(len(self.prompts), number)
+        lens = self._waiting.prompt_lens[more]
+        prompts = lens if self._longest is None else np.full_like(lens, self._longest)
+        self.prompts = np.concatenate((self.prompts, prompts))
+        self.cached = np.concatenate((self.cached, self._cached_tokens(self._most_tokens(more))))
+
+    def _most_tokens(self, which: slice) -> np.ndarray:
+        """Return the tokens that requests bring to the cache, padding included."""
+        tokens = self._waiting.max_tokens[which]
+        return tokens if self._longest is None else tokens - self._waiting.prompt_lens[which] + self._longest
 
 
 def never_fits(prompt: int, cached: int, limits: BatchLimits) -> str | None:
@@ -169,7 +214,7 @@ class BatchScheduler:
         min_micro_batches: int = 1,
         padded: bool = False,
     ) -> None:
-        self._queue = list(sequences)
+        self._waiting = Waiting.of(sequences)
         self._allocator = allocator
         self._num_micro_batches = num_micro_batches
         self._min_micro_batches = min(min_micro_batches, num_micro_batches)
@@ -181,14 +226,14 @@ class BatchScheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queue)
+        return len(self._waiting)
 
     def next_pass(self) -> PassPlan | None:
         if self._running:
             together = [s for micro_batch in self._running for s in micro_batch]
             return PassPlan(prefill=[], decode=together, mode="decode", micro_batches=self._copy())
         self._reject_what_never_fits()
-        if not self._queue:
+        if not self._waiting:
             return None
         self._take_batch()
         together = [s for micro_batch in self._running for s in micro_batch]
@@ -205,31 +250,30 @@ class BatchScheduler:
     def _reject_what_never_fits(self) -> None:
         """Reject what does not fit even alone: in the whole cache, or in the buffers of a prefill."""
         limits, most = self._limits(), self._allocator.max_sequence_blocks
-        prompt, cached = int(prompt_lens(self._queue).max(initial=0)), self._most_cached()
+        prompt, cached = int(self._waiting.prompt_lens.max(initial=0)), self._most_cached()
         if cached <= most * self._allocator.block_size and never_fits(prompt, cached, limits) is None:
             return  # a queue of thousands is not gone through for each batch
-        kept = []
-        for sequence in self._queue:
+        gone = []
+        for number, sequence in enumerate(self._waiting.sequences):
             needed = self._allocator.blocks_for(sequence.max_tokens)
             reason = never_fits(sequence.prompt_len, self._in_blocks(sequence.max_tokens), limits)
             if needed > most:
                 reason = f"needs {needed} KV blocks, the cache has {most}"
-            if reason is None:
-                kept.append(sequence)
-            else:
+            if reason is not None:
+                gone.append(number)
                 sequence.state, sequence.reject_reason = State.REJECTED, reason
-        self._queue = kept
+        self._waiting = self._waiting.without(gone)
 
     def _take_batch(self) -> None:
         batching = batch_requests(
-            self._queue,
+            self._waiting,
             self._limits(),
             cached_tokens=self._in_blocks,
             padded=self._padded,
             take=self._take_blocks,
         )
         assert batching.micro_batches, "what can run alone makes a batch"
-        self._queue = batching.aborted
+        self._waiting = batching.aborted
         self._running = batching.micro_batches
         for number, micro_batch in enumerate(self._running):
             for sequence in micro_batch:
@@ -249,7 +293,7 @@ class BatchScheduler:
         return True
 
     def _limits(self) -> BatchLimits:
-        wanted = -(-len(self._queue) // self._micro_batch_size)
+        wanted = -(-len(self._waiting) // self._micro_batch_size)
         number = min(self._num_micro_batches, max(wanted, self._min_micro_batches))
         cache_tokens = self._allocator.num_free * self._allocator.block_size
         return BatchLimits(
@@ -264,7 +308,7 @@ class BatchScheduler:
 
     def _most_cached(self) -> int:
         """Return the most tokens that a waiting request's blocks hold, without padding."""
-        return self._in_blocks(int(max_tokens(self._queue).max(initial=0)))
+        return self._in_blocks(int(self._waiting.max_tokens.max(initial=0)))
 
     def _in_blocks(self, num_tokens: Tokens) -> Tokens:
         """Return the tokens that whole blocks for so many hold."""

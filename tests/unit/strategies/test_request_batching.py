@@ -18,6 +18,7 @@ from strategies.offloading.request_batching import (
     Batching,
     BatchLimits,
     BatchScheduler,
+    Waiting,
     batch_requests,
     never_fits,
     prompt_and_generation,
@@ -55,10 +56,11 @@ def longest_taken(batching: Batching) -> int:
 def test_every_request_goes_where_the_limits_allow(case):
     queue, limits, padded = case
     queue = [s for s in queue if never_fits(s.prompt_len, prompt_and_generation(s.max_tokens), limits) is None]
-    result = batch_requests(queue, limits, padded=padded)
+    result = batch_requests(Waiting.of(queue), limits, padded=padded)
     each_goes_to_exactly_one_place(queue, result)
     limits_hold(result, limits, padded)
-    assert [s.prompt_len for s in result.aborted] == sorted((s.prompt_len for s in result.aborted), reverse=True)
+    left = [s.prompt_len for s in result.aborted.sequences]
+    assert left == sorted(left, reverse=True)
 
 
 @settings(max_examples=300)
@@ -69,7 +71,7 @@ def test_what_no_longer_fits_is_left_without_being_asked(case, looked_at):
     queue, limits, padded = case
     queue = [s for s in queue if never_fits(s.prompt_len, prompt_and_generation(s.max_tokens), limits) is None]
     with mock.patch.object(request_batching, "_LOOKED_AT", looked_at):
-        result = batch_requests(queue, limits, padded=padded)
+        result = batch_requests(Waiting.of(queue), limits, padded=padded)
     to_the_end = to_the_last_request(queue, limits, padded)
     assert {frozenset(m) for m in result.micro_batches} == to_the_end
 
@@ -101,7 +103,7 @@ def to_the_last_request(queue, limits, padded) -> set[frozenset[Sequence]]:
 
 
 def each_goes_to_exactly_one_place(queue, result) -> None:
-    places = [*result.aborted, *(s for m in result.micro_batches for s in m)]
+    places = [*result.aborted.sequences, *(s for m in result.micro_batches for s in m)]
     assert sorted(s.request.request_id for s in places) == [s.request.request_id for s in queue]
     assert all(result.micro_batches), "an empty micro-batch was returned"
     assert result.micro_batches or not result.aborted, "a batch of nobody puts requests off for ever"
@@ -140,7 +142,7 @@ def test_what_never_fits_is_what_passes_a_limit_alone(case):
 def test_without_limits_loads_differ_by_at_most_one_prompt(prompts, num_micro_batches):
     """The bound of greedy balancing: when the heaviest took its last prompt it was the lightest."""
     limits = BatchLimits(num_micro_batches=num_micro_batches, micro_batch_size=1000, micro_batch_cache_tokens=10**9)
-    result = batch_requests(sequences(*[(p, 1) for p in prompts]), limits)
+    result = batch_requests(Waiting.of(sequences(*[(p, 1) for p in prompts])), limits)
     loads = [sum(s.prompt_len for s in m) for m in result.micro_batches]
     loads += [0] * (num_micro_batches - len(loads))
     assert max(loads) - min(loads) <= max(prompts)
@@ -150,38 +152,38 @@ def test_without_limits_loads_differ_by_at_most_one_prompt(prompts, num_micro_ba
 def test_the_lightest_is_the_one_with_the_fewest_prompt_tokens():
     """Whatever they will generate: 10 and 9 begin, 8 joins 9, and 7 joins 10 although that one caches the most."""
     limits = BatchLimits(num_micro_batches=2, micro_batch_size=9, micro_batch_cache_tokens=999)
-    result = batch_requests(sequences((10, 100), (9, 1), (8, 1), (7, 1)), limits)
+    result = batch_requests(Waiting.of(sequences((10, 100), (9, 1), (8, 1), (7, 1))), limits)
     assert [[s.prompt_len for s in micro_batch] for micro_batch in result.micro_batches] == [[10, 7], [9, 8]]
 
 
 def test_a_padded_prompt_takes_the_room_of_the_longest():
     """Of 25 tokens two padded prompts of 10 leave no room for a third, be it one of 5."""
     limits = BatchLimits(num_micro_batches=3, micro_batch_size=9, micro_batch_cache_tokens=999, prompt_tokens=25)
-    result = batch_requests(sequences((10, 1), (5, 1), (5, 1)), limits, padded=True)
+    result = batch_requests(Waiting.of(sequences((10, 1), (5, 1), (5, 1))), limits, padded=True)
     assert sum(len(micro_batch) for micro_batch in result.micro_batches) == 2
-    assert len(batch_requests(sequences((10, 1), (5, 1), (5, 1)), limits).aborted) == 0
+    assert len(batch_requests(Waiting.of(sequences((10, 1), (5, 1), (5, 1))), limits).aborted) == 0
 
 
 def test_a_batch_by_hand():
     """Longest first, each to the lightest; at two requests a micro-batch is complete. 9 8 7 6 5 4: {9} {8}, 7 joins 8,
     6 joins 9; then both are full, and 5 and 4 wait for the next batch."""
     limits = BatchLimits(num_micro_batches=2, micro_batch_size=2, micro_batch_cache_tokens=100)
-    result = batch_requests(sequences((4, 3), (5, 3), (6, 3), (7, 3), (8, 3), (9, 3)), limits)
+    result = batch_requests(Waiting.of(sequences((4, 3), (5, 3), (6, 3), (7, 3), (8, 3), (9, 3))), limits)
     assert [[s.prompt_len for s in m] for m in result.micro_batches] == [[8, 7], [9, 6]]
-    assert [s.prompt_len for s in result.aborted] == [5, 4]
+    assert [s.prompt_len for s in result.aborted.sequences] == [5, 4]
 
 
 def test_the_last_partial_micro_batch_is_not_lost():
     limits = BatchLimits(num_micro_batches=2, micro_batch_size=3, micro_batch_cache_tokens=100)
-    result = batch_requests(sequences((9, 3), (2, 3), (2, 3)), limits)
+    result = batch_requests(Waiting.of(sequences((9, 3), (2, 3), (2, 3))), limits)
     assert [[s.prompt_len for s in m] for m in result.micro_batches] == [[9], [2, 2]]
 
 
 def test_padding_counts_every_prompt_as_the_longest():
     limits = BatchLimits(num_micro_batches=1, micro_batch_size=9, micro_batch_cache_tokens=36)
     queue = sequences((9, 3), (2, 3), (2, 3), (2, 3))
-    assert [len(m) for m in batch_requests(queue, limits).micro_batches] == [4]
-    assert [len(m) for m in batch_requests(queue, limits, padded=True).micro_batches] == [3]
+    assert [len(m) for m in batch_requests(Waiting.of(queue), limits).micro_batches] == [4]
+    assert [len(m) for m in batch_requests(Waiting.of(queue), limits, padded=True).micro_batches] == [3]
 
 
 @dataclass(frozen=True)
@@ -299,4 +301,5 @@ def test_a_batch_of_all_requests_leaves_none_over_for_its_length(lengths, micro_
         micro_batch_cache_tokens=ceil(micro_batch_kv_tokens(shape, micro_batch_size)),
         micro_batch_prompt_tokens=ceil(shape.prompts_of(micro_batch_size) + shape.longest_prompt),
     )
-    assert not batch_requests(queue, limits, cached_tokens=lambda num_tokens: num_tokens).aborted
+    result = batch_requests(Waiting.of(queue), limits, cached_tokens=lambda num_tokens: num_tokens)
+    assert not result.aborted
