@@ -10,9 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from harness.machine.base import Lane, Machine, Op, Ticket
+from harness.machine.base import Lane, Machine, Op, Ticket, TicketState
 from harness.machine.hazards import Hazards
 from harness.memory.tiers import Buffer, make_tiers
+
+_NO_NODE = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,16 +40,20 @@ class RecordingMachine(Machine):
 
     Values come from the `world`, as on the simulated machine. Of several tickets that are awaited together
     (`wait_any`), the one submitted first counts as the first to end.
+
+    What is submitted while it does not record (`records`) was over before all else: it is no node, and nothing waits
+    for it.
     """
 
     label: ClassVar[str] = "none"
     name: ClassVar[str] = "recording"
     clock = "none"
 
-    def __init__(self, *, capacities_bytes: dict[str, int], world: Any = None) -> None:
+    def __init__(self, *, capacities_bytes: dict[str, int], world: Any = None, records: bool = True) -> None:
         self.tiers = make_tiers(capacities_bytes)
         self.spans = []
         self.world = world
+        self.records = records
         self._hazards = Hazards()
         self._ops: list[Op | None] = []
         self._lanes: list[Lane | None] = []
@@ -60,15 +66,21 @@ class RecordingMachine(Machine):
     def submit(self, lane: Lane, op: Op, *, after: Iterable[Ticket] = (), urgent: bool = False) -> Ticket:
         if self.world is not None:
             op.foresee(self.world)
+        if not self.records:
+            over = Ticket(op, lane, _NO_NODE, urgent)
+            over.state, over.done = TicketState.DONE, True
+            return over
         self._go_on()
         queue = (lane.kind, lane.rank, urgent)  # a lane's own hash takes longer
+        after = [ticket for ticket in after if ticket.number != _NO_NODE]
         first = (*self._thread, self._last.get(queue, -1))
         ticket, before = self._hazards.record(lane, op, len(self._ops), urgent=urgent, after=after, before=first)
         self._last[queue] = self._add(op, lane, urgent, before)
         return ticket
 
     def wait(self, ticket: Ticket) -> Any:
-        self._awaited.append(ticket.number)
+        if ticket.number != _NO_NODE:
+            self._awaited.append(ticket.number)
         if ticket.value is None and self.world is not None:
             ticket.value = ticket.op.imagine(self.world)
         return ticket.value
@@ -96,11 +108,6 @@ class RecordingMachine(Machine):
 
     def unback(self, buffer: Buffer) -> None:
         """Do nothing, since there are no tensors."""
-
-    @property
-    def num_nodes(self) -> int:
-        """The nodes until now: those of what is submitted next have this number or larger ones."""
-        return len(self._ops)
 
     def graph(self) -> OpGraph:
         """Return what was recorded until now."""

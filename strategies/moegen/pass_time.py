@@ -47,11 +47,14 @@ def pass_time(recorded: Recorded, cost: Cost, spec: ModelSpec) -> PassTime:
     """Return the time of a pass over all layers of the model with dimensions `spec`, from a pass over its first
     layers."""
     graph, few = recorded.graph, recorded.spec
-    seconds = _seconds(recorded, cost)
+    seconds = [
+        cost(lane, op) if op is not None and lane is not None else 0.0
+        for op, lane in zip(graph.ops, graph.lanes, strict=True)
+    ]
     runs = in_lane_order(graph, seconds)
     path = critical_path(runs.before, runs.seconds)
     ends_s = [path.ends_s[run] for run in runs.last]
-    layer_ends_s = _layer_ends(graph, recorded.first, ends_s, few.num_layers)
+    layer_ends_s = _layer_ends(graph, ends_s, few.num_layers)
     embed_s = sum(own_s for own_s, op in zip(seconds, graph.ops, strict=True) if type(op) is Embed)
     begins_s = [embed_s, *layer_ends_s]
     layers_s = [end_s - begin_s for begin_s, end_s in zip(begins_s, layer_ends_s, strict=False)]
@@ -106,21 +109,12 @@ def _on_lanes(graph: OpGraph, seconds: list[float], layers: tuple[int, ...]) -> 
     return found
 
 
-def _seconds(recorded: Recorded, cost: Cost) -> list[float]:
-    """Return what each node costs; what came before the pass costs nothing."""
-    found = [0.0] * recorded.first
-    for op, lane in zip(recorded.graph.ops[recorded.first :], recorded.graph.lanes[recorded.first :], strict=True):
-        found.append(cost(lane, op) if op is not None and lane is not None else 0.0)
-    return found
-
-
-def _layer_ends(graph: OpGraph, first: int, ends_s: list[float], num_layers: int) -> list[float]:
+def _layer_ends(graph: OpGraph, ends_s: list[float], num_layers: int) -> list[float]:
     """Return when the GPU ends each layer: its last op but the one that waits for the next layer's turn."""
     found = [0.0] * num_layers
-    for node in range(first, len(graph)):
-        op, lane = graph.ops[node], graph.lanes[node]
+    for op, lane, end_s in zip(graph.ops, graph.lanes, ends_s, strict=True):
         if op is None or lane is None or lane.kind is not LaneKind.GPU:
             continue
         if op.layer is not None and type(op) is not Combine:
-            found[op.layer] = max(found[op.layer], ends_s[node])
+            found[op.layer] = max(found[op.layer], end_s)
     return found

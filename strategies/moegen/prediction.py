@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import cache
 from math import ceil
 
 from harness.engine.strategy import Prediction
@@ -14,23 +16,34 @@ _DECIDED = {"path": "their critical path (Eq. 4)", "lane": "the sum of the busie
 def predict(search: Search, policy: Policy) -> Prediction:
     """Return the throughput of the workload under a policy. The last batch may be smaller than B, and so may the last
     prefill of each; contexts count as halfway through the generation."""
-    shape = search.deployment.shape
+    shape, times = search.deployment.shape, search.times
+    steps = max(shape.new_tokens - 1, 0)
     sizes = _parts(shape.num_requests, policy.decode.batch_size)
-    prefill_s = decode_s = 0.0
-    for size in sizes:
-        for part in _parts(size, policy.prefill.batch_size):
-            prefill_s += search.times.of(policy, search.prefill_batch(part)).seconds
-        if shape.new_tokens > 1:
-            decode_s += (shape.new_tokens - 1) * search.times.of(policy, search.decode_batch(size)).seconds
-    first = search.times.of(policy, search.prefill_batch(min(policy.prefill.batch_size, sizes[0])))
+
+    @cache
+    def prefill_s(batch: int) -> float:
+        parts = Counter(_parts(batch, policy.prefill.batch_size))
+        return sum(count * times.of(policy, search.prefill_batch(part)).seconds for part, count in parts.items())
+
+    @cache
+    def decode_s(batch: int) -> float:
+        return steps * times.of(policy, search.decode_batch(batch)).seconds if steps else 0.0
+
+    all_prefill_s, all_decode_s = sum(map(prefill_s, sizes)), sum(map(decode_s, sizes))
+    first = times.of(policy, search.prefill_batch(min(policy.prefill.batch_size, sizes[0])))
     told = f"prefill by {_DECIDED[first.decided_by]}"
-    terms = {"batches": len(sizes), "prefill_s": prefill_s, "decode_s": decode_s, "prefill_layer_s": first.moe_layer_s}
-    if shape.new_tokens > 1:
-        step = search.times.of(policy, search.decode_batch(sizes[0]))
+    terms = {
+        "batches": len(sizes),
+        "prefill_s": all_prefill_s,
+        "decode_s": all_decode_s,
+        "prefill_layer_s": first.moe_layer_s,
+    }
+    if steps:
+        step = times.of(policy, search.decode_batch(sizes[0]))
         terms["decode_layer_s"] = step.moe_layer_s
         told += f", decode by {_DECIDED[step.decided_by]}"
     return Prediction(
-        throughput_tok_s=shape.num_requests * shape.new_tokens / (prefill_s + decode_s),
+        throughput_tok_s=shape.num_requests * shape.new_tokens / (all_prefill_s + all_decode_s),
         model=f"MoE-Gen, from the recorded ops: {told}",
         terms=terms,
     )

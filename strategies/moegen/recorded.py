@@ -55,10 +55,9 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """The ops of one pass, with those that the engine and the pipeline submit before it."""
+    """The ops of one pass of a model with the dimensions `spec`."""
 
     graph: OpGraph
-    first: int  # node of the pass
     spec: ModelSpec
 
 
@@ -145,7 +144,7 @@ def record(
     engine: Engine, spec: ModelSpec, policy: Policy, shape: WorkloadShape, batch: Batch, build: Build
 ) -> Recorded:
     """Record a pass of `batch` in a model of the engine's family with the dimensions of `spec`."""
-    machine = RecordingMachine(capacities_bytes=dict.fromkeys(engine.machine.tiers, _ROOM_BYTES))
+    machine = RecordingMachine(capacities_bytes=dict.fromkeys(engine.machine.tiers, _ROOM_BYTES), records=False)
     machine.world = World(_RoutedOnce(spec, batch), spec.num_experts)
     block_size = engine.kv.allocator.block_size
     num_blocks = batch.num_blocks(block_size)
@@ -159,18 +158,19 @@ def record(
     plan = _plan(
         batch, phase.attention_batch, phase.num_on_cpu(batch.num_sequences) if batch.decodes else 0, block_size
     )
-    machine.drain()
-    first = machine.num_nodes
+    machine.records = True  # from here on: the pass alone
     pipeline.run(plan).complete()
     graph = machine.graph()
     machine.forget()
-    return Recorded(graph=graph, first=first, spec=spec)
+    return Recorded(graph=graph, spec=spec)
 
 
 @lru_cache(maxsize=4)
 def _store(spec: ModelSpec, family: Any) -> WeightStore:
     """Return a model in host memory of its own, where it has been read: recorded passes change nothing there."""
-    return WeightStore(RecordingMachine(capacities_bytes={PINNED: _ROOM_BYTES}), PlannedModel(spec, family))
+    return WeightStore(
+        RecordingMachine(capacities_bytes={PINNED: _ROOM_BYTES}, records=False), PlannedModel(spec, family)
+    )
 
 
 def _sequences(batch: Batch, block_size: int) -> list[Sequence]:

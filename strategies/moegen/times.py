@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 from harness.engine.engine import Engine
 from harness.engine.strategy import Pipeline
@@ -32,12 +32,13 @@ class PassTimes:
     def __post_init__(self) -> None:
         self._known: dict[object, PassTime] = {}
         self._most_tokens_of_expert = cache(most_tokens_of_expert)
+        self._few_layers = cache(partial(few_layers, self.engine.spec))
 
     def of(self, policy: Policy, batch: Batch) -> PassTime:
         """Return the time of a pass. Of the experts that stay on the device each layer has as many; between two small
         whole numbers it is a straight line."""
         spec, num_tokens = self.engine.spec, batch.num_sequences * batch.tokens_each
-        few = few_layers(spec, policy.dense_slots, num_tokens)
+        few = self._few_layers(policy.dense_slots, num_tokens)
         resident = policy.resident_experts / spec.num_moe_layers  # in each layer
         low = int(resident) if resident < _FEW_EXPERTS else round(resident)
         resident = resident if resident < _FEW_EXPERTS else low

@@ -65,6 +65,19 @@ def test_an_edge_stays_after_the_op_that_was_waited_for():
     assert 0 in machine.graph().before[-1]
 
 
+def test_what_came_before_the_recording_is_no_node_and_nothing_waits_for_it():
+    machine = RecordingMachine(capacities_bytes={"device": 100}, world={"before": 3, "value": "routes"}, records=False)
+    before = machine.submit(H2D, Told(writes=("w",)))
+    assert before.done and before.settled and before.op.foreseen == 3
+    machine.records = True
+    assert machine.wait(before) == "routes"
+    machine.wait_any([before])
+    machine.drain()
+    machine.submit(GPU, Quick(reads=("w",)), after=[before])
+    machine.submit(GPU, Quick(writes=("w",)))
+    assert list(machine.graph().before) == [(), (0,)]
+
+
 def test_values_come_from_the_world():
     machine = recorder({"before": 3, "value": "routes"})
     tickets = [machine.submit(D2H, Told()) for _ in range(2)]

@@ -135,7 +135,7 @@ def record_of(engine, deployment, policy, decodes):
 def submitted_in(engine, recorded) -> list[tuple]:
     graph = recorded.graph
     rows = zip(graph.ops, graph.lanes, graph.urgent, strict=True)
-    return [(op, lane, urgent) for op, lane, urgent in list(rows)[recorded.first :] if op is not None]
+    return [(op, lane, urgent) for op, lane, urgent in rows if op is not None]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
