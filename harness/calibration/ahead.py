@@ -111,6 +111,7 @@ class LaunchedAhead:
         experts = self._probes.stream.experts(layer)
         for number, part in islice(experts.items(), _EXPERTS):
             emit.experts(it, layer, {number: part})
+        self._probes.some_experts(emit, it, layer)
         emit.experts(it, layer, experts)
 
 

@@ -21,7 +21,8 @@ from typing import ClassVar
 import numpy as np
 
 from harness.bench.shapes import Shape
-from harness.calibration.probes import Background, LayerProbes
+from harness.calibration.background import Background, busy_lanes
+from harness.calibration.probes import LayerProbes
 from harness.calibration.table import (
     AGAIN,
     ALONE,
@@ -192,7 +193,7 @@ class OpCosts:
         probes.stream.request_layer(probes.layer)
         probes.ops.emit.embed(it)
         self._engine.machine.drain()
-        with probes.background(link=LaneKind.H2D in company) as background:
+        with busy_lanes(probes, link=LaneKind.H2D in company) as background:
             with self._held(emit):
                 self._gpu_side(emit, it)
             self._fed(background, emit)
@@ -206,7 +207,7 @@ class OpCosts:
         another micro-batch, or weights stream, or both, as `company` says."""
         probes = self._probes
         emit, it = Recording(self._engine, serial=True), probes.batch(0, shape)
-        with probes.background(gpu=LaneKind.GPU in company, link=LaneKind.H2D in company) as background:
+        with busy_lanes(probes, gpu=LaneKind.GPU in company, link=LaneKind.H2D in company) as background:
             with self._held(emit):
                 probes.host_side(emit, it, probes.layer)
             self._fed(background, emit)
@@ -219,7 +220,7 @@ class OpCosts:
         Threads then hand the interpreter to one another several times an op. Beside the cpu lane the ops are those of
         the gpu lane, beside that all others."""
         emit, submit = self._prepared(shape, lane)
-        with self._probes.background(short=lane, link=LaneKind.H2D in company) as background:
+        with busy_lanes(self._probes, short=lane, link=LaneKind.H2D in company) as background:
             with self._held(emit):
                 submit()
             self._fed(background, emit)
@@ -357,7 +358,7 @@ def alike_ops(
     found its weights."""
     grouped: dict[tuple[str, tuple[float, ...]], list[Ticket]] = defaultdict(list)
     for ticket in tickets:
-        key = table_key(ticket.lane, ticket.op, found=found(ticket)) + TOGETHER * (ticket.op.launches > 1)
+        key = table_key(ticket.lane, ticket.op, found=found(ticket)) + TOGETHER * (ticket.op.joined > 1)
         grouped[key, tuple(float(f"{feature:.2g}") for feature in features_of(ticket.op))].append(ticket)
     for (key, _), alike in grouped.items():
         yield key, alike

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +17,7 @@ from harness.engine.engine import Engine
 from harness.engine.ops import data, expert_rows, paged
 from harness.engine.ops.experts import Expert
 from harness.engine.ops.predictions import PredictExperts
-from harness.machine.base import CPU, D2H, GPU, H2D, PIN, Lane, Ticket
+from harness.machine.base import CPU, D2H, GPU, H2D, PIN
 from harness.memory.kv_cache import KVCache
 from harness.memory.placed import PlacedPart
 from harness.memory.tiers import DEVICE, Buffer
@@ -293,15 +292,25 @@ class LayerProbes:
         )  # fmt: skip
 
     def gpu_side(self, emit: Emitter, it: InFlight, layer: int) -> None:
-        """Submit what a layer, whose weights the stream holds, has on the gpu lane, with experts apart."""
+        """Submit what a layer, whose weights the stream holds, has on the gpu lane, with experts apart and some
+        together."""
         part = partial(self.stream.part, layer)
         emit.attention_in(it, layer, part("attention_in"))
         emit.prefill_attention(it, layer)
         emit.attention_out(it, layer, part("attention_out"))
         self.predict(emit, it, layer, part("attention_out"))
-        for number, placed in self.stream.experts(layer).items():
+        experts = self.stream.experts(layer)
+        for number, placed in experts.items():
             emit.experts(it, layer, {number: placed})
+        self.some_experts(emit, it, layer)
         emit.combine(it, layer)
+
+    def some_experts(self, emit: Emitter, it: InFlight, layer: int) -> None:
+        """Submit some of the experts of a layer, whose weights the stream holds, in one op: few, a part and most."""
+        experts = list(self.stream.experts(layer).items())
+        for number in sorted({2, len(experts) // 4, len(experts) * 3 // 4}):
+            if 1 < number < len(experts):
+                emit.experts(it, layer, dict(experts[-number:]))
 
     def fits_staging(self, it: InFlight) -> bool:
         nbytes = it.batch.on_host.num_context_tokens * self.engine.spec.kv_bytes_per_token_layer
@@ -312,16 +321,6 @@ class LayerProbes:
         experts = self.engine.store.experts(self.engine.spec.moe_layers[-1])
         self._next_expert += 1
         return experts[self._next_expert % len(experts)]
-
-    @contextmanager
-    def background(self, *, gpu: bool = False, link: bool = False, short: Lane | None = None) -> Iterator[Background]:
-        """Give some lanes work for as long as it is fed, and drain it at the end. These are the gpu lane, the link, or
-        lane `short`, with one short op after another."""
-        work = Background(self, gpu=gpu, link=link, short=short)
-        try:
-            yield work
-        finally:
-            work.end()
 
     def close(self) -> None:
         self.stream.close()
@@ -335,59 +334,6 @@ class LayerProbes:
         if self.staged is not None:
             tiers["host"].release(self.staged[0].buffer)
             tiers["pinned"].release(self.staged[1])
-
-
-class Background:
-    """Keeps lanes busy: the gpu with layer after layer of a second micro-batch, the link with weights. The layer that
-    the gpu uses lies in one slot of the stream, what the link brings goes to the other."""
-
-    TOKENS = 200
-    AHEAD = 10  # ops that are always queued
-    SHORT_ROWS = 2  # of an expert in a short op
-
-    def __init__(self, probes: LayerProbes, *, gpu: bool, link: bool, short: Lane | None) -> None:
-        self._probes, self._link, self._short = probes, link, short
-        self._computing: list[Ticket] = []
-        self.computed: list[Ticket] = []  # that have ended
-        self._transfer: list[Ticket] = []
-        self._it: InFlight | None = None
-        if short == GPU:
-            probes.stream.request_layer(probes.layer)
-            probes.engine.machine.drain()
-        if gpu:
-            tokens = min(self.TOKENS, probes.acts[1].max_tokens)
-            self._it = probes.batch(1, Shape(prompts=(min(100, tokens),) * max(1, tokens // 100)))
-            probes.stream.request_layer(probes.layer)
-            probes.ops.emit.embed(self._it)
-            probes.engine.machine.drain()
-        self.feed()
-
-    def feed(self) -> None:
-        """Submit more work; this must be called more often than what is queued lasts."""
-        self.computed += [t for t in self._computing if t.done]
-        self._computing = [t for t in self._computing if not t.done]
-        while self._it is not None and len(self._computing) < self.AHEAD:
-            self._computing += self._probes.ops.layer(self._it, self._probes.layer)
-        while self._short is not None and len(self._computing) < self.AHEAD:
-            probes, rows = self._probes, min(self.SHORT_ROWS, self._probes.acts[0].max_tokens)
-            op = probes.expert_on_device(rows) if self._short == GPU else probes.expert_on_host(rows)
-            self._computing.append(probes.engine.machine.submit(self._short, op))
-        if self._link and sum(not t.done for t in self._transfer) < 3:
-            self._settle()
-            self._transfer = self._probes.stream.request_layer(self._probes.beside)
-
-    def end(self) -> None:
-        self._settle()
-        self._probes.stream.cancel_all()
-        self._probes.engine.machine.drain()
-
-    def _settle(self) -> None:
-        for ticket in self._transfer:
-            self._probes.engine.machine.wait(ticket)
-        if self._transfer:
-            for name in self._probes.stream.part_names(self._probes.beside):
-                self._probes.stream.release(self._probes.beside, name)
-        self._transfer = []
 
 
 def _index_beside(spec: ModelSpec, index: int) -> int:

@@ -28,7 +28,7 @@ VERSION = 13
 # What ends the key of an op with weights, by where it finds them: just come over the link (nothing), in a cache
 # since the op before it has read them, or in memory, where they have been for long.
 AGAIN, AT_REST = ", again", ", at rest"
-TOGETHER = ", together"  # ends the key of an op with several launches
+TOGETHER = ", together"  # ends the key of an op that does the work of several
 _BY_COMPANY, _IN_NO_COMPANY = ("samples", "crowded"), ("beside_strategy", "ahead", "launching")
 LINKS = (LaneKind.H2D, LaneKind.D2H, LaneKind.PIN)  # lanes that a profile gives a rate in bytes
 
@@ -60,8 +60,8 @@ class HostTimes:
 @dataclass(frozen=True, kw_only=True)
 class CalibrationTable:
     """Holds all that was measured on a machine. `samples` are (features, seconds) by company, lane and cost key: what
-    one op takes. The number of an op's launches is a feature where there are several, and the key says so. On the links
-    the seconds are those beyond bytes / rate, so that the table serves other link rates too. In company short ops lose
+    one op takes. Where an op is joined of several, their number is a feature, and the key says so. On the links the
+    seconds are those beyond bytes / rate, so that the table serves other link rates too. In company short ops lose
     most, to threads that hand the interpreter to each other and to caches that streams sweep.
     `crowded` are such samples beside the one lane that costs most: the cpu lane for gpu ops and the gpu lane for all
     others, with one short op after another, of `short_s` seconds by that lane; by whether the link is busy too.
@@ -96,40 +96,39 @@ class CalibrationTable:
     def seconds(self, lane: Lane, op: Op, company: Company = ALONE, *, found: str = "") -> float | None:
         """Return an op's seconds beyond the link's own time, in this company or in the nearest one that was measured.
         The result is None where the op was measured in none. `found` says where the op finds its weights: `AGAIN`,
-        `AT_REST` or neither."""
+        `AT_REST` or neither. What is joined of several on a device was measured at rest."""
         for key in dict.fromkeys((table_key(lane, op, found=found), table_key(lane, op))):
             for candidate in _nearest(company):
                 function = self.functions.get(candidate, {}).get(key)
                 if function is not None:
-                    one_s = function(op.cost_features())
-                    joint = self.joint.get(candidate, {}).get(key) if op.launches > 1 else None
-                    return max(one_s, joint(_of_all(op.cost_features(), op.launches)) if joint else op.launches * one_s)
+                    joint = self.joint.get(candidate, {})
+                    return _joined_s(op, function, joint.get(key) or joint.get(table_key(lane, op, found=AT_REST)))
         return None
 
     @cached_property
     def launched(self) -> dict[str, tuple[Interpolated | Plane, Interpolated | Plane]]:
         """The own seconds of ops that are launched ahead, and those of their launching, by key."""
-        return {key: (fit(points), fit(self.launching[key])) for key, points in self.ahead.items()}
+        keys = [key for key in self.ahead if not key.endswith(TOGETHER)]
+        return {key: (fit(self.ahead[key]), fit(self.launching[key])) for key in keys}
+
+    @cached_property
+    def launched_jointly(self) -> tuple[dict[str, Plane], dict[str, Plane]]:
+        """Both for ops that are joined of several, by the key of one of these, in the form of `joint`."""
+        return _joint(self.ahead), _joint(self.launching)
 
     def launched_s(self, lane: Lane, op: Op) -> tuple[float, float] | None:
         """Return an op's own seconds and those of its launching; None where it was not measured launched ahead."""
-        found = self.launched.get(table_key(lane, op))
-        if found is None:
+        key = table_key(lane, op)
+        if key not in self.launched:
             return None
-        own, launching = (function(op.cost_features()) for function in found)
-        return own, launching
+        (own, launching), joint = self.launched[key], [by_key.get(key) for by_key in self.launched_jointly]
+        return _joined_s(op, own, joint[0]), _joined_s(op, launching, joint[1])
 
     @cached_property
     def joint(self) -> dict[Company, dict[str, Plane]]:
-        """The seconds of ops of several launches, by company and by the key of such an op with one. They are over the
-        number of launches and over what all of them have together of each feature."""
-        found: dict[Company, dict[str, Plane]] = defaultdict(dict)
-        for company, by_key in self.samples.items():
-            for key in [key for key in by_key if key.endswith(TOGETHER)]:
-                points = {_of_all(at, n): s for (*at, n), s in typical_by_features(by_key[key]).items()}
-                if len(points) > len(next(iter(points))):  # as many as a plane has numbers; fewer could lie on any
-                    found[company][key.removesuffix(TOGETHER)] = fit_plane(points)
-        return found
+        """The seconds of ops that are joined of several, by company and by the key of one of these. They are over the
+        number of these and over what all of them have together of each feature."""
+        return {company: _joint(by_key) for company, by_key in self.samples.items()}
 
     @cached_property
     def crowding_s(self) -> dict[Company, dict[tuple[str, bool], float]]:
@@ -200,7 +199,7 @@ class CalibrationTable:
     def covered(self, kind: str) -> list[Company]:
         """Return the companies in which every op of that lane was measured, so that samples hold what these companies
         cost. Poison, which only tests have, is no such op, and weights at rest are in no company."""
-        own = {key for key in self.samples[ALONE] if key.startswith(f"{kind}: ") and not key.endswith(AT_REST)}
+        own = {key for key in self.samples[ALONE] if key.startswith(f"{kind}: ") and not _ends_with(key, AT_REST)}
         keys = own - {f"{kind}: poison"}
         return [company for company in self.samples if keys and keys <= self.samples[company].keys()]
 
@@ -314,13 +313,30 @@ def table_key(lane: Lane, op: Op, *, found: str = "") -> str:
 
 
 def features_of(op: Op) -> tuple[float, ...]:
-    """Return what a sample says of an op: its cost features, and the number of its launches where it has several."""
-    return (*op.cost_features(), *([float(op.launches)] if op.launches > 1 else []))
+    """Return what a sample says of an op: its cost features, and how many others it is joined of where it is."""
+    return (*op.cost_features(), *([float(op.joined)] if op.joined > 1 else []))
 
 
-def _of_all(features: Sequence[float], launches: float) -> tuple[float, ...]:
-    """Return the number of launches, and what all of them have together of each feature of one."""
-    return (launches, *(feature * launches for feature in features))
+def _joint(by_key: Mapping[str, Points]) -> dict[str, Plane]:
+    found = {}
+    for key in [key for key in by_key if key.endswith(TOGETHER)]:
+        points = {_of_all(at, n): s for (*at, n), s in typical_by_features(by_key[key]).items()}
+        if len(points) > len(next(iter(points))):  # as many as a plane has numbers; fewer could lie on any
+            found[key.removesuffix(TOGETHER)] = fit_plane(points)
+    return found
+
+
+def _joined_s(op: Op, one: Interpolated | Plane, joint: Plane | None) -> float:
+    """Return the seconds of an op where `one` has those of a single op, and `joint` those of several as far as they
+    were measured."""
+    features, number = op.cost_features(), op.joined
+    one_s = one(features)
+    return max(one_s, joint(_of_all(features, number)) if number > 1 and joint else number * one_s)
+
+
+def _of_all(features: Sequence[float], number: float) -> tuple[float, ...]:
+    """Return the number of joined ops, and what all of them have together of each feature of one."""
+    return (number, *(feature * number for feature in features))
 
 
 def weight_keys(op: Op) -> tuple[Hashable, ...]:
@@ -332,9 +348,14 @@ def weight_keys(op: Op) -> tuple[Hashable, ...]:
 def _lane_rates(by_key: Mapping[str, Points], works: Works) -> dict[LaneKind, LaneRates]:
     measured: dict[LaneKind, list[tuple[Work, float]]] = defaultdict(list)
     for key, points in by_key.items():
-        if not key.endswith((AGAIN, AT_REST)):
+        if not _ends_with(key, AGAIN, AT_REST):
             measured[LaneKind(key.split(":")[0])] += [(works[key][features], seconds) for features, seconds in points]
     return {kind: LaneRates.of(found) for kind, found in measured.items()}
+
+
+def _ends_with(key: str, *found: str) -> bool:
+    """Tell whether a key says that weights were found so."""
+    return key.removesuffix(TOGETHER).endswith(found)
 
 
 def _nearest(company: Company) -> Iterator[Company]:

@@ -128,6 +128,12 @@ class Op(ABC):
         ask for it; it is empty where only `work` is known."""
         return ()
 
+    @property
+    def joined(self) -> int:
+        """The number of ops, as tables of costs know them, whose work it does: its launches, or more where a device
+        does several in one."""
+        return self.launches
+
     def launch_works(self) -> Sequence[Work]:
         """Return the work of each launch, asked only where there are several: together they are `work`."""
         return [Work(*(amount / self.launches for amount in self.work()))] * self.launches

@@ -2,7 +2,8 @@
 
 * `placement`: what a strategy is asked after each router, and its answer.
 * `residency`: experts in device memory: a hot-expert table, slots for experts on demand, slots for prefetches.
-* `pipeline`: a pass through the model, in which each layer's active experts run where the strategy puts them.
+* `pipeline`: a pass through the model, in which each layer's active experts run where the strategy puts them: those
+  that have arrived on the device in one op, then each of the others as it comes.
 * `deployment`: how device memory is divided, and the steps from an engine to a pipeline on it.
 * `popularity`: which experts are hot, by a profile run over other prompts or by a file.
 * `costs`: what moving and computing an expert takes, measured on the machine.

@@ -133,16 +133,19 @@ class ExpertPipeline:
         )  # fmt: skip
 
     def _on_gpu(self, in_flight: Seq[InFlight], tokens: Routes, view: LayerView, experts: Seq[int]) -> None:
-        """Run experts on the device, over all micro-batches that have tokens for them. What is there is held first, so
-        that nothing that is brought takes its place."""
+        """Run experts on the device: those that have arrived in one op, and each of the others as it comes. Each
+        micro-batch that has tokens for them has ops of its own. What is there is held first, so that nothing that is
+        brought takes its place."""
         residency, layer = self.residency, view.layer
         held = {expert: residency.take(layer, expert) for expert in experts if expert in view.there}
-        for expert in experts:
-            part = held[expert] if expert in held else residency.take(layer, expert)
+        arrived = sorted(expert for expert in held if view.there[expert])
+        others = [[expert] for expert in experts if not view.there.get(expert)]
+        for group in [arrived, *others] if arrived else others:
+            parts = {expert: held[expert] if expert in held else residency.take(layer, expert) for expert in group}
             for it, routed in zip(in_flight, tokens, strict=True):
-                if routed[expert]:
-                    self._emit.experts(it, layer, {expert: part})
-            residency.done(layer, expert)
+                self._emit.experts(it, layer, {expert: part for expert, part in parts.items() if routed[expert]})
+            for expert in group:
+                residency.done(layer, expert)
 
     def _combine(self, it: InFlight, layer: int, *, on_host: bool) -> None:
         if not on_host:

@@ -44,9 +44,9 @@ class BatchLimits:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Requests that wait, longest prompt first (line 4); of equal length in the order in which they came.
+    """Holds requests that wait, longest prompt first (line 4); of equal length in the order in which they came.
 
-    They are sorted and read once, and asked for up to one batch each.
+    They are sorted and read once, however many batches are made of them.
     """
 
     sequences: np.ndarray  # Sequence [sequences]

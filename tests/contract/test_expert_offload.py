@@ -6,11 +6,20 @@ import pytest
 
 from harness.engine.emitter import Emitter
 from harness.machine.base import CPU, GPU, H2D
+from strategies.expert_offload.pipeline import ExpertPipeline
 from strategies.expert_offload.policies import AbsentOnCpu, OnDemandOnly
 from tests.contract.placing import Cache, Slots, placed
 from tests.contract.running import CAPACITIES_BYTES, check_tokens, emulated, engine_on, requests, run_to_end, shuffled
 from tests.contract.simulating import expert_bytes, link_bytes, simulated_engine, tokens_by_expert, tokens_of
 from tests.fake_device import cuda_machine
+
+
+class LargeCache(Cache):
+    """A config with slots for most of the model's experts."""
+
+    def num_slots(self, spec) -> tuple[int, int]:
+        return 24, 0
+
 
 CASES = {
     "on demand, shuffled": (lambda: shuffled(0), OnDemandOnly(), Slots, 1, {"on_demand"}),
@@ -53,6 +62,31 @@ def test_what_the_link_brings_is_what_was_counted(slots):
     assert brought == counted["on_demand"] + counted["issued"] - counted["withdrawn"], counted
     assert min(counted["issued"], counted["on_demand"], counted["wasted"]) > 0, counted
     assert counted["issued"] == sum(counted[way] for way in ("prefetched", "wasted", "withdrawn")), counted
+
+
+def test_experts_that_have_arrived_run_in_one_op_and_each_other_one_as_it_comes(tiny, monkeypatch):
+    """Whatever the order in which the placer names them, nothing that is there waits for what is on its way."""
+    views, groups, view = [], [], ExpertPipeline._view
+    monkeypatch.setattr(ExpertPipeline, "_view", lambda *of, **how: views.append(view(*of, **how)) or views[-1])
+    emit = Emitter.experts
+
+    def noted(emitter, it, layer, parts):
+        groups.append((len(views), set(parts)))
+        return emit(emitter, it, layer, parts)
+
+    monkeypatch.setattr(Emitter, "experts", noted)
+    work = requests(5, vocab_size=tiny.spec.vocab_size, longest=40, max_new_tokens=4)
+    engine = engine_on(emulated(), tiny, work, kv_blocks=40)
+    run_to_end(engine, lambda on: placed(on, OnDemandOnly(), slots=LargeCache))
+    several = 0
+    for number, seen in enumerate(views, start=1):
+        arrived = {expert for expert, is_there in seen.there.items() if is_there}
+        its = [experts for at, experts in groups if at == number]
+        first, others = (its[:1], its[1:]) if arrived else ([], its)
+        assert first == ([arrived] if arrived else []), "what has arrived comes first, in one op"
+        assert sorted(map(sorted, others)) == [[expert] for expert in seen.active if expert not in arrived]
+        several += len(arrived) > 1
+    assert several > 5, "a large cache has several of a layer's experts"
 
 
 def test_sums_of_the_host_never_overwrite_those_of_the_device(tiny, monkeypatch):
@@ -100,7 +134,8 @@ def test_chosen_experts_are_charged_by_what_the_router_said(cpu_share):
     assert on_gpu + counted["cpu"] == sum((each > 0).sum() for each in routed)
     device, host = expert_bytes(engine, GPU), expert_bytes(engine, CPU)
     size = engine.store.experts(0)[0].layout.nbytes
-    assert len(device) == on_gpu and len(host) <= len(routed), "those of a layer on the host run in one op"
+    assert len(host) <= len(routed), "those of a layer on the host run in one op"
+    assert len(device) <= on_gpu, "and so do those that had arrived on the device"
     tokens = tokens_of(engine, device + host, on_gpu + counted["cpu"])
     assert tokens == pytest.approx(sum(each.sum() for each in routed))
     assert (counted["cpu"] > 0) == (cpu_share > 0) and (on_gpu > 0) == (cpu_share < 1)

@@ -32,7 +32,8 @@ class Experts(ComputeOp):
     `experts` names the experts behind `parts`, ascending. With `on_host` rows and sums are those in host memory, and
     the cpu lane runs the op. `clears` sets the sums to 0 before. A machine without tensors may know how many tokens
     choose each expert (`foresee`). Otherwise work assumes even routing: the expected tokens, and the expected number of
-    experts that get any. On the host each expert is a launch, but for those without tokens where these are known.
+    experts that get any. On the host each expert is a launch, but for those without tokens where these are known. On
+    the device all are one; some of a layer's cost what single ones do together, and the whole layer has its own cost.
     """
 
     kind: ClassVar[str] = "experts"
@@ -69,7 +70,20 @@ class Experts(ComputeOp):
     def _know(self, counts: list[int]) -> None:
         self.counts = counts
         if self.on_host:
-            self.launches = max(1, sum(map(bool, counts)))
+            self.launches = self._num_active
+
+    @property
+    def _num_active(self) -> int:
+        """The number of its experts that have tokens as far as that is known, and at least one."""
+        return len(self.experts) if self.counts is None else max(1, sum(map(bool, self.counts)))
+
+    @property
+    def _has_all(self) -> bool:
+        return not self.on_host and len(self.experts) == self.spec.num_experts
+
+    @property
+    def joined(self) -> int:
+        return 1 if self._has_all else self._num_active
 
     @property
     def _share(self) -> float:
@@ -97,16 +111,16 @@ class Experts(ComputeOp):
 
     @property
     def cost_key(self) -> str:
-        """The kind with the number of experts: one expert and all of them differ, since a token reaches few. On the
-        host each is a launch."""
-        return f"{self.kind} x{1 if self.on_host else len(self.experts)}"
+        """The kind with the number of experts: all of a layer, in one launch on the device, or one: any others are
+        several of these."""
+        return f"{self.kind} x{len(self.experts) if self._has_all else 1}"
 
     def cost_features(self) -> tuple[float, ...]:
         """Return the tokens of a micro-batch that, under even routing, would bring these experts as many tokens as they
-        get. On the host only those that get any count."""
+        get. Unless they are all of the layer, in one launch, only those that get any count."""
         if self.counts is None:
             return (float(self.batch.num_tokens),)
-        return (sum(self.counts) / (self._share * (self.launches if self.on_host else len(self.experts))),)
+        return (sum(self.counts) / (self._share * (len(self.experts) if self._has_all else self.joined)),)
 
     def run(self, ctx: Context, packet: int) -> None:
         spec, n = self.spec, self.batch.num_tokens

@@ -24,6 +24,7 @@ SHAPES = (Shape.of_prompts(64, 32), Shape(contexts=(40,) * 4))
 KINDS = {
     *("embed", "attention in", "prefill attention", "decode attention (device)", "decode attention (paged)"),
     *("append kv (device)", "attention out", "predict experts", "combine", "head", "experts x1", "experts x8"),
+    "experts x1, together",
 }
 
 
@@ -84,7 +85,7 @@ class Launched:
     finished_s: float
     lane = GPU
     cost_key = "norm"
-    launches = 1
+    joined = 1
     started_s = 0.0
 
     @property

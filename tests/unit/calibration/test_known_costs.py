@@ -45,7 +45,7 @@ def own_s(kind: LaneKind, features: tuple[float, ...]) -> float:
 
 class KnownCosts:
     def seconds(self, lane, op, work) -> float:
-        own = op.launches * own_s(lane.kind, op.cost_features()) - (op.launches - 1) * SPARED_S
+        own = op.joined * own_s(lane.kind, op.cost_features()) - (op.joined - 1) * SPARED_S
         return own + work.link_bytes / LINK_BYTES_S.get(lane.kind, float("inf"))
 
 
@@ -97,8 +97,8 @@ class CpuExperts(Op):
 
 def told_s(key: str, kind: LaneKind, features: tuple[float, ...]) -> float:
     """What the machine takes for a sample of the table."""
-    *features, launches = features if key.endswith(TOGETHER) else (*features, 1)
-    return launches * own_s(kind, tuple(features)) - (launches - 1) * SPARED_S
+    *features, joined = features if key.endswith(TOGETHER) else (*features, 1)
+    return joined * own_s(kind, tuple(features)) - (joined - 1) * SPARED_S
 
 
 def test_an_op_alone_costs_what_it_costs_beyond_the_links_time(found):
@@ -121,6 +121,8 @@ def test_experts_are_measured_together_and_apart(found):
         assert {"gpu: experts x1", "gpu: experts x8"} <= set(found.samples[company])
     for company in (ALONE, BESIDE_LINK, BESIDE_GPU):
         assert {"cpu: experts x1", f"cpu: experts x1{TOGETHER}"} <= set(found.samples[company])
+    for company in (ALONE, BESIDE_LINK):
+        assert f"gpu: experts x1{AT_REST}{TOGETHER}" in found.samples[company]
 
 
 def test_experts_of_one_op_cost_what_they_cost_the_machine(found):
@@ -128,6 +130,15 @@ def test_experts_of_one_op_cost_what_they_cost_the_machine(found):
     for op.features, op.launches in product(((0.0,), (16.0,), (40.0,)), (2, 3, 30)):
         told = op.launches * own_s(LaneKind.CPU, op.features) - (op.launches - 1) * SPARED_S
         assert found.seconds(CPU, op) == pytest.approx(told, rel=1e-6), (op.features, op.launches)
+
+
+@pytest.mark.parametrize("where", ["", AGAIN, AT_REST])
+def test_some_experts_on_the_device_cost_what_they_cost_the_machine_wherever_weights_are_found(found, where):
+    op = CpuExperts()
+    op.weight_keys = ("weights",)
+    for op.features, op.launches in product(((0.0,), (16.0,), (40.0,)), (2, 3, 30)):
+        told = op.launches * own_s(LaneKind.GPU, op.features) - (op.launches - 1) * SPARED_S
+        assert found.seconds(GPU, op, found=where) == pytest.approx(told, rel=1e-6), (op.features, op.launches)
 
 
 def test_dense_layers_are_measured_apart_where_there_are_any(found, request):

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from harness.bench.shapes import Shape
-from harness.calibration import fills, local, measure, together, undisturbed
+from harness.calibration import fills, local, measure, op_costs, together, undisturbed
+from harness.calibration.background import Background, busy_lanes
 from harness.calibration.local import CalibrationTable, identity, link_rates, local_table, table_path
 from harness.calibration.measure import measure_all
 from harness.calibration.op_costs import OpCosts, Recording
-from harness.calibration.probes import Background, ContextRoom, LayerProbes
+from harness.calibration.probes import ContextRoom, LayerProbes
 from harness.calibration.table import ALONE, BESIDE_GPU, BESIDE_GPU_AND_LINK, BESIDE_LINK
 from harness.cli.overrides import composed_values
 from harness.config import ConfigError
@@ -144,7 +145,7 @@ def test_all_experts_run_on_the_host_where_tokens_are_few(num_tokens, num_expert
 
 
 @pytest.mark.parametrize("busy", [{"gpu": True}, {"short": GPU}])
-def test_a_micro_batch_is_there_before_its_background(busy, tiny):
+def test_a_micro_batch_is_there_before_its_background(busy, tiny, monkeypatch):
     """To make one takes a turn of the gpu lane, which ends what was queued there and nobody has fed since."""
     with closing(emulated()) as machine:
         engine = engine_on(machine, tiny, [], kv_blocks=400, block_size=16)
@@ -158,15 +159,16 @@ def test_a_micro_batch_is_there_before_its_background(busy, tiny):
             with held(emit):
                 yield
 
-        backgrounds, background = [], probes.background
+        backgrounds = []
 
         @contextmanager
-        def watched(**given):
-            with background(**given) as found:
+        def watched(*of, **given):
+            with busy_lanes(*of, **given) as found:
                 backgrounds.append(found)
                 yield found
 
-        costs._held, probes.background = noted, watched
+        costs._held = noted
+        monkeypatch.setattr(op_costs, "busy_lanes", watched)
         shape = Shape(contexts=(20,) * 4)
         if busy.get("gpu"):
             costs._host_side(shape, BESIDE_GPU)

@@ -235,6 +235,14 @@ def test_experts_on_the_host_are_launches_where_they_have_tokens():
     assert (alone.cost_key, seen(alone).launches, seen(device).launches) == ("experts x1", 1, 1)
 
 
+def test_some_experts_of_a_layer_on_the_device_are_several_single_ones_in_one_launch():
+    """Of six one has no tokens: they are five with as many tokens each as 66 in all are."""
+    some, whole = Experts(*own, experts[2:], tuple(range(2, 8)), 0), Experts(*own, experts, tuple(range(8)), 0)
+    assert (some.cost_key, some.launches, some.joined, some.cost_features()) == ("experts x1", 1, 6, (float(N),))
+    assert (seen(some).launches, some.joined, some.cost_features()) == (1, 5, (pytest.approx(66 / 5 / (2 / 8)),))
+    assert (seen(whole).cost_key, whole.joined, whole.cost_features()) == ("experts x8", 1, (pytest.approx(166 / 2),))
+
+
 def test_no_op_was_forgotten():
     found = [each for module in (memory_ops, *_modules(harness.engine.ops)) for each in vars(module).values()]
     ops = {each for each in found if isinstance(each, type) and issubclass(each, Op) and each.kind != Op.kind}
