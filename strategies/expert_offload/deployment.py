@@ -49,6 +49,7 @@ class PlacementConfig:
     table: Literal["hot", "random", "none"] = "hot"
     popularity: str | None = None
     profile_tokens: int = 512
+    experts_together: bool = True
 
     def __post_init__(self) -> None:
         require_packet_mb(self.packet_mb)
@@ -109,7 +110,7 @@ class Deployment:
         )  # fmt: skip
         pipeline = ExpertPipeline(
             engine, residency, max_tokens=sizes.max_tokens, num_micro_batches=sizes.num_micro_batches,
-            host_experts=host_experts, predictor=predictor,
+            host_experts=host_experts, predictor=predictor, experts_together=config.experts_together,
         )  # fmt: skip
         return cls(
             engine=engine, config=config, pipeline=pipeline, batch_size=sizes.batch_size, max_tokens=sizes.max_tokens

@@ -25,18 +25,19 @@ class ExpertPipeline:
     """Takes micro-batches of at most `max_tokens` tokens through the layers, `num_micro_batches` at a time.
 
     All but the routed experts lies on the device, where `Deployment` puts it, and so does the KV cache. `placer` may be
-    exchanged between passes. With `host_experts` there are buffers for experts on the CPU.
+    exchanged between passes. With `host_experts` there are buffers for experts on the CPU. Experts that have arrived on
+    the device run in one op, unless they are not to run `experts_together`.
     """
 
     placer: Placer
 
     def __init__(
         self, engine: Engine, residency: ExpertResidency, *, max_tokens: int, num_micro_batches: int = 1,
-        host_experts: bool = True, predictor: Predictor | None = None,
+        host_experts: bool = True, predictor: Predictor | None = None, experts_together: bool = True,
     ) -> None:  # fmt: skip
         machine, spec = engine.machine, engine.spec
         self.engine, self.residency, self.predictor = engine, residency, predictor
-        self._emit, self.host_experts = Emitter(engine), host_experts
+        self._emit, self.host_experts, self._together = Emitter(engine), host_experts, experts_together
         num_predicted = predictor.num_predicted if predictor else 0
         self.acts = [
             Activations(
@@ -133,13 +134,13 @@ class ExpertPipeline:
         )  # fmt: skip
 
     def _on_gpu(self, in_flight: Seq[InFlight], tokens: Routes, view: LayerView, experts: Seq[int]) -> None:
-        """Run experts on the device: those that have arrived in one op, and each of the others as it comes. Each
-        micro-batch that has tokens for them has ops of its own. What is there is held first, so that nothing that is
-        brought takes its place."""
+        """Run experts on the device: those that have arrived, and each of the others as it comes. Each micro-batch that
+        has tokens for them has ops of its own. What is there is held first, so that nothing that is brought takes its
+        place."""
         residency, layer = self.residency, view.layer
         held = {expert: residency.take(layer, expert) for expert in experts if expert in view.there}
-        arrived = sorted(expert for expert in held if view.there[expert])
-        others = [[expert] for expert in experts if not view.there.get(expert)]
+        arrived = sorted(expert for expert in held if view.there[expert]) if self._together else []
+        others = [[expert] for expert in experts if not (self._together and view.there.get(expert))]
         for group in [arrived, *others] if arrived else others:
             parts = {expert: held[expert] if expert in held else residency.take(layer, expert) for expert in group}
             for it, routed in zip(in_flight, tokens, strict=True):

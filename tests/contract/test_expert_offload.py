@@ -64,7 +64,8 @@ def test_what_the_link_brings_is_what_was_counted(slots):
     assert counted["issued"] == sum(counted[way] for way in ("prefetched", "wasted", "withdrawn")), counted
 
 
-def test_experts_that_have_arrived_run_in_one_op_and_each_other_one_as_it_comes(tiny, monkeypatch):
+@pytest.mark.parametrize("together", [True, False])
+def test_experts_that_have_arrived_run_in_one_op_and_each_other_one_as_it_comes(tiny, monkeypatch, together):
     """Whatever the order in which the placer names them, nothing that is there waits for what is on its way."""
     views, groups, view = [], [], ExpertPipeline._view
     monkeypatch.setattr(ExpertPipeline, "_view", lambda *of, **how: views.append(view(*of, **how)) or views[-1])
@@ -77,15 +78,18 @@ def test_experts_that_have_arrived_run_in_one_op_and_each_other_one_as_it_comes(
     monkeypatch.setattr(Emitter, "experts", noted)
     work = requests(5, vocab_size=tiny.spec.vocab_size, longest=40, max_new_tokens=4)
     engine = engine_on(emulated(), tiny, work, kv_blocks=40)
-    run_to_end(engine, lambda on: placed(on, OnDemandOnly(), slots=LargeCache))
+    run_to_end(engine, lambda on: placed(on, OnDemandOnly(), slots=LargeCache, experts_together=together))
     several = 0
     for number, seen in enumerate(views, start=1):
         arrived = {expert for expert, is_there in seen.there.items() if is_there}
         its = [experts for at, experts in groups if at == number]
+        several += len(arrived) > 1
+        if not together:
+            assert sorted(map(sorted, its)) == [[expert] for expert in seen.active]
+            continue
         first, others = (its[:1], its[1:]) if arrived else ([], its)
         assert first == ([arrived] if arrived else []), "what has arrived comes first, in one op"
         assert sorted(map(sorted, others)) == [[expert] for expert in seen.active if expert not in arrived]
-        several += len(arrived) > 1
     assert several > 5, "a large cache has several of a layer's experts"
 
 

@@ -154,6 +154,21 @@ def test_launches_of_one_op_cost_what_such_ops_were_seen_to_cost():
     assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4)
 
 
+def test_an_op_joined_of_several_is_launched_in_the_time_that_such_ops_were_seen_to_take():
+    """Own 0.1, 0.05 an op and 0.04 of all their features; launching 1.5 and 0.01 an op; three apart without those."""
+    op, shapes = Measured(4.0), ((4.0, 2.0), (2.0, 4.0), (4.0, 8.0), (1.0, 8.0))
+    op.launches = 3
+    assert table(**AHEAD).launched_s(GPU, op) == pytest.approx((3 * 0.2, 3 * 1.2))
+    seen = {
+        "ahead": [((at, n), 0.1 + 0.05 * n + 0.04 * n * at) for at, n in shapes],
+        "launching": [((at, n), 1.5 + 0.01 * n) for at, n in shapes],
+    }
+    measured = {name: {**AHEAD[name], f"gpu: measured{TOGETHER}": points} for name, points in seen.items()}
+    assert table(**measured).launched_s(GPU, op) == pytest.approx((0.1 + 3 * 0.05 + 12 * 0.04, 1.5 + 3 * 0.01))
+    op.launches = 1
+    assert table(**measured).launched_s(GPU, op) == pytest.approx((0.2, 1.2))
+
+
 @pytest.mark.parametrize(
     ("lane", "busy", "expected"),
     [
