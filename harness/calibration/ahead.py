@@ -47,7 +47,7 @@ class LaunchedAhead:
             return
         log("ops launched ahead")
         for shape in shapes:
-            for chain in (self._beside_experts, self._experts):
+            for chain in (self._beside_experts, self._experts, self._probes.some_experts):
                 for _ in range(_DRAWS):
                     name = f"ops launched ahead, {shape}"
                     self._keep(self._undisturbed(name, partial(self._launched, shape, chain)))
@@ -111,7 +111,6 @@ class LaunchedAhead:
         experts = self._probes.stream.experts(layer)
         for number, part in islice(experts.items(), _EXPERTS):
             emit.experts(it, layer, {number: part})
-        self._probes.some_experts(emit, it, layer)
         emit.experts(it, layer, experts)
 
 
