@@ -146,25 +146,27 @@ class CalibrationTable:
         finds nothing to do fewer."""
         more_s: dict[tuple[str, bool], list[float]] = defaultdict(list)
         for key, points in by_key.items():
-            alone = self.functions[ALONE].get(key)
+            one = key.removesuffix(TOGETHER)
+            alone = (self.functions if one == key else self.joint).get(ALONE, {}).get(one)
             if alone is not None:
                 for at, seconds in typical_by_features(points).items():
-                    more_s[key.removesuffix(AT_REST), any(at)].append(seconds - alone(at))
+                    features = at if one == key else _of_all(at[:-1], at[-1])
+                    which = one.removesuffix(AT_REST) + TOGETHER * (one != key), any(features)
+                    more_s[which].append(seconds - alone(features))
         return {which: max(fmean(all_s), 0.0) for which, all_s in more_s.items()}
 
     def crowded_s(self, lane: Lane, op: Op, beside: LaneKind, beside_s: float, company: Company = ALONE) -> float:
         """Return the seconds that an op takes longer than alone beside ops of the lane `beside`, of `beside_s` seconds
         each. Where these are longer than those beside which it was measured, the interpreter is asked for that much
         more seldom. The result is 0 for an op that was not measured so."""
-        which = (table_key(lane, op), any(op.cost_features()))
-        by_company = (self.crowding_s.get(each, {}).get(which) for each in (company & BESIDE_LINK, ALONE))
+        by_company = (_of_op(self.crowding_s.get(each, {}), lane, op) for each in (company & BESIDE_LINK, ALONE))
         more_s = next((seconds for seconds in by_company if seconds is not None), 0.0)
         return more_s * min(1.0, self.short_s.get(beside, 0.0) / max(beside_s, 1e-9))
 
     def beside_strategy_s(self, lane: Lane, op: Op) -> float:
         """Return the seconds that an op takes longer than alone while the strategy's thread submits others. The result
         is 0 for an op that was not measured so."""
-        return self.strategy_s.get((table_key(lane, op), any(op.cost_features())), 0.0)
+        return _of_op(self.strategy_s, lane, op) or 0.0
 
     @cached_property
     def rates(self) -> dict[Company, dict[LaneKind, LaneRates]]:
@@ -310,6 +312,14 @@ def table_key(lane: Lane, op: Op, *, found: str = "") -> str:
     """Return the key by which the table knows an op. An op that uses weights has a key for each place in which it may
     have found them (`AGAIN`, `AT_REST`)."""
     return f"{lane.kind}: {op.cost_key}{found if weight_keys(op) else ''}"
+
+
+def _of_op(longer: Mapping[tuple[str, bool], float], lane: Lane, op: Op) -> float | None:
+    """Return what stands of an op in `longer`, which has the form of `_longer`; one that is joined of several and was
+    not measured so counts as one of these."""
+    key, anything = table_key(lane, op), any(op.cost_features())
+    one = longer.get((key, anything))
+    return longer.get((key + TOGETHER, anything), one) if op.joined > 1 else one
 
 
 def features_of(op: Op) -> tuple[float, ...]:

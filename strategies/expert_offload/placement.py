@@ -92,9 +92,10 @@ class LayerView:
 class Placement:
     """A placement says where each active expert of a layer runs, and what to bring for later layers.
 
-    `on_gpu` and `on_cpu` together have each active expert once, in the order in which each side runs them. An expert of
-    `on_gpu` that is not there is brought on demand, ahead of all prefetches. `prefetch` has experts of later layers,
-    the most wanted first; those that are there already are left out, and those that find no free slot are dropped.
+    `on_gpu` and `on_cpu` together have each active expert once, in the order in which each side runs them; where those
+    that have arrived run together, they come first. An expert of `on_gpu` that is not there is brought on demand, ahead
+    of all prefetches. `prefetch` has experts of later layers, the most wanted first; those that are there already are
+    left out, and those that find no free slot are dropped.
     """
 
     on_gpu: Sequence[int]

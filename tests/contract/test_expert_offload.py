@@ -7,6 +7,7 @@ import pytest
 from harness.engine.emitter import Emitter
 from harness.machine.base import CPU, GPU, H2D
 from strategies.expert_offload.pipeline import ExpertPipeline
+from strategies.expert_offload.placement import Placement
 from strategies.expert_offload.policies import AbsentOnCpu, OnDemandOnly
 from tests.contract.placing import Cache, Slots, placed
 from tests.contract.running import CAPACITIES_BYTES, check_tokens, emulated, engine_on, requests, run_to_end, shuffled
@@ -64,33 +65,49 @@ def test_what_the_link_brings_is_what_was_counted(slots):
     assert counted["issued"] == sum(counted[way] for way in ("prefetched", "wasted", "withdrawn")), counted
 
 
+class Backwards(OnDemandOnly):
+    """Names the experts of a layer in descending order, whether they have arrived or not."""
+
+    def place(self, view):
+        return Placement(on_gpu=view.active[::-1])
+
+
 @pytest.mark.parametrize("together", [True, False])
-def test_experts_that_have_arrived_run_in_one_op_and_each_other_one_as_it_comes(tiny, monkeypatch, together):
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_experts_that_have_arrived_run_in_one_op_and_each_other_one_as_it_comes(
+    tiny, monkeypatch, together, micro_batches
+):
     """Whatever the order in which the placer names them, nothing that is there waits for what is on its way."""
     views, groups, view = [], [], ExpertPipeline._view
     monkeypatch.setattr(ExpertPipeline, "_view", lambda *of, **how: views.append(view(*of, **how)) or views[-1])
     emit = Emitter.experts
 
     def noted(emitter, it, layer, parts):
-        groups.append((len(views), set(parts)))
+        if parts:
+            groups.append((len(views), it.batch.index, sorted(parts)))
         return emit(emitter, it, layer, parts)
 
     monkeypatch.setattr(Emitter, "experts", noted)
     work = requests(5, vocab_size=tiny.spec.vocab_size, longest=40, max_new_tokens=4)
     engine = engine_on(emulated(), tiny, work, kv_blocks=40)
-    run_to_end(engine, lambda on: placed(on, OnDemandOnly(), slots=LargeCache, experts_together=together))
+    how = {"slots": LargeCache, "micro_batches": micro_batches, "experts_together": together}
+    run_to_end(engine, lambda on: placed(on, Backwards(), **how))
     several = 0
     for number, seen in enumerate(views, start=1):
-        arrived = {expert for expert, is_there in seen.there.items() if is_there}
-        its = [experts for at, experts in groups if at == number]
-        several += len(arrived) > 1
-        if not together:
-            assert sorted(map(sorted, its)) == [[expert] for expert in seen.active]
-            continue
-        first, others = (its[:1], its[1:]) if arrived else ([], its)
-        assert first == ([arrived] if arrived else []), "what has arrived comes first, in one op"
-        assert sorted(map(sorted, others)) == [[expert] for expert in seen.active if expert not in arrived]
-    assert several > 5, "a large cache has several of a layer's experts"
+        ran = [(index, experts) for at, index, experts in groups if at == number]
+        arrived = {expert for expert in seen.active if seen.there.get(expert)} if together else set()
+        first = [(index, experts) for index, experts in ran if arrived.intersection(experts)]
+        others = [experts for _, experts in ran[len(first) :]]
+        assert ran[: len(first)] == first, "what has arrived comes first"
+        assert len(first) == len({index for index, _ in first}), "in one op of each micro-batch"
+        assert set().union(*(experts for _, experts in first)) == arrived
+        absent = [expert for expert in seen.active[::-1] if expert not in arrived]
+        assert list(dict.fromkeys(expert for experts in others for expert in experts)) == absent, (
+            "in the placer's order"
+        )
+        assert all(len(experts) == 1 for experts in others)
+        several += any(len(experts) > 1 for _, experts in first)
+    assert several > 2 if together else several == 0, "a large cache has several of a layer's experts"
 
 
 def test_sums_of_the_host_never_overwrite_those_of_the_device(tiny, monkeypatch):
@@ -139,7 +156,7 @@ def test_chosen_experts_are_charged_by_what_the_router_said(cpu_share):
     device, host = expert_bytes(engine, GPU), expert_bytes(engine, CPU)
     size = engine.store.experts(0)[0].layout.nbytes
     assert len(host) <= len(routed), "those of a layer on the host run in one op"
-    assert len(device) <= on_gpu, "and so do those that had arrived on the device"
+    assert len(device) < on_gpu or not on_gpu, "and so do those that had arrived on the device"
     tokens = tokens_of(engine, device + host, on_gpu + counted["cpu"])
     assert tokens == pytest.approx(sum(each.sum() for each in routed))
     assert (counted["cpu"] > 0) == (cpu_share > 0) and (on_gpu > 0) == (cpu_share < 1)

@@ -33,7 +33,8 @@ class Experts(ComputeOp):
     the cpu lane runs the op. `clears` sets the sums to 0 before. A machine without tensors may know how many tokens
     choose each expert (`foresee`). Otherwise work assumes even routing: the expected tokens, and the expected number of
     experts that get any. On the host each expert is a launch, but for those without tokens where these are known. On
-    the device all are one; some of a layer's cost what single ones do together, and the whole layer has its own cost.
+    the device all count as one. The whole layer has a cost of its own; some experts cost by how many of them have
+    tokens, and by these.
     """
 
     kind: ClassVar[str] = "experts"
@@ -74,8 +75,8 @@ class Experts(ComputeOp):
 
     @property
     def _num_active(self) -> int:
-        """The number of its experts that have tokens as far as that is known, and at least one."""
-        return len(self.experts) if self.counts is None else max(1, sum(map(bool, self.counts)))
+        """The number of its experts that have tokens, or the expected one where that is not known, and at least one."""
+        return max(1, round(len(self.experts) * self._reached) if self.counts is None else sum(map(bool, self.counts)))
 
     @property
     def _has_all(self) -> bool:
@@ -90,6 +91,11 @@ class Experts(ComputeOp):
         """The share of the tokens that an expert gets under even routing."""
         return self.spec.experts_per_token / self.spec.num_experts
 
+    @property
+    def _reached(self) -> float:
+        """The chance that an expert gets any token under even routing."""
+        return 1 - (1 - self._share) ** self.batch.num_tokens
+
     def work(self) -> Work:
         if self.counts is None:
             return self._expected_work()
@@ -100,7 +106,7 @@ class Experts(ComputeOp):
     def _expected_work(self) -> Work:
         tokens = self.batch.num_tokens * self._share * len(self.experts)
         # An expert's weights are read if any token reaches it.
-        read_bytes = self.weight_bytes() * (1 - (1 - self._share) ** self.batch.num_tokens)
+        read_bytes = self.weight_bytes() * self._reached
         return _expert_work(self.spec, tokens, read_bytes, on_host=self.on_host)
 
     def launch_works(self) -> list[Work]:
@@ -118,9 +124,10 @@ class Experts(ComputeOp):
     def cost_features(self) -> tuple[float, ...]:
         """Return the tokens of a micro-batch that, under even routing, would bring these experts as many tokens as they
         get. Unless they are all of the layer, in one launch, only those that get any count."""
+        sharing = len(self.experts) if self._has_all else self.joined
         if self.counts is None:
-            return (float(self.batch.num_tokens),)
-        return (sum(self.counts) / (self._share * (len(self.experts) if self._has_all else self.joined)),)
+            return (self.batch.num_tokens * len(self.experts) / sharing,)
+        return (sum(self.counts) / (self._share * sharing),)
 
     def run(self, ctx: Context, packet: int) -> None:
         spec, n = self.spec, self.batch.num_tokens

@@ -9,6 +9,7 @@ import pytest
 from harness.calibration.costs import CalibratedCosts
 from harness.calibration.table import (
     ALONE,
+    AT_REST,
     BESIDE_GPU,
     BESIDE_GPU_AND_LINK,
     BESIDE_LINK,
@@ -331,6 +332,27 @@ def test_an_op_that_finds_nothing_to_do_is_crowded_as_such_ops_were():
     empty, full = Measured(0.0), Measured(4.0)
     assert asked.seconds(GPU, empty, empty.work()) == pytest.approx(0.35)
     assert asked.seconds(GPU, full, full.work()) == pytest.approx(0.9)
+
+
+def test_an_op_joined_of_several_is_crowded_as_such_ops_were():
+    """Alone 0.1, 0.05 an op and 0.04 of all their features; crowded 0.2 longer, where a single one is 0.5 longer."""
+    shapes = ((4.0, 2.0), (2.0, 4.0), (4.0, 8.0), (1.0, 8.0))
+    alone = [((at, n), 0.1 + 0.05 * n + 0.04 * n * at) for at, n in shapes]
+    samples = {ALONE: {**table().samples[ALONE], f"gpu: measured{AT_REST}{TOGETHER}": alone}}
+    single = {f"gpu: measured{AT_REST}": [((4.0,), 0.9)]}
+    joint = {f"gpu: measured{AT_REST}{TOGETHER}": [(at, seconds + 0.2) for at, seconds in alone]}
+    samples[ALONE][f"gpu: measured{AT_REST}"] = LINE
+    for crowded, longer_s in ((single, 0.5), (single | joint, 0.2)):
+        given = table(samples=samples, crowded={ALONE: crowded}, short_s={"cpu": 9.0}, beside_strategy=crowded)
+        asked = CalibratedCosts(given, {}, lambda kind: kind is LaneKind.CPU, lambda: 7.0)
+        op = Measured(4.0)
+        op.weight_keys, op.launches = ("weights",), 3
+        joined_s = 0.1 + 3 * 0.05 + 12 * 0.04
+        assert asked.seconds(GPU, op, op.work()) == pytest.approx(joined_s + longer_s), "beside the strategy alone"
+        asked.seconds(CPU, op, op.work())
+        assert asked.seconds(GPU, op, op.work()) == pytest.approx(joined_s + 2 * longer_s), "and beside the cpu lane"
+        op.launches = 1
+        assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4 + 2 * 0.5), "by itself"
 
 
 def test_an_op_beside_short_ones_and_a_busy_link_takes_what_it_took_so():

@@ -243,6 +243,19 @@ def test_some_experts_of_a_layer_on_the_device_are_several_single_ones_in_one_la
     assert (seen(whole).cost_key, whole.joined, whole.cost_features()) == ("experts x8", 1, (pytest.approx(166 / 2),))
 
 
+@pytest.mark.parametrize("on_host", [False, True])
+def test_experts_that_nobody_has_seen_are_as_many_as_are_expected_to_have_tokens(on_host):
+    """Of 96 of 128 experts about 22 have any of 4 tokens, with as many each as all of these are."""
+    spec, few = replace(SPEC, num_experts=128, experts_per_token=8), replace(here, token_ids=here.token_ids[:4])
+    draws = np.array([np.random.default_rng(i).permuted(np.tile(np.arange(128), (few.num_tokens, 1)), axis=1)[:, :8]
+                      for i in range(500)])  # fmt: skip
+    active = np.mean([len(np.unique(draw[draw < 96])) for draw in draws])
+    unseen = Experts(None, spec, few, acts, experts[:1] * 96, tuple(range(96)), 0, on_host=on_host)
+    assert unseen.joined == pytest.approx(active, abs=1) and active < 30
+    (tokens,) = unseen.cost_features()
+    assert tokens * 8 / 128 * unseen.joined == pytest.approx(few.num_tokens * 8 * 96 / 128)
+
+
 def test_no_op_was_forgotten():
     found = [each for module in (memory_ops, *_modules(harness.engine.ops)) for each in vars(module).values()]
     ops = {each for each in found if isinstance(each, type) and issubclass(each, Op) and each.kind != Op.kind}
