@@ -33,6 +33,7 @@ COMMAND = re.compile(r"\bpython (?=run\.py|-m |\S+\.py)[^\n`#;&|]*")
 STAND_INS = {  # what a page leaves open -> what lies in the `workplace`, or a name that there is
     "/models/Mixtral-8x7B-Instruct-v0.1": "checkpoint",
     "model.path=FOLDER": "model.path=checkpoint",
+    "kv_cache_gb=10 hardware.device": "kv_cache_gb=0.1 hardware.device",  # all of it is touched
     "RUN_FOLDER ...": "results/runs/recorded results/runs/recorded",
     "results/runs/<run>": "results/runs/recorded",
     "results/compare": "results",

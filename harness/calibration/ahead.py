@@ -13,9 +13,10 @@ from functools import partial
 from itertools import islice, pairwise
 
 from harness.bench.shapes import Shape
+from harness.calibration.joined import features_of
 from harness.calibration.op_costs import Recording, alike_ops, mean
 from harness.calibration.probes import LayerProbes
-from harness.calibration.table import Points, features_of
+from harness.calibration.table import Points
 from harness.calibration.undisturbed import Undisturbed
 from harness.engine.emitter import Emitter
 from harness.engine.engine import Engine

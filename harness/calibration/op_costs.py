@@ -22,6 +22,7 @@ import numpy as np
 
 from harness.bench.shapes import Shape
 from harness.calibration.background import Background, busy_lanes
+from harness.calibration.joined import TOGETHER, features_of
 from harness.calibration.probes import LayerProbes
 from harness.calibration.table import (
     AGAIN,
@@ -31,10 +32,8 @@ from harness.calibration.table import (
     BESIDE_GPU_AND_LINK,
     BESIDE_LINK,
     LINKS,
-    TOGETHER,
     Company,
     Points,
-    features_of,
     table_key,
 )
 from harness.calibration.undisturbed import Undisturbed

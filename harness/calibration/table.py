@@ -13,7 +13,8 @@ from statistics import fmean
 from typing import Any
 
 from harness.bench.estimates import LaneRates
-from harness.bench.fitting import Interpolated, Plane, fit, fit_plane, relative_spread, typical_by_features
+from harness.bench.fitting import Interpolated, Plane, fit, relative_spread, typical_by_features
+from harness.calibration.joined import TOGETHER, joint_planes, joint_seconds, longer_of, of_all
 from harness.machine.base import Lane, LaneKind, Op, Work
 from harness.record.files import atomic_file
 
@@ -28,7 +29,6 @@ VERSION = 13
 # What ends the key of an op with weights, by where it finds them: just come over the link (nothing), in a cache
 # since the op before it has read them, or in memory, where they have been for long.
 AGAIN, AT_REST = ", again", ", at rest"
-TOGETHER = ", together"  # ends the key of an op that does the work of several
 _BY_COMPANY, _IN_NO_COMPANY = ("samples", "crowded"), ("beside_strategy", "ahead", "launching")
 LINKS = (LaneKind.H2D, LaneKind.D2H, LaneKind.PIN)  # lanes that a profile gives a rate in bytes
 
@@ -102,7 +102,7 @@ class CalibrationTable:
                 function = self.functions.get(candidate, {}).get(key)
                 if function is not None:
                     joint = self.joint.get(candidate, {})
-                    return _joined_s(op, function, joint.get(key) or joint.get(table_key(lane, op, found=AT_REST)))
+                    return joint_seconds(op, function, joint.get(key) or joint.get(table_key(lane, op, found=AT_REST)))
         return None
 
     @cached_property
@@ -114,7 +114,7 @@ class CalibrationTable:
     @cached_property
     def launched_jointly(self) -> tuple[dict[str, Plane], dict[str, Plane]]:
         """Both for ops that are joined of several, by the key of one of these, in the form of `joint`."""
-        return _joint(self.ahead), _joint(self.launching)
+        return joint_planes(self.ahead), joint_planes(self.launching)
 
     def launched_s(self, lane: Lane, op: Op) -> tuple[float, float] | None:
         """Return an op's own seconds and those of its launching; None where it was not measured launched ahead."""
@@ -122,13 +122,13 @@ class CalibrationTable:
         if key not in self.launched:
             return None
         (own, launching), joint = self.launched[key], [by_key.get(key) for by_key in self.launched_jointly]
-        return _joined_s(op, own, joint[0]), _joined_s(op, launching, joint[1])
+        return joint_seconds(op, own, joint[0]), joint_seconds(op, launching, joint[1])
 
     @cached_property
     def joint(self) -> dict[Company, dict[str, Plane]]:
         """The seconds of ops that are joined of several, by company and by the key of one of these. They are over the
         number of these and over what all of them have together of each feature."""
-        return {company: _joint(by_key) for company, by_key in self.samples.items()}
+        return {company: joint_planes(by_key) for company, by_key in self.samples.items()}
 
     @cached_property
     def crowding_s(self) -> dict[Company, dict[tuple[str, bool], float]]:
@@ -150,7 +150,7 @@ class CalibrationTable:
             alone = (self.functions if one == key else self.joint).get(ALONE, {}).get(one)
             if alone is not None:
                 for at, seconds in typical_by_features(points).items():
-                    features = at if one == key else _of_all(at[:-1], at[-1])
+                    features = at if one == key else of_all(at[:-1], at[-1])
                     which = one.removesuffix(AT_REST) + TOGETHER * (one != key), any(features)
                     more_s[which].append(seconds - alone(features))
         return {which: max(fmean(all_s), 0.0) for which, all_s in more_s.items()}
@@ -159,14 +159,16 @@ class CalibrationTable:
         """Return the seconds that an op takes longer than alone beside ops of the lane `beside`, of `beside_s` seconds
         each. Where these are longer than those beside which it was measured, the interpreter is asked for that much
         more seldom. The result is 0 for an op that was not measured so."""
-        by_company = (_of_op(self.crowding_s.get(each, {}), lane, op) for each in (company & BESIDE_LINK, ALONE))
+        by_company = (
+            longer_of(self.crowding_s.get(each, {}), table_key(lane, op), op) for each in (company & BESIDE_LINK, ALONE)
+        )
         more_s = next((seconds for seconds in by_company if seconds is not None), 0.0)
         return more_s * min(1.0, self.short_s.get(beside, 0.0) / max(beside_s, 1e-9))
 
     def beside_strategy_s(self, lane: Lane, op: Op) -> float:
         """Return the seconds that an op takes longer than alone while the strategy's thread submits others. The result
         is 0 for an op that was not measured so."""
-        return _of_op(self.strategy_s, lane, op) or 0.0
+        return longer_of(self.strategy_s, table_key(lane, op), op) or 0.0
 
     @cached_property
     def rates(self) -> dict[Company, dict[LaneKind, LaneRates]]:
@@ -312,41 +314,6 @@ def table_key(lane: Lane, op: Op, *, found: str = "") -> str:
     """Return the key by which the table knows an op. An op that uses weights has a key for each place in which it may
     have found them (`AGAIN`, `AT_REST`)."""
     return f"{lane.kind}: {op.cost_key}{found if weight_keys(op) else ''}"
-
-
-def _of_op(longer: Mapping[tuple[str, bool], float], lane: Lane, op: Op) -> float | None:
-    """Return what stands of an op in `longer`, which has the form of `_longer`; one that is joined of several and was
-    not measured so counts as one of these."""
-    key, anything = table_key(lane, op), any(op.cost_features())
-    one = longer.get((key, anything))
-    return longer.get((key + TOGETHER, anything), one) if op.joined > 1 else one
-
-
-def features_of(op: Op) -> tuple[float, ...]:
-    """Return what a sample says of an op: its cost features, and how many others it is joined of where it is."""
-    return (*op.cost_features(), *([float(op.joined)] if op.joined > 1 else []))
-
-
-def _joint(by_key: Mapping[str, Points]) -> dict[str, Plane]:
-    found = {}
-    for key in [key for key in by_key if key.endswith(TOGETHER)]:
-        points = {_of_all(at, n): s for (*at, n), s in typical_by_features(by_key[key]).items()}
-        if len(points) > len(next(iter(points))):  # as many as a plane has numbers; fewer could lie on any
-            found[key.removesuffix(TOGETHER)] = fit_plane(points)
-    return found
-
-
-def _joined_s(op: Op, one: Interpolated | Plane, joint: Plane | None) -> float:
-    """Return the seconds of an op where `one` has those of a single op, and `joint` those of several as far as they
-    were measured."""
-    features, number = op.cost_features(), op.joined
-    one_s = one(features)
-    return max(one_s, joint(_of_all(features, number)) if number > 1 and joint else number * one_s)
-
-
-def _of_all(features: Sequence[float], number: float) -> tuple[float, ...]:
-    """Return the number of joined ops, and what all of them have together of each feature of one."""
-    return (number, *(feature * number for feature in features))
 
 
 def weight_keys(op: Op) -> tuple[Hashable, ...]:

@@ -77,10 +77,10 @@ def rows() -> None:
     """Serve CPU tensors with the kernels for rows and for routing as if they were on a GPU."""
     torch.set_num_threads(1)
     gpu.serves = lambda tensor, kernel: kernel in ("rows", "routing")  # type: ignore[assignment]
-    values = YAMLS["prescope"] | {"profile_tokens": 16, "batch_size": 3, "table": "none"}
+    values = YAMLS["prescope"] | {"profile_tokens": 4, "batch_size": 3, "table": "none"}
     for family in FAMILIES:
         checkpoint = tiny_family(family)
-        work = requests(2, vocab_size=checkpoint.spec.vocab_size, longest=9, max_new_tokens=3, seed=1)
+        work = requests(2, vocab_size=checkpoint.spec.vocab_size, longest=6, max_new_tokens=2, seed=1)
         engine = engine_on(shuffled(0), checkpoint, work, kv_blocks=60)
         run_to_end(engine, lambda e: strategy_of(e, values))
         report = check_tokens(checkpoint, engine.sequences)

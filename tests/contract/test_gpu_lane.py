@@ -182,15 +182,15 @@ def rows_by_expert(op, ids, probs):
 @pytest.mark.parametrize("seed", range(len(MODELS)))
 def test_no_less_and_hardly_more_is_reserved_than_ops_take(monkeypatch, kernels_left_out, seed, left_out):
     """Of random shapes, with kernels and without: whatever the widest op takes is at least 0.8 of what is reserved.
-    Torch's attention is left out: what it takes depends on the lengths of contexts."""
+    Torch's attention is left out: what it takes depends on the lengths of contexts, and it takes long here."""
     kernels = frozenset(gpu.KERNELS) - set(left_out)
     monkeypatch.setattr(gpu, "serves", lambda tensor, kernel: kernel in kernels)
     monkeypatch.setattr(Experts, "_by_expert", rows_by_expert)
     ops = submitted(monkeypatch, "moelens on the gpu", 20, drawn(seed), sorted(kernels))
+    if "prefill" not in kernels:
+        ops = [op for op in ops if not isinstance(op, PrefillAttention | DecodeAttentionDevice)]
     shares = defaultdict(float)
     for op, watch in watched(ops, kernels_left_out):
-        if isinstance(op, PrefillAttention | DecodeAttentionDevice) and "prefill" not in kernels:
-            continue
         require_room(op, watch, kernels)
         limit = op.batch.num_tokens * workspace_bytes_per_token(op.spec, kernels)
         assert op.acts.workspace.nbytes == op.acts.max_tokens * workspace_bytes_per_token(op.spec, kernels)

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from harness.calibration import host_times, op_costs, together, undisturbed
+from harness.calibration.joined import TOGETHER
 from harness.calibration.measure import measure_all
-from harness.calibration.table import AGAIN, ALONE, AT_REST, BESIDE_GPU, BESIDE_LINK, LINKS, TOGETHER, CalibrationTable
+from harness.calibration.table import AGAIN, ALONE, AT_REST, BESIDE_GPU, BESIDE_LINK, LINKS, CalibrationTable
 from harness.machine.base import CPU, D2H, GPU, H2D, PIN, LaneKind, Op, Work
 from harness.machine.emulated import EmulatedMachine
 from harness.machine.simulated import SimulatedMachine

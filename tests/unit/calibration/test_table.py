@@ -7,99 +7,20 @@ from dataclasses import replace
 import pytest
 
 from harness.calibration.costs import CalibratedCosts
-from harness.calibration.table import (
-    ALONE,
-    AT_REST,
-    BESIDE_GPU,
-    BESIDE_GPU_AND_LINK,
-    BESIDE_LINK,
-    TOGETHER,
-    VERSION,
-    CalibrationTable,
-    HostTimes,
+from harness.calibration.table import ALONE, BESIDE_LINK, VERSION, CalibrationTable
+from harness.machine.base import CPU, D2H, GPU, H2D, PIN, LaneKind, MachineError, Work
+from tests.unit.calibration.measured import (
+    AHEAD,
+    LINE,
+    LINK_BYTES_S,
+    Free,
+    Measured,
+    MeasuredOtherwise,
+    New,
+    costs,
+    longer,
+    table,
 )
-from harness.machine.base import CPU, D2H, GPU, H2D, PIN, LaneKind, MachineError, Op, Work
-from tests.unit.machine.ops import FreeOp
-
-
-class Measured(Op):
-    kind = "measured"
-
-    def __init__(self, size: float = 4.0, link_bytes: float = 0.0) -> None:
-        self.size, self.link_bytes = size, link_bytes
-
-    def work(self) -> Work:
-        return Work(flops=10 * self.size, link_bytes=self.link_bytes)
-
-    def cost_features(self) -> tuple[float, ...]:
-        return (self.size,)
-
-
-class New(Measured):
-    kind = "new"
-
-
-class MeasuredOtherwise(Measured):
-    cost_key = "measured x3"
-
-
-class Free(FreeOp):
-    kind = "free"
-
-
-LINE = [((2.0,), 0.2), ((6.0,), 0.6)]
-
-
-def longer(times: float):
-    return [(features, round(times * seconds, 6)) for features, seconds in LINE]
-
-
-AHEAD = {"ahead": {"gpu: measured": longer(0.5)}, "launching": {"gpu: measured": longer(3)}}
-
-
-def table(**changes) -> CalibrationTable:
-    """The gpu's op in two companies, the cpu's in three, the link's alone."""
-    values = {
-        "meta": {"code": "x"},
-        "samples": {
-            ALONE: {
-                "gpu: measured": LINE,
-                "cpu: measured": LINE,
-                "h2d: measured": [((2.0,), 0.01), ((6.0,), 0.01)],
-            },
-            BESIDE_LINK: {"gpu: measured": longer(2)},
-            BESIDE_GPU: {"cpu: measured": longer(3)},
-            BESIDE_GPU_AND_LINK: {"cpu: measured": longer(4)},
-        },
-        "works": {
-            f"{kind}: measured": {(size,): Work(flops=10 * size, link_bytes=0.0) for size in (2.0, 6.0)}
-            for kind in LaneKind
-        },
-        "together": {
-            "cpu+gpu": {"cpu": 1.5, "gpu": 1.2},
-            "gpu+h2d": {"gpu": 1.25, "h2d": 1.1},
-            "cpu+h2d": {"cpu": 1.05, "h2d": 1.0},
-            "cpu+gpu+h2d": {"cpu": 1.8, "gpu": 2.0, "h2d": 1.2},
-        },
-        "memory": {"working_set_gb": [1.0], "read_1_thread": [10.0, 11.0]},
-        "host": HostTimes(
-            submit_s=1e-5,
-            wake_s=2e-5,
-            pass_s=1e-3,
-            sequence_s=1e-6,
-            handover_s=5e-5,
-            handover_beside_s=7e-5,
-            turns_s={"gpu": 3e-5, "cpu": 2e-5},
-        ),
-    }
-    return CalibrationTable(**(values | changes))
-
-
-LINK_BYTES_S = {LaneKind.H2D: 1e9, LaneKind.D2H: 5e8, LaneKind.PIN: 2e9}
-
-
-def costs(*busy: LaneKind) -> CalibratedCosts:
-    return CalibratedCosts(table(), LINK_BYTES_S, lambda kind: kind in busy)
 
 
 def test_it_is_read_back_as_written(tmp_path):
@@ -138,36 +59,6 @@ def test_ops_launched_ahead_cost_their_own_time_and_that_of_their_launching():
     assert asked.seconds(GPU, op, op.work()) == pytest.approx((0.2, 1.2 + 0.4))
     assert asked.seconds(CPU, op, op.work()) == pytest.approx(0.4 + 0.0), "it is launched by nobody"
     assert asked.seconds(GPU, MeasuredOtherwise(4.0), op.work()) > 0, "not measured ahead: one number"
-
-
-def test_launches_of_one_op_cost_what_such_ops_were_seen_to_cost():
-    """A fixed 0.1, 0.05 a launch and 0.04 for each of all their features; apart, if no such op was measured."""
-    op = Measured(4.0)
-    op.launches = 3
-    assert costs().seconds(GPU, op, op.work()) == pytest.approx(3 * 0.4)
-    seen = [((at, n), 0.1 + 0.05 * n + 0.04 * n * at) for at, n in ((4.0, 2.0), (2.0, 4.0), (4.0, 8.0), (1.0, 8.0))]
-    together = {f"gpu: measured{TOGETHER}": seen}
-    asked = CalibratedCosts(
-        table(samples={ALONE: {"gpu: measured": LINE, **together}}), LINK_BYTES_S, lambda kind: False
-    )
-    assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.1 + 3 * 0.05 + 12 * 0.04)
-    op.launches = 1
-    assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4)
-
-
-def test_an_op_joined_of_several_is_launched_in_the_time_that_such_ops_were_seen_to_take():
-    """Own 0.1, 0.05 an op and 0.04 of all their features; launching 1.5 and 0.01 an op; three apart without those."""
-    op, shapes = Measured(4.0), ((4.0, 2.0), (2.0, 4.0), (4.0, 8.0), (1.0, 8.0))
-    op.launches = 3
-    assert table(**AHEAD).launched_s(GPU, op) == pytest.approx((3 * 0.2, 3 * 1.2))
-    seen = {
-        "ahead": [((at, n), 0.1 + 0.05 * n + 0.04 * n * at) for at, n in shapes],
-        "launching": [((at, n), 1.5 + 0.01 * n) for at, n in shapes],
-    }
-    measured = {name: {**AHEAD[name], f"gpu: measured{TOGETHER}": points} for name, points in seen.items()}
-    assert table(**measured).launched_s(GPU, op) == pytest.approx((0.1 + 3 * 0.05 + 12 * 0.04, 1.5 + 3 * 0.01))
-    op.launches = 1
-    assert table(**measured).launched_s(GPU, op) == pytest.approx((0.2, 1.2))
 
 
 @pytest.mark.parametrize(
@@ -332,27 +223,6 @@ def test_an_op_that_finds_nothing_to_do_is_crowded_as_such_ops_were():
     empty, full = Measured(0.0), Measured(4.0)
     assert asked.seconds(GPU, empty, empty.work()) == pytest.approx(0.35)
     assert asked.seconds(GPU, full, full.work()) == pytest.approx(0.9)
-
-
-def test_an_op_joined_of_several_is_crowded_as_such_ops_were():
-    """Alone 0.1, 0.05 an op and 0.04 of all their features; crowded 0.2 longer, where a single one is 0.5 longer."""
-    shapes = ((4.0, 2.0), (2.0, 4.0), (4.0, 8.0), (1.0, 8.0))
-    alone = [((at, n), 0.1 + 0.05 * n + 0.04 * n * at) for at, n in shapes]
-    samples = {ALONE: {**table().samples[ALONE], f"gpu: measured{AT_REST}{TOGETHER}": alone}}
-    single = {f"gpu: measured{AT_REST}": [((4.0,), 0.9)]}
-    joint = {f"gpu: measured{AT_REST}{TOGETHER}": [(at, seconds + 0.2) for at, seconds in alone]}
-    samples[ALONE][f"gpu: measured{AT_REST}"] = LINE
-    for crowded, longer_s in ((single, 0.5), (single | joint, 0.2)):
-        given = table(samples=samples, crowded={ALONE: crowded}, short_s={"cpu": 9.0}, beside_strategy=crowded)
-        asked = CalibratedCosts(given, {}, lambda kind: kind is LaneKind.CPU, lambda: 7.0)
-        op = Measured(4.0)
-        op.weight_keys, op.launches = ("weights",), 3
-        joined_s = 0.1 + 3 * 0.05 + 12 * 0.04
-        assert asked.seconds(GPU, op, op.work()) == pytest.approx(joined_s + longer_s), "beside the strategy alone"
-        asked.seconds(CPU, op, op.work())
-        assert asked.seconds(GPU, op, op.work()) == pytest.approx(joined_s + 2 * longer_s), "and beside the cpu lane"
-        op.launches = 1
-        assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4 + 2 * 0.5), "by itself"
 
 
 def test_an_op_beside_short_ones_and_a_busy_link_takes_what_it_took_so():

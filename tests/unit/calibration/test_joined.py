@@ -1,0 +1,62 @@
+"""Ops that do the work of several cost what such ops were seen to cost."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.calibration.costs import CalibratedCosts
+from harness.calibration.joined import TOGETHER
+from harness.calibration.table import ALONE, AT_REST
+from harness.machine.base import CPU, GPU, LaneKind
+from tests.unit.calibration.measured import AHEAD, LINE, LINK_BYTES_S, Measured, costs, table
+
+
+def test_launches_of_one_op_cost_what_such_ops_were_seen_to_cost():
+    """A fixed 0.1, 0.05 a launch and 0.04 for each of all their features; apart, if no such op was measured."""
+    op = Measured(4.0)
+    op.launches = 3
+    assert costs().seconds(GPU, op, op.work()) == pytest.approx(3 * 0.4)
+    seen = [((at, n), 0.1 + 0.05 * n + 0.04 * n * at) for at, n in ((4.0, 2.0), (2.0, 4.0), (4.0, 8.0), (1.0, 8.0))]
+    together = {f"gpu: measured{TOGETHER}": seen}
+    asked = CalibratedCosts(
+        table(samples={ALONE: {"gpu: measured": LINE, **together}}), LINK_BYTES_S, lambda kind: False
+    )
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.1 + 3 * 0.05 + 12 * 0.04)
+    op.launches = 1
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4)
+
+
+def test_an_op_joined_of_several_is_launched_in_the_time_that_such_ops_were_seen_to_take():
+    """Own 0.1, 0.05 an op and 0.04 of all their features; launching 1.5 and 0.01 an op; three apart without those."""
+    op, shapes = Measured(4.0), ((4.0, 2.0), (2.0, 4.0), (4.0, 8.0), (1.0, 8.0))
+    op.launches = 3
+    assert table(**AHEAD).launched_s(GPU, op) == pytest.approx((3 * 0.2, 3 * 1.2))
+    seen = {
+        "ahead": [((at, n), 0.1 + 0.05 * n + 0.04 * n * at) for at, n in shapes],
+        "launching": [((at, n), 1.5 + 0.01 * n) for at, n in shapes],
+    }
+    measured = {name: {**AHEAD[name], f"gpu: measured{TOGETHER}": points} for name, points in seen.items()}
+    assert table(**measured).launched_s(GPU, op) == pytest.approx((0.1 + 3 * 0.05 + 12 * 0.04, 1.5 + 3 * 0.01))
+    op.launches = 1
+    assert table(**measured).launched_s(GPU, op) == pytest.approx((0.2, 1.2))
+
+
+def test_an_op_joined_of_several_is_crowded_as_such_ops_were():
+    """Alone 0.1, 0.05 an op and 0.04 of all their features; crowded 0.2 longer, where a single one is 0.5 longer."""
+    shapes = ((4.0, 2.0), (2.0, 4.0), (4.0, 8.0), (1.0, 8.0))
+    alone = [((at, n), 0.1 + 0.05 * n + 0.04 * n * at) for at, n in shapes]
+    samples = {ALONE: {**table().samples[ALONE], f"gpu: measured{AT_REST}{TOGETHER}": alone}}
+    single = {f"gpu: measured{AT_REST}": [((4.0,), 0.9)]}
+    joint = {f"gpu: measured{AT_REST}{TOGETHER}": [(at, seconds + 0.2) for at, seconds in alone]}
+    samples[ALONE][f"gpu: measured{AT_REST}"] = LINE
+    for crowded, longer_s in ((single, 0.5), (single | joint, 0.2)):
+        given = table(samples=samples, crowded={ALONE: crowded}, short_s={"cpu": 9.0}, beside_strategy=crowded)
+        asked = CalibratedCosts(given, {}, lambda kind: kind is LaneKind.CPU, lambda: 7.0)
+        op = Measured(4.0)
+        op.weight_keys, op.launches = ("weights",), 3
+        joined_s = 0.1 + 3 * 0.05 + 12 * 0.04
+        assert asked.seconds(GPU, op, op.work()) == pytest.approx(joined_s + longer_s), "beside the strategy alone"
+        asked.seconds(CPU, op, op.work())
+        assert asked.seconds(GPU, op, op.work()) == pytest.approx(joined_s + 2 * longer_s), "and beside the cpu lane"
+        op.launches = 1
+        assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4 + 2 * 0.5), "by itself"
