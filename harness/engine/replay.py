@@ -1,7 +1,8 @@
 """Submit the ops of a pass again for other sequences, where emitting them anew would give the same ops. Torch-free.
 
 Most of the time of a simulated pass goes into emitting: into parts, keys and ops that are those of the pass before.
-Replayed ops are submitted like all others, so that dependencies, costs and the order on lanes are found as always.
+Replayed ops are submitted like all others, so that dependencies and the order on lanes are found as always; ops that
+are known to do the same are asked once what that is.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any
 
 from harness.engine.batch import MicroBatch
 from harness.engine.in_flight import InFlight
-from harness.machine.base import Lane, Machine, Op, Ticket
+from harness.engine.ops.alike import alike
+from harness.machine.base import Machine, Op, Ticket
 from harness.machine.simulated import SimulatedMachine
 
 
@@ -20,11 +22,32 @@ from harness.machine.simulated import SimulatedMachine
 class _Tape:
     """The submissions of a pass in their order. Tickets are named by their places in it."""
 
-    submitted: list[tuple[Lane, Op, tuple[int, ...], bool]]  # what it follows but for its keys; whether it is urgent
+    submit: Callable[[], list[Ticket]]
     of_batches: list[list[Any]]  # the ops of each micro-batch
     kv: list[list[int]]  # by micro-batch, as in `PassTickets`
     sampled: list[int]
     under_way: list[int]
+
+
+class _Costs:
+    """Groups the ops of a pass whose work is the same, for `SimulatedMachine.keep_tape`."""
+
+    def __init__(self, batches: Sequence[MicroBatch]) -> None:
+        self._numbers = {id(batch): number for number, batch in enumerate(batches)}
+        self._places: dict[Hashable, int] = {}
+        self.found: list[tuple[Op, bool]] = []
+
+    def place(self, ticket: Ticket) -> int:
+        op = ticket.op
+        key, batch = alike(op), self._numbers.get(id(getattr(op, "batch", None)))
+        is_known = op.has_fixed_work or (key is not None and batch is not None)
+        if not is_known:
+            return -1
+        mine = op if op.has_fixed_work else (ticket.lane, op.kind, op.pieces, batch, key)
+        if mine not in self._places:
+            self._places[mine] = len(self.found)
+            self.found.append((op, op.has_fixed_work))
+        return self._places[mine]
 
 
 class Replay:
@@ -58,10 +81,14 @@ class Replay:
         tickets = [ticket for ticket, _ in noted]
         place = {ticket: at for at, ticket in enumerate(tickets)}
         assert all(one.done or one in place for _, after in noted for one in after), "what it follows is not over"
+        assert isinstance(self._machine, SimulatedMachine)
+        costs = _Costs([it.batch for it in batches])
+        ops = [
+            (of.lane, of.op, tuple(place[one] for one in after if one in place), of.urgent, costs.place(of))
+            for of, after in noted
+        ]
         return _Tape(
-            submitted=[
-                (of.lane, of.op, tuple(place[one] for one in after if one in place), of.urgent) for of, after in noted
-            ],
+            submit=self._machine.keep_tape(ops, costs.found),
             of_batches=[[t.op for t in tickets if getattr(t.op, "batch", None) is it.batch] for it in batches],
             kv=[[place[ticket] for ticket in it.tickets.kv] for it in batches],
             sampled=[place[ticket] for it in batches if (ticket := it.tickets.sampled)],
@@ -73,8 +100,7 @@ class Replay:
             assert it.batch.num_tokens <= it.acts.max_tokens, f"{it.batch.num_tokens} tokens do not fit"
             for op in ops:
                 op.batch = it.batch
-        assert isinstance(self._machine, SimulatedMachine)
-        tickets = self._machine.submit_all(tape.submitted)
+        tickets = tape.submit()
         for it, kv, sampled in zip(batches, tape.kv, tape.sampled, strict=True):
             it.tickets.kv, it.tickets.sampled = [tickets[at] for at in kv], tickets[sampled]
         for kept, at in zip(self._under_way(), tape.under_way, strict=True):

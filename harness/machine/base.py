@@ -111,6 +111,7 @@ class Op(ABC):
     packets: int = 1
     pieces: int = 1
     launches: int = 1  # the ops of their own for which it stands, run in one; known when `work` is
+    has_fixed_work: ClassVar[bool] = False  # `work` is the same however often the op is submitted
 
     @abstractmethod
     def work(self) -> Work:

@@ -49,6 +49,7 @@ class Hazards:
     def __init__(self) -> None:
         self.native = _native()
         self.keys: dict[Hashable, _Touched] = {}
+        self.num_dropped = 0  # of them: until it changes, what was found by a key stays
         self._by_buffer: dict[Buffer, dict[Hashable, None]] = {}  # its keys, in order
         self._overlaps = Overlaps()
         self._sweep_at = _SWEEP_KEYS_FROM
@@ -73,6 +74,7 @@ class Hazards:
         """Let go of all tickets: nothing that was registered matters any more."""
         for touched in self.keys.values():
             touched.overlapping.clear()  # they refer to each other
+        self.num_dropped += len(self.keys)
         self.keys.clear()
         self._by_buffer.clear()
         self._overlaps = Overlaps()
@@ -111,6 +113,7 @@ class Hazards:
 
     def _drop(self, key: Hashable) -> None:
         touched = self.keys.pop(key)
+        self.num_dropped += 1
         for other in touched.overlapping:
             other.overlapping.remove(touched)
         if (buffer := buffer_of(key)) is not None:

@@ -7,7 +7,7 @@ schedule, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 from typing import Any, ClassVar, Literal, Protocol
@@ -184,12 +184,23 @@ class SimulatedMachine(Machine):
         ticket: Ticket = self._submit(lane, op, after, urgent)
         return ticket
 
-    def submit_all(self, tape: list[tuple[Lane, Op, tuple[int, ...], bool]]) -> list[Ticket]:
-        """Submit many ops in one call. Each has the places in the list of those that it follows but for its keys, and
-        is urgent or not."""
-        self._num_idle_polls = 0
-        tickets: list[Ticket] = self._lanes.submit_all(tape)
-        return tickets
+    def keep_tape(
+        self, ops: list[tuple[Lane, Op, tuple[int, ...], bool, int]], costs: list[tuple[Op, bool]]
+    ) -> Callable[[], list[Ticket]]:
+        """Return what submits these ops in one call, each time it is called, and returns their tickets.
+
+        Each has the places in the list of those that it follows but for its keys, is urgent or not, and has a place in
+        `costs`, or -1. There stands one op for all that have this place: their work, kind, pieces and lane are alike.
+        Where rates say what they take it is asked for all, once for ever or, unless it is fixed, each time.
+        """
+        number = self._lanes.add_tape(ops, costs)
+
+        def submit() -> list[Ticket]:
+            self._num_idle_polls = 0
+            tickets: list[Ticket] = self._lanes.submit_tape(number)
+            return tickets
+
+        return submit
 
     @contextmanager
     def noted(self) -> Iterator[list[tuple[Ticket, tuple[Ticket, ...]]]]:

@@ -42,6 +42,7 @@ class CopyWeights(Op):
     """
 
     kind: ClassVar[str] = "weights"
+    has_fixed_work: ClassVar[bool] = True
 
     def __init__(
         self, source: PlacedPart, target: Buffer, *, layer: int | None, packet_bytes: int, pieces: int = 1
@@ -137,6 +138,7 @@ class CopyPage(Op):
     keys."""
 
     kind: ClassVar[str] = "weights"
+    has_fixed_work: ClassVar[bool] = True
 
     def __init__(self, source: Buffer, target: Buffer, *, nbytes: int, layer: int, packet_bytes: int) -> None:
         self.source, self.target, self.nbytes, self.layer = source, target, nbytes, layer

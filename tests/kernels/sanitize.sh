@@ -54,7 +54,7 @@ address() {
     step "running the simulator's tests with it"
     mkdir "$scratch/simulator"
     ln -s "$PWD"/{harness,strategies,conf,paper_figures,tests} "$scratch/kernels" "$scratch/simulator/"
-    tests_in "$scratch/simulator" tests/unit/machine/test_{simulated,simulated_reference,contention,launching}.py
+    tests_in "$scratch/simulator" tests/unit/machine/test_{simulated,simulated_reference,contention,launching,tapes}.py
 }
 
 # tests_in FOLDER PYTEST_ARGUMENTS...: with the sanitizers' libraries loaded

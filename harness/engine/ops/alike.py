@@ -38,13 +38,24 @@ def once_a_batch(told_apart_by: Callable[[Any], Hashable] = _all_alike) -> Calla
         def shared(op: AnyOp) -> Work:
             key = op.__dict__.get("_alike")
             if key is None:  # an op keeps it, since it may be submitted again for another batch
-                key = op.__dict__["_alike"] = (type(op), id(op.spec), told_apart_by(op))
+                key = op.__dict__["_alike"] = _key(op, told_apart_by)
             works = op.batch.works
             found = works.get(key)
             if found is None:
                 found = works[key] = (work(op), op.spec)  # as long as it is kept, no other one has its id
             return found[0]
 
+        shared.told_apart_by = told_apart_by  # type: ignore[attr-defined]
         return shared
 
     return decorate
+
+
+def alike(op: Any) -> Hashable | None:
+    """Return what ops on one micro-batch have in common whose `work` is the same; None where only the op can tell."""
+    told_apart_by = getattr(type(op).work, "told_apart_by", None)
+    return None if told_apart_by is None else _key(op, told_apart_by)
+
+
+def _key(op: Any, told_apart_by: Callable[[Any], Hashable]) -> Hashable:
+    return type(op), id(op.spec), told_apart_by(op)

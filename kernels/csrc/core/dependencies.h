@@ -37,6 +37,12 @@ inline py::object owned(PyObject* object) {
 
 inline py::object borrowed(PyObject* object) { return py::reinterpret_borrow<py::object>(object); }
 
+// What is kept by the keys that an op touches, for one that comes again. It holds as long as no key is dropped.
+struct Touches {
+  bool are_known = false;
+  std::vector<py::object> read, written;
+};
+
 class Dependencies {
  public:
   // A ticket of nothing, which new ones are copies of; the type of what is kept by key; states of tickets; the least
@@ -75,7 +81,7 @@ class Dependencies {
     std::vector<int64_t> found;
     for (const int64_t one : before)
       if (one >= 0) found.push_back(one);
-    const py::object followed = followed_by(hazards, keys, ticket, after);
+    const py::object followed = followed_by(hazards, keys, ticket, after, nullptr);
     for (Py_ssize_t i = 0; followed && i < PyList_GET_SIZE(followed.ptr()); ++i)
       found.push_back(PyLong_AsLongLong(number_.get(PyList_GET_ITEM(followed.ptr(), i))));
     if (PyErr_Occurred()) throw py::error_already_set();
@@ -89,7 +95,14 @@ class Dependencies {
 
   // Ties the ticket to what must come first, and notes in `keys` what its op touches.
   void tie(py::handle hazards, const py::dict& keys, py::handle ticket, py::handle after) const {
-    const py::object found = followed_by(hazards, keys, ticket, after);
+    const py::object found = followed_by(hazards, keys, ticket, after, nullptr);
+    if (found) link(found, ticket.ptr(), hazards);
+  }
+
+  // The same for an op that comes again: what it touches is kept, or taken from there once it is known.
+  void tie_again(py::handle hazards, const py::dict& keys, py::handle ticket, py::handle after,
+                 Touches& touches) const {
+    const py::object found = followed_by(hazards, keys, ticket, after, &touches);
     if (found) link(found, ticket.ptr(), hazards);
   }
 
@@ -101,7 +114,8 @@ class Dependencies {
   };
 
   // Notes in `keys` what the ticket's op touches. Returns a list of what must come first; null where there is nothing.
-  py::object followed_by(py::handle hazards, const py::dict& keys, py::handle ticket, py::handle after) const {
+  py::object followed_by(py::handle hazards, const py::dict& keys, py::handle ticket, py::handle after,
+                         Touches* touches) const {
     static PyObject *const reads = PyUnicode_InternFromString("reads"),
                            *const writes = PyUnicode_InternFromString("writes");
     Submission it(checked(ticket.ptr(), ticket_type_), number_);
@@ -111,11 +125,26 @@ class Dependencies {
       PyObject* const one = checked(given[i], ticket_type_);
       if (!is_stamped(it, one) && !is_done(one)) follow(it, one);
     }
+    if (touches && touches->are_known) {
+      for (const py::object& one : touches->read) add_read(it, hazards, one.ptr());
+      for (const py::object& one : touches->written) add_write(it, one.ptr());
+      return it.found;
+    }
     PyObject* const op = op_.get(it.ticket);
     const py::object its_reads = owned(PyObject_GetAttr(op, reads)), its_writes = owned(PyObject_GetAttr(op, writes));
     const Entries read(its_reads.ptr()), written(its_writes.ptr());
-    for (Py_ssize_t i = 0; i < read.size(); ++i) add_read(it, hazards, touched(hazards, keys, read[i]).ptr());
-    for (Py_ssize_t i = 0; i < written.size(); ++i) add_write(it, touched(hazards, keys, written[i]).ptr());
+    if (touches) *touches = {};
+    for (Py_ssize_t i = 0; i < read.size(); ++i) {
+      py::object one = touched(hazards, keys, read[i]);
+      add_read(it, hazards, one.ptr());
+      if (touches) touches->read.push_back(std::move(one));
+    }
+    for (Py_ssize_t i = 0; i < written.size(); ++i) {
+      py::object one = touched(hazards, keys, written[i]);
+      add_write(it, one.ptr());
+      if (touches) touches->written.push_back(std::move(one));
+    }
+    if (touches) touches->are_known = true;
     return it.found;
   }
 

@@ -73,19 +73,6 @@ std::unique_ptr<VirtualLanes> make_lanes(py::object ticket_type, py::object runn
       std::move(log), std::move(dependencies), std::move(hazards), std::move(keys), std::move(lanes));
 }
 
-// Submits the ops of a list in their order, each with its lane, the places in the list of the ops that it follows but for
-// its keys, and whether it is urgent. Returns their tickets.
-py::list submit_all(VirtualLanes& lanes, const py::list& tape) {
-  py::list tickets;
-  for (py::handle entry : tape) {
-    const auto [lane, op, places, urgent] = py::cast<std::tuple<py::object, py::object, py::tuple, bool>>(entry);
-    py::tuple after(places.size());
-    for (size_t i = 0; i < places.size(); ++i) after[i] = tickets[py::cast<size_t>(places[i])];
-    tickets.append(lanes.submit(lane, op, after, urgent));
-  }
-  return tickets;
-}
-
 void collect_garbage_in(PyHeapTypeObject* heap_type) {
   PyTypeObject* const type = &heap_type->ht_type;
   type->tp_flags |= Py_TPFLAGS_HAVE_GC;
@@ -129,7 +116,8 @@ void bind_simulation(py::module_& m) {
       .def("turns", &VirtualLanes::turns)
       .def("strategy_left_s", &VirtualLanes::strategy_left_s)
       .def("submit", &VirtualLanes::submit)
-      .def("submit_all", &submit_all)
+      .def("add_tape", &VirtualLanes::add_tape)
+      .def("submit_tape", &VirtualLanes::submit_tape)
       .def("withdraw", &VirtualLanes::withdraw)
       .def("wait_any", &VirtualLanes::wait_any)
       .def("drain", &VirtualLanes::drain)

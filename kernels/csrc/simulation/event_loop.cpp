@@ -156,6 +156,7 @@ void EventLoop::finish(VirtualLane& lane) {
     return ops_.end(task);
   }
   task.packets_done = 0;
+  if (task.urgent) return lane.urgent.push_front(&task);  // what it has interrupted is paused
   task.piece_begins = true;
   lane.paused = &task;
 }

@@ -12,9 +12,12 @@ struct Work {
   Work operator*(double by) const { return {flops * by, device_bytes * by, host_bytes * by, link_bytes * by}; }
 };
 
+struct TapeOp;
+
 // One submitted op until it settles. The submitter owns it and keeps it where it is.
 struct Task {
   void* ticket = nullptr;  // the owner's name for it
+  const TapeOp* of_tape = nullptr;  // where it was submitted as one of a tape
   int64_t number = 0;      // in the order of submission
   int32_t lane = 0;
   int32_t packets = 1;  // of a piece

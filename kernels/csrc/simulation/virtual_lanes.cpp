@@ -1,16 +1,10 @@
 #include "virtual_lanes.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "python_values.h"
 
 namespace kernels::simulation {
-
-double Rates::seconds(const Work& work) const {
-  return overhead_s + std::max(std::max(work.flops / flops_s, work.device_bytes / device_bytes_s),
-                               std::max(work.host_bytes / host_bytes_s, work.link_bytes / link_bytes_s));
-}
 
 VirtualLanes::VirtualLanes(Classes classes, std::shared_ptr<SpanLog> log,
                            std::shared_ptr<ties::Dependencies> dependencies, py::object hazards, py::dict keys,
@@ -49,28 +43,32 @@ int VirtualLanes::add_lane(py::handle lane) {
 
 // -- the strategy's side ---------------------------------------------------------------------------------------------
 
+int VirtualLanes::id_of(py::handle lane) {
+  return ids_.of(lane.ptr(), [this](py::handle added) { return add_lane(added); });
+}
+
 py::object VirtualLanes::submit(py::handle lane, py::handle op, py::handle after, bool urgent) {
-  static PyObject* const foresee = interned("foresee");
-  const int id = ids_.of(lane.ptr(), [this](py::handle added) { return add_lane(added); });
-  if (!world.is_none() && foresee_.has(op.ptr())) {
-    PyObject* const done = PyObject_CallMethodOneArg(op.ptr(), foresee, world.ptr());
-    if (!done) throw py::error_already_set();
-    Py_DECREF(done);
-  }
+  const int id = id_of(lane);
+  if (foresee_.has(op.ptr())) foresee(op);
   py::object ticket = dependencies_->ticket_of(op, lane, next_number_++, urgent);
   dependencies_->tie(hazards_, keys_, ticket, after);
-  enqueue(id, ticket, urgent);
+  enqueue(task_of_op(id, op.ptr(), urgent), ticket);
   return ticket;
 }
 
-void VirtualLanes::enqueue(int lane, const py::object& ticket, bool urgent) {
+void VirtualLanes::foresee(py::handle op) {
+  static PyObject* const name = interned("foresee");
+  if (world.is_none()) return;
+  PyObject* const done = PyObject_CallMethodOneArg(op.ptr(), name, world.ptr());
+  if (!done) throw py::error_already_set();
+  Py_DECREF(done);
+}
+
+Task VirtualLanes::task_of_op(int lane, PyObject* op, bool urgent) {
   static PyObject *const packets = interned("packets"), *const pieces = interned("pieces");
-  PyObject* const object = ticket.ptr();
   Task task;
-  task.ticket = object;
-  task.number = whole(fields_.number.get(object));
-  task.lane = loop_.lane(lane).id;
-  PyObject* const op = fields_.op.get(object);
+  task.lane = lane;
+  task.urgent = urgent;
   const auto all_packets = static_cast<int32_t>(whole(attribute(op, packets).ptr()));
   task.pieces = static_cast<int32_t>(whole(attribute(op, pieces).ptr()));
   if (all_packets < 1) throw py::value_error("an op needs packets >= 1, got " + std::to_string(all_packets));
@@ -78,7 +76,13 @@ void VirtualLanes::enqueue(int lane, const py::object& ticket, bool urgent) {
     throw py::value_error("an op's pieces have equally many packets: " + std::to_string(all_packets) + " in " +
                           std::to_string(task.pieces));
   task.packets = all_packets / task.pieces;
-  task.urgent = urgent;
+  return task;
+}
+
+void VirtualLanes::enqueue(Task task, const py::object& ticket) {
+  PyObject* const object = ticket.ptr();
+  task.ticket = object;
+  task.number = whole(fields_.number.get(object));
   task.ready = whole(fields_.num_unmet.get(object)) == 0;
   task.submitted_s = host_s_ + submit_s_;
   for (int32_t piece = 0; piece < task.pieces; ++piece) host_s_ += submit_s_;
@@ -212,19 +216,17 @@ py::list VirtualLanes::pending() const {
 // -- the lanes' side -------------------------------------------------------------------------------------------------
 
 void VirtualLanes::begin(Task& task) {
-  static PyObject *const work_name = interned("work"), *const layer = interned("layer"),
-                         *const micro_batch = interned("micro_batch");
+  static PyObject *const layer = interned("layer"), *const micro_batch = interned("micro_batch");
   auto* const ticket = static_cast<PyObject*>(task.ticket);
-  PyObject* const op = fields_.op.get(ticket);
   try {
-    PyObject* const made = PyObject_CallMethodNoArgs(op, work_name);
-    if (!made) throw py::error_already_set();
-    const auto work = py::reinterpret_steal<py::object>(made);
-    task.kind = kind_code(op);
-    set_cost(task, op, work);
-    if (log_->keeps_rows()) {
-      task.layer = number_or_none(op, layer);
-      task.micro_batch = number_or_none(op, micro_batch);
+    if (!take_cost(task)) {
+      PyObject* const op = fields_.op.get(ticket);
+      task.kind = kind_code(op);
+      set_cost(task, op);
+      if (log_->keeps_rows()) {
+        task.layer = number_or_none(op, layer);
+        task.micro_batch = number_or_none(op, micro_batch);
+      }
     }
   } catch (py::error_already_set& error) {
     fail(task, error);
@@ -242,66 +244,6 @@ void VirtualLanes::begin(Task& task) {
 // Only a function may give each piece another time.
 void VirtualLanes::begin_piece(Task& task) {
   if (seconds_) begin(task);
-}
-
-void VirtualLanes::set_cost(Task& task, PyObject* op, const py::object& work) {
-  task.work = to_work(work);
-  py::object of_piece = work;
-  if (task.pieces > 1) {
-    const Work all = task.work;
-    const double n = task.pieces;
-    task.work = {all.flops / n, all.device_bytes / n, all.host_bytes / n, all.link_bytes / n};
-    const Work& own = task.work;
-    if (seconds_) of_piece = py::type::of(work)(own.flops, own.device_bytes, own.host_bytes, own.link_bytes);
-  }
-  task.alone_s = seconds_of(task, op, of_piece);
-  if (!(task.alone_s >= 0 && task.alone_s < kNever)) {
-    const auto text = "costs " + std::string(py::str(py::float_(task.alone_s))) + " s, which no clock can show";
-    throw py::value_error(text);
-  }
-}
-
-const Rates& VirtualLanes::rates_of(const Task& task) {
-  auto& known = known_[task.lane];
-  if (known.size() <= task.kind) known.resize(task.kind + 1u);
-  auto& rates = known[task.kind];
-  if (!rates) {
-    const std::string& lane = lane_kinds_[task.lane];
-    const auto own = rates_of_ops_.find({lane, py::str(kinds_[task.kind])});
-    const Numbers& r = own == rates_of_ops_.end() ? rates_.at(lane) : own->second;
-    rates = Rates{r[0], r[1], r[2], r[3], r[4]};
-  }
-  return *rates;
-}
-
-double VirtualLanes::seconds_of(Task& task, PyObject* op, const py::object& work) {
-  static PyObject* const launches = interned("launches");
-  if (!seconds_) {
-    const int64_t number = whole(attribute(op, launches).ptr());
-    if (number == 1) return rates_of(task).seconds(task.work);
-    if (number < 1 || task.pieces > 1) throw py::value_error("an op has pieces, or launches >= 1");
-    return seconds_of_launches(task, op);
-  }
-  auto* const ticket = static_cast<PyObject*>(task.ticket);
-  PyObject* const arguments[] = {fields_.lane.get(ticket), op, work.ptr()};
-  PyObject* const seconds = PyObject_Vectorcall(seconds_.ptr(), arguments, 3, nullptr);
-  if (!seconds) throw py::error_already_set();
-  const auto found = py::reinterpret_steal<py::object>(seconds);
-  if (!PyTuple_CheckExact(found.ptr())) return real(found.ptr());
-  if (PyTuple_GET_SIZE(found.ptr()) != 2 || !loop_.lane(task.lane).launches_ahead)
-    throw py::value_error("two numbers are the cost of an op that is launched ahead");
-  return launched(task, real(PyTuple_GET_ITEM(found.ptr(), 0)), real(PyTuple_GET_ITEM(found.ptr(), 1)));
-}
-
-// They run one after another.
-double VirtualLanes::seconds_of_launches(const Task& task, PyObject* op) {
-  static PyObject* const name = interned("launch_works");
-  PyObject* const made = PyObject_CallMethodNoArgs(op, name);
-  if (!made) throw py::error_already_set();
-  double seconds = 0;
-  for (py::handle work : py::reinterpret_steal<py::object>(made))
-    seconds += rates_of(task).seconds(to_work(borrowed(work.ptr())));
-  return seconds;
 }
 
 uint16_t VirtualLanes::kind_code(PyObject* op) {
@@ -378,6 +320,12 @@ int VirtualLanes::traverse(visitproc visit, void* arg) const {
   Py_VISIT(hazards_.ptr());
   Py_VISIT(keys_.ptr());
   for (const Task& task : tasks_) Py_VISIT(static_cast<PyObject*>(task.ticket));
+  for (const Tape& tape : tapes_)
+    if (const int stop = tape.each_object([&](PyObject* object) {
+          Py_VISIT(object);
+          return 0;
+        }))
+      return stop;
   return 0;
 }
 
@@ -392,6 +340,7 @@ void VirtualLanes::clear() {
     task.ticket = nullptr;
     Py_XDECREF(ticket);
   }
+  std::deque<Tape>().swap(tapes_);
   imagine_.clear();
   foresee_.clear();
   ids_.clear();

@@ -17,6 +17,7 @@
 #include "event_loop.h"
 #include "lookups.h"
 #include "span_log.h"
+#include "tape.h"
 #include "ticket_fields.h"
 
 namespace kernels::simulation {
@@ -65,6 +66,13 @@ class VirtualLanes : private EventLoop::Ops {
   // Lets the op foresee what its work depends on, ties it to earlier ones, and returns its ticket, queued.
   py::object submit(py::handle lane, py::handle op, py::handle after, bool urgent);
   void withdraw(py::handle ticket);
+
+  // Keeps ops that will be submitted together, in this order, and returns their number: (lane, op, the places of those
+  // that it follows but for its keys, whether it is urgent, the place in `costs` or -1). `costs` are (op, is_fixed): what
+  // all that have the place do. A fixed one is asked once, another one each time, where rates say what it takes.
+  size_t add_tape(const py::list& ops, const py::list& costs);
+  // Submits them and returns their tickets.
+  py::list submit_tape(size_t number);
   // Until any of them, or all there are, have settled; the strategy is woken. False: nothing runs and no op is ready.
   bool wait_any(const py::list& tickets);
   bool drain();
@@ -94,10 +102,16 @@ class VirtualLanes : private EventLoop::Ops {
   void begin_piece(Task& task) override;
   void end(Task& task) override;
 
-  void enqueue(int lane, const py::object& ticket, bool urgent);
+  int id_of(py::handle lane);
+  void foresee(py::handle op);
+  Task task_of_op(int lane, PyObject* op, bool urgent);
+  void enqueue(Task task, const py::object& ticket);
   int add_lane(py::handle lane);
-  // Fills in the cost of the piece that begins; `work` is that of the op.
-  void set_cost(Task& task, PyObject* op, const py::object& work);
+  // Asks the op for its work, and fills in the cost of the piece that begins.
+  void set_cost(Task& task, PyObject* op);
+  // Fills in the cost of a tape's op by what those alike cost; false where it is to be asked itself.
+  bool take_cost(Task& task);
+  int64_t num_dropped_keys() const;
   const Rates& rates_of(const Task& task);
   Task& task_of(PyObject* ticket);
   bool is_ticket(PyObject* object) const;
@@ -132,6 +146,7 @@ class VirtualLanes : private EventLoop::Ops {
   std::vector<double> launching_until_s_;  // by lane: when the host has launched its op that began last
   int64_t next_number_ = 0;  // each is given once, though what is submitted may be refused
   int64_t num_submitted_ = 0, num_settled_ = 0;
+  std::deque<Tape> tapes_;  // which stay where they are
   std::deque<Task> tasks_;  // a ticket's `place` is that of its task, until it settles
   std::vector<size_t> free_;
   py::list kinds_;

@@ -61,6 +61,14 @@ def test_each_launch_costs_what_an_op_of_its_own_would():
     assert ticket.finished_s == sum(map(cost.seconds, works)) == 2 * 0.5 + 2.0 + 3.0
 
 
+def test_what_an_urgent_op_of_pieces_interrupts_goes_on_behind_it():
+    m = machine(submit_s=0.5)
+    interrupted = m.submit(H2D, Unit(4.0, packets=4))
+    urgent = m.submit(H2D, Unit(1.0, pieces=2), urgent=True)
+    m.drain()
+    assert (urgent.started_s, urgent.finished_s, interrupted.finished_s) == (1.5, 3.5, 6.5)
+
+
 @pytest.mark.parametrize("wrong", [{"launches": 0}, {"launches": -1}, {"launches": 2, "pieces": 2}])
 def test_launches_are_counted_and_no_pieces(wrong):
     op = Unit(1.0, pieces=wrong.get("pieces", 1))
