@@ -60,7 +60,7 @@ class CalibratedCosts:
             alone_s = self.table.seconds(lane, op, found=found)
             measured = max(measured, more_s + (alone_s or 0.0))
         seconds = link_s + (self._estimated(lane, op, work, company) if measured is None else measured)
-        self._last_s[kind] = seconds / op.launches
+        self._last_s[kind] = seconds / (op.joined if op.launches > 1 else 1)
         told = self._told[kind, op.kind]
         told.all_s += seconds
         told.estimated_s += seconds if measured is None else 0.0

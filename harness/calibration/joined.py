@@ -37,13 +37,3 @@ def joint_seconds(op: Op, one: Interpolated | Plane, joint: Plane | None) -> flo
 def of_all(features: Sequence[float], number: float) -> tuple[float, ...]:
     """Return the number of joined ops, and what all of them have together of each feature of one."""
     return (number, *(feature * number for feature in features))
-
-
-def longer_of(longer: Mapping[tuple[str, bool], float], key: str, op: Op) -> float | None:
-    """Return how much longer an op takes, by key and by whether it finds anything to do.
-
-    One that is joined of several and was not measured so counts as one of these.
-    """
-    anything = any(op.cost_features())
-    one = longer.get((key, anything))
-    return longer.get((key + TOGETHER, anything), one) if op.joined > 1 else one

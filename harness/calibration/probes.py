@@ -306,13 +306,14 @@ class LayerProbes:
         emit.combine(it, layer)
 
     def some_experts(self, emit: Emitter, it: InFlight, layer: int) -> None:
-        """Submit some of the experts of a layer, whose weights the stream holds, in one op: few, a part and most. Each
-        op begins with the expert that was read longest ago."""
+        """Submit some of the experts of a layer, whose weights the stream holds, in one op: few, a part and most. No
+        two ops have an expert in common, and each begins with the one that was read longest ago."""
         experts, begin = list(self.stream.experts(layer).items()), 0
         for number in sorted({2, len(experts) // 4, len(experts) * 3 // 4}):
-            if 1 < number < len(experts):
-                emit.experts(it, layer, dict(sorted((experts * 2)[begin : begin + number])))
-                begin += number
+            group = dict(experts[begin : begin + number])
+            if 1 < len(group) < len(experts):
+                emit.experts(it, layer, group)
+                begin += len(group)
 
     def fits_staging(self, it: InFlight) -> bool:
         nbytes = it.batch.on_host.num_context_tokens * self.engine.spec.kv_bytes_per_token_layer

@@ -14,7 +14,7 @@ from typing import Any
 
 from harness.bench.estimates import LaneRates
 from harness.bench.fitting import Interpolated, Plane, fit, relative_spread, typical_by_features
-from harness.calibration.joined import TOGETHER, joint_planes, joint_seconds, longer_of, of_all
+from harness.calibration.joined import TOGETHER, joint_planes, joint_seconds
 from harness.machine.base import Lane, LaneKind, Op, Work
 from harness.record.files import atomic_file
 
@@ -143,32 +143,29 @@ class CalibrationTable:
     def _longer(self, by_key: Mapping[str, Points]) -> dict[tuple[str, bool], float]:
         """Return the seconds that an op takes longer than alone: the mean over all shapes, by key, and by whether there
         was anything to do. They go to hand-overs of the interpreter, of which a kind of op has so many, and one that
-        finds nothing to do fewer."""
+        finds nothing to do fewer. Ops that are joined of several count as one of these: few of them are measured, and
+        what a fit to them is off by is more than what is sought."""
         more_s: dict[tuple[str, bool], list[float]] = defaultdict(list)
         for key, points in by_key.items():
-            one = key.removesuffix(TOGETHER)
-            alone = (self.functions if one == key else self.joint).get(ALONE, {}).get(one)
-            if alone is not None:
+            alone = self.functions[ALONE].get(key)
+            if alone is not None and not key.endswith(TOGETHER):
                 for at, seconds in typical_by_features(points).items():
-                    features = at if one == key else of_all(at[:-1], at[-1])
-                    which = one.removesuffix(AT_REST) + TOGETHER * (one != key), any(features)
-                    more_s[which].append(seconds - alone(features))
+                    more_s[key.removesuffix(AT_REST), any(at)].append(seconds - alone(at))
         return {which: max(fmean(all_s), 0.0) for which, all_s in more_s.items()}
 
     def crowded_s(self, lane: Lane, op: Op, beside: LaneKind, beside_s: float, company: Company = ALONE) -> float:
         """Return the seconds that an op takes longer than alone beside ops of the lane `beside`, of `beside_s` seconds
         each. Where these are longer than those beside which it was measured, the interpreter is asked for that much
         more seldom. The result is 0 for an op that was not measured so."""
-        by_company = (
-            longer_of(self.crowding_s.get(each, {}), table_key(lane, op), op) for each in (company & BESIDE_LINK, ALONE)
-        )
+        which = (table_key(lane, op), any(op.cost_features()))
+        by_company = (self.crowding_s.get(each, {}).get(which) for each in (company & BESIDE_LINK, ALONE))
         more_s = next((seconds for seconds in by_company if seconds is not None), 0.0)
         return more_s * min(1.0, self.short_s.get(beside, 0.0) / max(beside_s, 1e-9))
 
     def beside_strategy_s(self, lane: Lane, op: Op) -> float:
         """Return the seconds that an op takes longer than alone while the strategy's thread submits others. The result
         is 0 for an op that was not measured so."""
-        return longer_of(self.strategy_s, table_key(lane, op), op) or 0.0
+        return self.strategy_s.get((table_key(lane, op), any(op.cost_features())), 0.0)
 
     @cached_property
     def rates(self) -> dict[Company, dict[LaneKind, LaneRates]]:

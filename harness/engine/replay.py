@@ -43,7 +43,7 @@ class _Costs:
         is_known = op.has_fixed_work or (key is not None and batch is not None)
         if not is_known:
             return -1
-        mine = op if op.has_fixed_work else (ticket.lane, op.kind, op.pieces, batch, key)
+        mine = (ticket.lane, op) if op.has_fixed_work else (ticket.lane, op.kind, op.pieces, batch, key)
         if mine not in self._places:
             self._places[mine] = len(self.found)
             self.found.append((op, op.has_fixed_work))

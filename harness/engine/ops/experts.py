@@ -75,8 +75,13 @@ class Experts(ComputeOp):
 
     @property
     def _num_active(self) -> int:
-        """The number of its experts that have tokens, or the expected one where that is not known, and at least one."""
-        return max(1, round(len(self.experts) * self._reached) if self.counts is None else sum(map(bool, self.counts)))
+        """The number of its experts that have tokens, at least one; the expected one where that is not known.
+
+        That is not one where there are several experts, for they must not count as a single one.
+        """
+        if self.counts is None:
+            return max(min(2, len(self.experts)), round(len(self.experts) * self._reached))
+        return max(1, sum(map(bool, self.counts)))
 
     @property
     def _has_all(self) -> bool:

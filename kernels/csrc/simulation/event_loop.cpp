@@ -201,7 +201,7 @@ void EventLoop::choose(VirtualLane& lane) {
     const double begin_s = std::max(head.submitted_s, free_s);
     if (begin_s <= clock_s_) {
       queue->pop_front();
-      ops_.begin(head);
+      head.pieces_done ? ops_.begin_piece(head) : ops_.begin(head);
       return begin(lane, head);
     }
     due_s = std::min(due_s, begin_s);

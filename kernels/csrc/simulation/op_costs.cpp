@@ -79,7 +79,8 @@ bool VirtualLanes::take_cost(Task& task) {
   const TapeOp& one = *task.of_tape;
   TapeCost& cost = *one.cost;
   if (!cost.is_known && whole(attribute(cost.op.ptr(), launches).ptr()) != 1) return false;
-  task.kind = one.kind;
+  if (one.kind < 0) one.kind = kind_code(one.op.ptr());
+  task.kind = static_cast<uint16_t>(one.kind);
   task.layer = one.layer;
   task.micro_batch = one.micro_batch;
   if (!cost.is_known) {

@@ -29,8 +29,8 @@ struct TapeOp {
   bool urgent, foresees;
   int lane_id;
   int32_t packets, pieces, layer, micro_batch;
-  uint16_t kind;
   ties::Touches touches;
+  mutable int kind = -1;  // its number, given when it first begins
 };
 
 struct Tape {

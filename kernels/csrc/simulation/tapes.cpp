@@ -23,9 +23,8 @@ size_t VirtualLanes::add_tape(const py::list& ops, const py::list& costs) {
     TapeCost* const its_cost = cost < 0 ? nullptr : &tape.costs[static_cast<size_t>(cost)];
     const bool foresees = foresee_.has(op.ptr());
     const int32_t its_layer = number_or_none(op.ptr(), layer), batch = number_or_none(op.ptr(), micro_batch);
-    const uint16_t kind = kind_code(op.ptr());
     tape.ops.push_back({std::move(lane), std::move(op), std::move(after), its_cost, urgent, foresees, task.lane,
-                        task.packets, task.pieces, its_layer, batch, kind, {}});
+                        task.packets, task.pieces, its_layer, batch, {}});
   }
   tapes_.push_back(std::move(tape));
   return tapes_.size() - 1;

@@ -200,14 +200,20 @@ py::list VirtualLanes::pending() const {
   py::list found;
   for (const VirtualLane* lane : loop_.lanes()) {
     py::list waiting, occupants;
+    const auto add_occupant = [&](const Task& task) {
+      auto* const ticket = static_cast<PyObject*>(task.ticket);
+      fields_.packets_run.set(ticket, py::int_(task.pieces_done * task.packets + task.packets_done));
+      occupants.append(borrowed(ticket));
+    };
     for (const auto* queue : {&lane->urgent, &lane->normal})
-      for (const Task* task : *queue) waiting.append(borrowed(static_cast<PyObject*>(task->ticket)));
+      for (const Task* task : *queue)
+        if (task->pieces_done) {  // an urgent one, between two pieces
+          add_occupant(*task);
+        } else {
+          waiting.append(borrowed(static_cast<PyObject*>(task->ticket)));
+        }
     for (const Task* task : {lane->running, lane->paused})
-      if (task) {
-        auto* const ticket = static_cast<PyObject*>(task->ticket);
-        fields_.packets_run.set(ticket, py::int_(task->pieces_done * task->packets + task->packets_done));
-        occupants.append(borrowed(ticket));
-      }
+      if (task) add_occupant(*task);
     found.append(py::make_tuple(lane->id, waiting, occupants));
   }
   return found;

@@ -41,22 +41,18 @@ def test_an_op_joined_of_several_is_launched_in_the_time_that_such_ops_were_seen
     assert table(**measured).launched_s(GPU, op) == pytest.approx((0.2, 1.2))
 
 
-def test_an_op_joined_of_several_is_crowded_as_such_ops_were():
-    """Alone 0.1, 0.05 an op and 0.04 of all their features; crowded 0.2 longer, where a single one is 0.5 longer."""
+def test_an_op_joined_of_several_takes_as_much_longer_beside_others_as_a_single_one():
+    """Whatever few such ops were seen to take: alone 0.1, 0.05 an op and 0.04 of all their features."""
     shapes = ((4.0, 2.0), (2.0, 4.0), (4.0, 8.0), (1.0, 8.0))
-    alone = [((at, n), 0.1 + 0.05 * n + 0.04 * n * at) for at, n in shapes]
-    samples = {ALONE: {**table().samples[ALONE], f"gpu: measured{AT_REST}{TOGETHER}": alone}}
-    single = {f"gpu: measured{AT_REST}": [((4.0,), 0.9)]}
-    joint = {f"gpu: measured{AT_REST}{TOGETHER}": [(at, seconds + 0.2) for at, seconds in alone]}
-    samples[ALONE][f"gpu: measured{AT_REST}"] = LINE
-    for crowded, longer_s in ((single, 0.5), (single | joint, 0.2)):
-        given = table(samples=samples, crowded={ALONE: crowded}, short_s={"cpu": 9.0}, beside_strategy=crowded)
-        asked = CalibratedCosts(given, {}, lambda kind: kind is LaneKind.CPU, lambda: 7.0)
-        op = Measured(4.0)
-        op.weight_keys, op.launches = ("weights",), 3
-        joined_s = 0.1 + 3 * 0.05 + 12 * 0.04
-        assert asked.seconds(GPU, op, op.work()) == pytest.approx(joined_s + longer_s), "beside the strategy alone"
-        asked.seconds(CPU, op, op.work())
-        assert asked.seconds(GPU, op, op.work()) == pytest.approx(joined_s + 2 * longer_s), "and beside the cpu lane"
-        op.launches = 1
-        assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4 + 2 * 0.5), "by itself"
+    joint = [((at, n), 0.1 + 0.05 * n + 0.04 * n * at) for at, n in shapes]
+    key = f"gpu: measured{AT_REST}"
+    samples = {ALONE: {**table().samples[ALONE], key: LINE, key + TOGETHER: joint}}
+    crowded = {key: [((4.0,), 0.9)], key + TOGETHER: [(at, 100 * seconds) for at, seconds in joint]}
+    given = table(samples=samples, crowded={ALONE: crowded}, short_s={"cpu": 9.0}, beside_strategy=crowded)
+    asked = CalibratedCosts(given, {}, lambda kind: kind is LaneKind.CPU, lambda: 7.0)
+    op = Measured(4.0)
+    op.weight_keys, op.launches = ("weights",), 3
+    joined_s = 0.1 + 3 * 0.05 + 12 * 0.04
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx(joined_s + 0.5), "beside the strategy alone"
+    asked.seconds(CPU, op, op.work())
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx(joined_s + 2 * 0.5), "and beside the cpu lane"

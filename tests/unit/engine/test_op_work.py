@@ -254,6 +254,9 @@ def test_experts_that_nobody_has_seen_are_as_many_as_are_expected_to_have_tokens
     assert unseen.joined == pytest.approx(active, abs=1) and active < 30
     (tokens,) = unseen.cost_features()
     assert tokens * 8 / 128 * unseen.joined == pytest.approx(few.num_tokens * 8 * 96 / 128)
+    pair = Experts(None, spec, few, acts, experts[:1] * 2, (3, 4), 0, on_host=on_host)
+    assert pair.joined == 2, "though less than one has tokens: it is no single expert"
+    assert pair.cost_features() == (few.num_tokens,)
 
 
 def test_no_op_was_forgotten():
