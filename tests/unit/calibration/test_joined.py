@@ -42,7 +42,7 @@ def test_an_op_joined_of_several_is_launched_in_the_time_that_such_ops_were_seen
 
 
 def test_an_op_joined_of_several_takes_as_much_longer_beside_others_as_a_single_one():
-    """Whatever few such ops were seen to take: alone 0.1, 0.05 an op and 0.04 of all their features."""
+    """Joined ops take 0.1, 0.05 an op and 0.04 of all their features alone; what few took in company does not count."""
     shapes = ((4.0, 2.0), (2.0, 4.0), (4.0, 8.0), (1.0, 8.0))
     joint = [((at, n), 0.1 + 0.05 * n + 0.04 * n * at) for at, n in shapes]
     key = f"gpu: measured{AT_REST}"
@@ -56,3 +56,19 @@ def test_an_op_joined_of_several_takes_as_much_longer_beside_others_as_a_single_
     assert asked.seconds(GPU, op, op.work()) == pytest.approx(joined_s + 0.5), "beside the strategy alone"
     asked.seconds(CPU, op, op.work())
     assert asked.seconds(GPU, op, op.work()) == pytest.approx(joined_s + 2 * 0.5), "and beside the cpu lane"
+
+
+class Unseen(Measured):
+    """Stands for eight launches of which two have anything to do."""
+
+    launches = 8
+    joined = 2
+
+
+def test_a_launch_takes_the_share_of_those_that_have_anything_to_do():
+    """Two launches take 0.4 each, four times what ops were crowded beside."""
+    crowded = {ALONE: {"gpu: measured": [((4.0,), 0.9)]}}
+    asked = CalibratedCosts(table(crowded=crowded, short_s={"cpu": 0.1}), {}, lambda kind: kind is LaneKind.CPU)
+    beside, op = Unseen(4.0), Measured(4.0)
+    assert asked.seconds(CPU, beside, beside.work()) == pytest.approx(2 * 0.4)
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4 + 0.5 / 4)

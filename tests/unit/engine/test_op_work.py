@@ -245,7 +245,7 @@ def test_some_experts_of_a_layer_on_the_device_are_several_single_ones_in_one_la
 
 @pytest.mark.parametrize("on_host", [False, True])
 def test_experts_that_nobody_has_seen_are_as_many_as_are_expected_to_have_tokens(on_host):
-    """Of 96 of 128 experts about 22 have any of 4 tokens, with as many each as all of these are."""
+    """About 22 of 96 experts have any of 4 tokens where there are 128: so many with as many each as all get."""
     spec, few = replace(SPEC, num_experts=128, experts_per_token=8), replace(here, token_ids=here.token_ids[:4])
     draws = np.array([np.random.default_rng(i).permuted(np.tile(np.arange(128), (few.num_tokens, 1)), axis=1)[:, :8]
                       for i in range(500)])  # fmt: skip

@@ -64,8 +64,12 @@ def test_each_launch_costs_what_an_op_of_its_own_would():
 def test_what_an_urgent_op_of_pieces_interrupts_goes_on_behind_it():
     m = machine(submit_s=0.5)
     interrupted = m.submit(H2D, Unit(4.0, packets=4))
-    urgent = m.submit(H2D, Unit(1.0, pieces=2), urgent=True)
+    op, asked = Unit(1.0, pieces=2), []
+    work = op.work
+    op.work = lambda: asked.append(1) or work()
+    urgent = m.submit(H2D, op, urgent=True)
     m.drain()
+    assert len(asked) == 1, "its pieces are alike"
     assert (urgent.started_s, urgent.finished_s, interrupted.finished_s) == (1.5, 3.5, 6.5)
 
 
