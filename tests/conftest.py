@@ -32,7 +32,10 @@ NUM_WORKERS = 3  # on two cores: one in four of their seconds is waited; `-n 8` 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the number
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Let three processes share whole folders of tests, unless the command line says how many."""
+    """Let three processes share whole folders of tests, unless the command line says how many. Of these leave out the
+    slow ones, unless it says which; a test or file that is named runs."""
+    if not config.option.markexpr and _has_folders_only(config):
+        config.option.markexpr = "not slow"
     told = getattr(config.option, "numprocesses", 0)  # None: the line says nothing; 0: pytest-xdist is not installed
     if told is None and not hasattr(config, "workerinput") and _worth_workers(config):
         config.option.numprocesses = NUM_WORKERS
@@ -46,13 +49,17 @@ def _worth_workers(config: pytest.Config) -> bool:
     A worker takes seconds to start. Benchmarks lie in another folder: they have the computer to themselves.
     """
     option = config.option
-    folders = [config.invocation_params.dir / argument for argument in config.args]
     return (
-        all(folder.is_dir() and folder.resolve().is_relative_to(ROOT / "tests") for folder in folders)
+        _has_folders_only(config)
         and not option.keyword
-        and option.markexpr in ("", "quick")
+        and option.markexpr in ("", "quick", "slow", "not slow")
         and not (option.usepdb or option.trace or option.capture == "no")
     )
+
+
+def _has_folders_only(config: pytest.Config) -> bool:
+    folders = [config.invocation_params.dir / argument for argument in config.args]
+    return all(folder.is_dir() and folder.resolve().is_relative_to(ROOT / "tests") for folder in folders)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

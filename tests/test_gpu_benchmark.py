@@ -44,6 +44,7 @@ def test_the_simulation_has_the_links_of_the_calibration():
     assert gpu.with_links(["hardware.h2d_gb_s=55.5"], {}) == ["hardware.h2d_gb_s=55.5"]
 
 
+@pytest.mark.slow
 def test_a_dry_run_measures_calibrates_simulates_and_packs(tmp_path, monkeypatch, capsys):
     out, packed = tmp_path / "out", tmp_path / "packed"
     stages = "kernels,ceilings,tokens,memory,stream,loop,steady,strategies,calibrate,simulate"

@@ -97,6 +97,7 @@ def test_accelerate_offloads_this_model_and_says_the_same():
     assert torch.equal(moved.generate(**batch, **options), expected)
 
 
+@pytest.mark.slow
 def test_peers_that_are_not_installed_are_left_out_in_one_line(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(peer_stage, "find_spec", lambda name: None)
     found = peer_stage.measure(dry_scale("moelens"), tmp_path, 600.0, batch=2)

@@ -45,11 +45,13 @@ def test_cpu_tensors_are_not_served():
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (extra `test`, on Linux only)")
+@pytest.mark.slow
 def test_tokens():
     assert told_by("all") == [f"{run}: right" for run in RUNS]
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (extra `test`, on Linux only)")
+@pytest.mark.slow
 def test_every_family_s_rows():
     """Norms, rotary embeddings, a cache on the device and forecasts of all families, as far as each has them."""
     assert told_by("rows") == [f"{family}: right" for family in FAMILIES] and len(FAMILIES) > 7

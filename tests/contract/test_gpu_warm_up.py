@@ -30,6 +30,7 @@ def asked(*arguments: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (extra `test`, on Linux only)")
+@pytest.mark.slow
 def test_a_pass_asks_for_nothing_new():
     found = asked("ondemand", "ondemand, fine experts", "moelens on the gpu", "deepspeed_zero")
     assert {text.split()[0] for text in found["asked"]} == KERNELS

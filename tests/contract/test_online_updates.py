@@ -140,6 +140,7 @@ def other() -> list[Request]:
     return prompts(*OTHER, 80, seed=2)
 
 
+@pytest.mark.slow
 def test_later_requests_of_another_text_are_predicted_better_as_the_judgement_says(tiny, learned, other):
     path, trained = learned
     inputs: dict = {}

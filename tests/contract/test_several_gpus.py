@@ -55,7 +55,7 @@ def run(tiny, machine, name: str, change: dict, num_gpus: int, *, count=12, kv_b
 
 
 @pytest.mark.parametrize(("name", "change"), SEVERAL)
-@pytest.mark.parametrize("num_gpus", [2, 4])
+@pytest.mark.parametrize("num_gpus", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_shuffled_machine(tiny, name, change, num_gpus):
     run(tiny, shuffled(num_gpus, num_gpus=num_gpus), name, change, num_gpus)
 

@@ -22,6 +22,7 @@ def test_small_cases_are_right_and_their_rivals_agree(device):
         assert case.nbytes > 0
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_named_and_left_out(device, monkeypatch):
     """One kernel gives other numbers, one NaN, one fails; each is looked at, and the others do their work."""
     kept = []
@@ -61,6 +62,7 @@ def test_what_is_wrong_is_named_and_left_out(device, monkeypatch):
         ("foresee_experts", lambda logits, count, top_k: (logits, count, top_k - 1), "routing"),
     ],
 )
+@pytest.mark.slow
 def test_rows_in_wrong_places_and_wrong_forecasts_are_found(device, monkeypatch, name, change, kernel):
     plain = getattr(gpu, name)
     monkeypatch.setattr(gpu, name, lambda *args, **options: plain(*change(*args), **options))

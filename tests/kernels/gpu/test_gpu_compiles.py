@@ -24,6 +24,7 @@ OTHERS |= {"rows._norm", "rows._rotate", "rows._append"}
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_compiles(tmp_path):
     """One process compiles for all chips, since it takes seconds to start and Triton's compiler uses one core."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -60,6 +60,7 @@ def seconds(points: dict[str, Any]) -> list[float]:
     return [s for by_key in points.values() for _, s in by_key]
 
 
+@pytest.mark.slow
 def test_own_time_and_launching_are_told_apart(tiny):
     device = SlowDevice(launching_s=5e-4, own_s=2e-2)
     ahead = measured(cuda_machine(CAPACITIES_BYTES, device=device, poison=False), tiny)
@@ -72,6 +73,7 @@ def test_own_time_and_launching_are_told_apart(tiny):
     device.close()
 
 
+@pytest.mark.slow
 def test_what_was_not_launched_ahead_does_not_count(tiny):
     device = SlowDevice(launching_s=8e-3, own_s=1e-3)
     ahead = measured(cuda_machine(CAPACITIES_BYTES, device=device, poison=False), tiny)

@@ -23,6 +23,7 @@ def kendall(pairs: list[tuple[float, float]]) -> float:
 
 
 @pytest.mark.parametrize(("setting", "g"), CELLS)
+@pytest.mark.slow
 def test_the_order_is_the_published_one(setting, g):
     """All ten pairs of the five systems, so that one that changes places is noticed."""
     found = {}
