@@ -1,6 +1,7 @@
-"""Draw the first of many random arrivals, in C++ since a simulated run draws them for every token and layer.
+"""Draw different columns at random, in C++ since a simulated run draws experts for every token and layer. Torch-free.
 
-What is drawn is said in `harness/routing/sampling.py`; this module checks arguments and hands addresses on. Torch-free.
+One column after another is drawn from those that are left: which of a key's columns comes i-th depends on number i of
+the key's stream (`harness/routing/counters.py`) and on those before it.
 """
 
 from __future__ import annotations
@@ -10,26 +11,32 @@ import numpy as np
 from kernels._extension import native
 
 
-def race(keys: np.ndarray, num_columns: int, k: int, inverse_rates: np.ndarray | None = None) -> np.ndarray:
-    """Return the `k` columns that arrive first for each key, uint64 [n], as int64 [n, k], ascending. Arrivals are the
-    numbers of the key's stream or, with `inverse_rates` [num_columns], their exponential times. Raises ValueError where
-    there are fewer columns than `k`, or another number of rates."""
+def draw(keys: np.ndarray, num_columns: int, k: int, weights: np.ndarray | None = None) -> np.ndarray:
+    """Return `k` different columns for each key, uint64 [n], as int64 [n, k], in the order in which they are drawn.
+
+    Each is drawn in proportion to `weights` [num_columns] of those that are left, or evenly without weights. Descending
+    weights keep rounding smallest. Raises ValueError where fewer than `k` columns can be drawn, or for other weights.
+    """
     if not 1 <= k <= num_columns:
         raise ValueError(f"k must lie between 1 and the {num_columns} columns, got {k}")
     keys = np.ascontiguousarray(keys, dtype=np.uint64)
-    chosen = np.empty((len(keys), k), dtype=np.int64)
-    if inverse_rates is None:
-        native().race_by_numbers(_address(keys), len(keys), num_columns, k, _address(chosen))
-        return chosen
-    if inverse_rates.shape != (num_columns,):
-        raise ValueError(f"one inverse rate for each of {num_columns} columns, got {inverse_rates.shape}")
-    rates = np.ascontiguousarray(inverse_rates, dtype=np.float64)
-    logs = np.empty((len(keys), num_columns))
-    native().race_fractions(_address(keys), len(keys), num_columns, _address(logs))
-    np.log(logs, out=logs)  # numpy's own logarithm, whose last bit may differ from the C library's
-    native().race_by_arrivals(_address(logs), _address(rates), len(keys), num_columns, k, _address(chosen))
-    return chosen
+    drawn = np.empty((len(keys), k), dtype=np.int64)
+    if weights is None:
+        native().draw_evenly(keys.ctypes.data, len(keys), num_columns, k, drawn.ctypes.data)
+    else:
+        tails = _tails(weights, num_columns, k)
+        native().draw_by_weight(keys.ctypes.data, tails.ctypes.data, len(keys), num_columns, k, drawn.ctypes.data)
+    return drawn
 
 
-def _address(array: np.ndarray) -> int:
-    return int(array.ctypes.data)
+def _tails(weights: np.ndarray, num_columns: int, k: int) -> np.ndarray:
+    """Return the sums of `weights` from each column on, and 0 behind the last: [num_columns + 1]."""
+    if weights.shape != (num_columns,):
+        raise ValueError(f"weights must be one for each of {num_columns} columns, got {weights.shape}")
+    tails = np.zeros(num_columns + 1)
+    tails[:-1] = np.cumsum(weights[::-1], dtype=np.float64)[::-1]
+    if not (np.isfinite(tails[0]) and (weights >= 0).all()):
+        raise ValueError("weights must be finite and >= 0")
+    if (can_be := np.count_nonzero(tails[:-1] > tails[1:])) < k:
+        raise ValueError(f"weights must be above 0 for {k} columns or more, got {can_be}")
+    return tails

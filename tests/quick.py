@@ -41,7 +41,7 @@ QUICK = {  # file below tests/ -> regular expression that the names of its quick
     "unit/model/test_sharding.py": ALL,
     "unit/record/test_summary.py": ALL,
     "unit/record/test_trace.py": ALL,
-    "unit/routing/test_sampling.py": ALL,
+    "unit/routing/test_draws.py": ALL,
     "unit/routing/test_skewed.py": ALL,
     "unit/routing/test_statistics.py": ALL,
     "unit/strategies/test_equations.py": ALL,

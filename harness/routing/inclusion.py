@@ -1,4 +1,8 @@
-"""Compute how often an expert is among the first k of a race, and the rates that give asked frequencies."""
+"""Compute how often an expert is among k that are drawn by weight, and the weights that give asked frequencies.
+
+To draw one after another from those left is to take the first of a race in which expert e arrives after an exponential
+time whose rate is its weight: Gumbel top-k.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ _MAX_ROUNDS = 200
 
 
 def inclusion(rates: Floats, k: int) -> Floats:
-    """Return the probability [experts] that each is among the `k` that arrive first.
+    """Return the probability [experts] that each is among `k` drawn by weight, which are the rates of the race.
 
     For expert e it is ∫ rate_e exp(-rate_e t) P(fewer than k of the others have arrived by t) dt.
     """
@@ -29,8 +33,8 @@ def inclusion(rates: Floats, k: int) -> Floats:
     return np.asarray((density * fewer).sum(axis=1) * _LOG_STEP)
 
 
-def rates_for(shares: Floats, k: int) -> Floats:
-    """Return rates [experts] whose race gives each expert the asked share of all choices; the shares sum to 1.
+def weights_for(shares: Floats, k: int) -> Floats:
+    """Return weights [experts] that give each expert the asked share of all choices; the shares sum to 1.
 
     No share may exceed 1 / k, since a token chooses an expert at most once. An expert that is always chosen comes out
     in all but one of a million tokens.

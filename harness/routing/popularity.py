@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from harness.config import ConfigError, config, require
 from harness.routing.base import RoutedModel
 from harness.routing.counters import Stream, derive, stream
-from harness.routing.inclusion import rates_for
+from harness.routing.inclusion import weights_for
 from harness.routing.predictors import RoutingConfig
 
 SHARES_FORMAT, SHARES_VERSION = "moe-expert-shares", 1
@@ -35,15 +35,15 @@ class PopularityConfig(RoutingConfig):
 
 @dataclass(frozen=True, eq=False)
 class Popularity:
-    """The experts of each MoE layer by rank, the most popular first, and how fast each rank runs in the race."""
+    """The experts of each MoE layer by rank, the most popular first, and the weight with which each rank is drawn."""
 
     source: str
     expert_at: NDArray[np.int64]  # [layers, ranks]
-    inverse_rates: NDArray[np.float64] | None  # [layers, ranks]; None: all equal
+    weights: NDArray[np.float64] | None  # [layers, ranks]; None: all equal
 
     def of_layer(self, row: int) -> tuple[NDArray[np.int64], NDArray[np.float64] | None]:
-        """Return the experts of the `row`-th MoE layer by rank, and their inverse rates."""
-        return self.expert_at[row], None if self.inverse_rates is None else self.inverse_rates[row]
+        """Return the experts of the `row`-th MoE layer by rank, and their weights."""
+        return self.expert_at[row], None if self.weights is None else self.weights[row]
 
 
 def popularity(settings: PopularityConfig, model: RoutedModel) -> Popularity:
@@ -56,18 +56,17 @@ def popularity(settings: PopularityConfig, model: RoutedModel) -> Popularity:
     expert_at = np.argsort(derive(keys[:, None], np.arange(num_experts)), axis=1)
     if settings.zipf_exponent == 0:
         return Popularity("all experts equally popular", expert_at, None)
-    inverse = np.arange(1, num_experts + 1, dtype=np.float64) ** settings.zipf_exponent
+    weights = np.arange(1, num_experts + 1, dtype=np.float64) ** -settings.zipf_exponent
     source = f"popularity by a Zipf law with exponent {settings.zipf_exponent:g}"
-    return Popularity(source, expert_at, np.tile(inverse, (len(layers), 1)))
+    return Popularity(source, expert_at, np.tile(weights, (len(layers), 1)))
 
 
 def _given(path: Path, model: RoutedModel) -> Popularity:
     source, shares = read_shares(path, model)
     expert_at = np.argsort(-shares, axis=1, kind="stable")
     ranked = np.take_along_axis(shares, expert_at, axis=1)
-    rates = np.stack([rates_for(row, model.experts_per_token) for row in ranked])
-    with np.errstate(divide="ignore"):  # an expert that is never chosen never arrives
-        return Popularity(f"shares of {path.name} ({source})", expert_at, 1.0 / rates)
+    weights = np.stack([weights_for(row, model.experts_per_token) for row in ranked])
+    return Popularity(f"shares of {path.name} ({source})", expert_at, weights)
 
 
 def write_shares(path: Path, shares: NDArray[np.float64], source: str) -> None:

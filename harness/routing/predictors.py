@@ -15,7 +15,7 @@ from harness.config import ConfigError, config, load_json, require
 from harness.routing.base import RoutedModel, Routing
 from harness.routing.counters import Keys, Stream, derive, fractions, stream
 from harness.routing.remembered import remembered
-from harness.routing.sampling import race
+from kernels.routing import draw
 
 RATES_FORMAT, RATES_VERSION = "moe-hit-rates", 1
 Floats = NDArray[np.float64]
@@ -144,13 +144,13 @@ class StatedPredictor:
             return no_experts(len(request_ids))
         right = chosen() if chosen else self._routing.experts(request_ids, positions, layer)  # [tokens, k]
 
-        def draw() -> NDArray[np.int64]:
+        def drawn() -> NDArray[np.int64]:
             return self._named(
                 right, rates, stream(self._seed, Stream.PREDICTION, request_ids, positions, layer, distance)
             )
 
         named = remembered(
-            draw, "stated", self._seed, self._num_experts, rates, right, request_ids, positions, layer, distance
+            drawn, "stated", self._seed, self._num_experts, rates, right, request_ids, positions, layer, distance
         )
         return named, np.tile(rates, (len(right), 1))
 
@@ -159,12 +159,9 @@ class StatedPredictor:
         those that are `right`."""
         k = self._k
         is_hit = fractions(derive(keys[:, None], np.arange(k))) < rates
-        # Among any 2 k experts, k or more are not chosen.
-        drawn = race(derive(keys, k), self._num_experts, 2 * k)
-        is_chosen = np.zeros(drawn.shape, dtype=bool)
-        for rank in range(k):  # several times faster than one comparison in three dimensions
-            is_chosen |= drawn == right[:, rank, None]
-        wrong = np.take_along_axis(drawn, np.argsort(is_chosen, axis=1, kind="stable")[:, :k], axis=1)
+        wrong = draw(derive(keys, k), self._num_experts - k, k)  # as numbers of those that are not right
+        for expert in np.sort(right, axis=1).T:
+            wrong += wrong >= expert[:, None]
         return np.where(is_hit, right, wrong)
 
 

@@ -1,7 +1,7 @@
 """Tokens may keep their predecessor's experts here, and layers may follow the layer before; popularity is as in
 `skewed`.
 
-Nothing is remembered: a token looks back, draw by draw, to the token whose noise it shares (its anchor), then from
+Nothing is remembered: a token looks back, draw by draw, to the token whose draw it shares (its anchor), then from
 layer to layer at that token. Both walks read draws that belong to (request, position) or (request, position, layer), so
 every token that looks at a draw finds the same.
 """
@@ -57,7 +57,7 @@ class CorrelatedRouting(Synthetic):
         self._keep = settings.keep_token * settings.lookback / (settings.lookback - 1)
 
     def experts(self, request_ids: NDArray[np.int64], positions: NDArray[np.int64], layer: int) -> NDArray[np.int64]:
-        def draw() -> NDArray[np.int64]:
+        def drawn() -> NDArray[np.int64]:
             anchors = self._anchor_positions(np.asarray(request_ids), np.asarray(positions))
             layers = self._anchor_layers(np.asarray(request_ids), anchors, layer)
             keys = stream(self._seed, Stream.EXPERTS, request_ids, anchors, layers)
@@ -65,7 +65,7 @@ class CorrelatedRouting(Synthetic):
 
         follows = self._keep, self._settings.lookback, self._settings.follow_layer, self._layers
         popular = self._popular.of_layer(self._index[layer])
-        return remembered(draw, "correlated", self._seed, self._k, *follows, *popular, request_ids, positions, layer)
+        return remembered(drawn, "correlated", self._seed, self._k, *follows, *popular, request_ids, positions, layer)
 
     def _anchor_positions(self, request_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return for each token [tokens] the last position up to it that did not keep its predecessor's experts. It may

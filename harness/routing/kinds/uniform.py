@@ -9,8 +9,7 @@ from harness.config import config
 from harness.routing.base import RoutedModel, Routing, Synthetic
 from harness.routing.counters import Stream, stream
 from harness.routing.predictors import RoutingConfig
-from harness.routing.remembered import remembered
-from harness.routing.sampling import race
+from kernels.routing import draw
 
 
 @config
@@ -26,11 +25,7 @@ class UniformRouting(Synthetic):
         self._num_experts, self._k, self._seed = num_experts, experts_per_token, seed
 
     def experts(self, request_ids: NDArray[np.int64], positions: NDArray[np.int64], layer: int) -> NDArray[np.int64]:
-        def draw() -> NDArray[np.int64]:
-            keys = stream(self._seed, Stream.EXPERTS, request_ids, positions, layer)
-            return race(keys, self._num_experts, self._k)
-
-        return remembered(draw, "uniform", self._seed, self._num_experts, self._k, request_ids, positions, layer)
+        return draw(stream(self._seed, Stream.EXPERTS, request_ids, positions, layer), self._num_experts, self._k)
 
 
 def build(settings: Config, model: RoutedModel, seed: int) -> Routing:
