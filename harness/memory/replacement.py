@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from heapq import heapify, heappop, heappush
 from math import inf
 from operator import itemgetter
@@ -258,14 +258,27 @@ class ByLayer:
         self._policies[key[0]].used(key)
 
     def victim(self, candidates: Collection[Key], wanted: Key) -> Key:
-        keys = list(candidates)
-        layers = list(map(itemgetter(0), keys))
-        counts = Counter(layers)
+        counts = Counter(map(itemgetter(0), candidates))
         layer = max(counts, key=lambda layer: counts[layer] - self._sizes[layer])
         if counts[layer] <= self._sizes[layer] and wanted[0] in counts:
             layer = wanted[0]
-        its_keys = [key for key, its_layer in zip(keys, layers, strict=True) if its_layer == layer]
-        return self._policies[layer].victim(its_keys, wanted)
+        return self._policies[layer].victim(_OfLayer(_as_set(candidates), layer), wanted)
+
+
+class _OfLayer(Set[Key]):
+    """Looks at the candidates of one layer only as far as it is asked."""
+
+    def __init__(self, candidates: Set[Key], layer: int) -> None:
+        self._candidates, self._layer = candidates, layer
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, tuple) and key[0] == self._layer and key in self._candidates
+
+    def __iter__(self) -> Iterator[Key]:
+        return (key for key in self._candidates if key[0] == self._layer)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def _oldest(there: Mapping[Key, None], allowed: Set[Key]) -> Key | None:

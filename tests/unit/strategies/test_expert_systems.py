@@ -88,6 +88,15 @@ def test_a_schedule_is_one_that_lanes_can_run():
         assert found.cpu_end_s == pytest.approx(sum(times.cpu_s(tokens[expert]) for expert in found.on_cpu))
 
 
+def test_impacts_are_differences_of_schedules():
+    for tokens, there, times, _ in drawn_layers(50):
+        asked = list(tokens)[::2]
+        before_s = schedule(tokens, there, times).end_s
+        expected = {e: before_s - schedule(tokens, {**there, e: True}, times).end_s for e in asked}
+        assert impacts_s(tokens, there, times, asked) == pytest.approx(expected, abs=1e-12)
+    assert impacts_s({}, {}, times, []) == {}
+
+
 def test_prefetch_brings_what_shortens_a_later_layer_by_most():
     """Of four absent experts with 20, 9, 2 and 1 tokens the heaviest is worth most; one that is there is worth
     nothing, nor is one that the CPU does beside the GPU's work."""
