@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from psutil import NoSuchProcess, Process
 
 _STAT = Path("/proc/stat")
 _CLOCK_ERROR_S = 0.03  # of the system's own account, which counts in ticks of 10 ms; what is below it proves nothing
@@ -13,7 +16,7 @@ _CLOCK_ERROR_S = 0.03  # of the system's own account, which counts in ticks of 1
 @dataclass(frozen=True)
 class CpuTimes:
     """The jiffies of all cores since boot: in all, taken by the hypervisor, and spent by all processes. `own_s` are the
-    seconds that this process and its finished children spent."""
+    seconds that this process and its children spent."""
 
     total: int
     stolen: int
@@ -42,8 +45,17 @@ def read_cpu_times() -> CpuTimes | None:
     values = [int(text) for text in _STAT.read_text().split("\n", 1)[0].split()[1:9]]
     user, nice, system, _, _, irq, softirq, stolen = values
     own = os.times()
-    own_s = own.user + own.system + own.children_user + own.children_system
+    own_s = own.user + own.system + own.children_user + own.children_system + _running_children_s()
     return CpuTimes(sum(values), stolen, user + nice + system + irq + softirq, own_s)
+
+
+def _running_children_s() -> float:
+    spent_s = 0.0
+    for child in Process().children(recursive=True):
+        with suppress(NoSuchProcess):
+            times = child.cpu_times()
+            spent_s += times.user + times.system
+    return spent_s
 
 
 def _ticks_a_second() -> int:

@@ -30,6 +30,9 @@ class Replacement(Protocol):
         """Return one of the candidates, of which there is at least one; it is gone then. Its place is for `wanted`,
         which `used` is told next."""
 
+    def lost(self, key: Key) -> None:
+        """Note that an expert is gone that was not chosen."""
+
 
 class ExpertSlots:
     """Holds `num_slots` slots in the memory of GPU `rank`, each large enough for any expert of the model.
@@ -122,15 +125,14 @@ class ExpertSlots:
         key = (layer, expert)
         withdrawn = self.withdrawable and key in self._places and self._places.withdraw(key)
         self.withdrawals += withdrawn
+        if withdrawn:
+            self._replacement.lost(key)
         return withdrawn
 
     def evict(self, layer: int, expert: int) -> None:
         """Free the slot of an expert that nobody holds."""
-        key = (layer, expert)
-        assert self._places.is_idle(key), f"expert {expert} of layer {layer} cannot be evicted"
-        if not (self.withdrawable and self._places.withdraw(key)):
-            self._places.leave(key)
-        self.evictions += 1
+        self._leave((layer, expert))
+        self._replacement.lost((layer, expert))
 
     def evict_idle(self) -> None:
         """Free the slots of all experts that nobody holds."""
@@ -152,8 +154,14 @@ class ExpertSlots:
         if not self._places.num_free:
             candidates = self._places.idle(but=self.spared) or self._places.idle()
             assert candidates, f"all {self.num_slots} expert slots are held"
-            self.evict(*self._replacement.victim(candidates, key))
+            self._leave(self._replacement.victim(candidates, key))
         self._bring(key, self._store.experts(layer)[expert], self._places.take(key), urgent=urgent)
+
+    def _leave(self, key: Key) -> None:
+        assert self._places.is_idle(key), f"expert {key[1]} of layer {key[0]} cannot be evicted"
+        if not (self.withdrawable and self._places.withdraw(key)):
+            self._places.leave(key)
+        self.evictions += 1
 
     def _bring(self, key: Key, source: PlacedPart, target: Buffer, *, urgent: bool) -> None:
         """Submit an expert's transfer."""

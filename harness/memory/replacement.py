@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from heapq import heapify, heappop, heappush
 from math import inf
-from operator import itemgetter
 
 import numpy as np
 
@@ -17,7 +15,7 @@ class LeastRecentlyUsed:
     """Evicts the expert that was used longest ago."""
 
     def __init__(self) -> None:
-        self._order: dict[Key, None] = {}  # oldest first; also experts that were evicted for other reasons
+        self._order: dict[Key, None] = {}  # oldest first
 
     def used(self, key: Key) -> None:
         self._order.pop(key, None)
@@ -28,6 +26,9 @@ class LeastRecentlyUsed:
         chosen = next(key for key in self._order if key in allowed)
         del self._order[chosen]
         return chosen
+
+    def lost(self, key: Key) -> None:
+        self._order.pop(key, None)
 
 
 class LeastFrequentlyUsed:
@@ -64,13 +65,15 @@ class LeastFrequentlyUsed:
             heappush(self._queue, other)
         return key
 
+    def lost(self, key: Key) -> None:
+        """Do nothing: its count stays."""
+
 
 class AdaptiveReplacement:
     """Evicts by ARC (Megiddo and Modha, FAST 2003, Fig. 4).
 
     It shares `num_places` between experts that were used once lately and experts that were used more often, by which of
-    both it has lately evicted too early. An expert that left without being chosen counts as there until the places do
-    not add up.
+    both it has lately evicted too early. An expert that is gone without having been chosen leaves no trace.
     """
 
     def __init__(self, num_places: int) -> None:
@@ -98,7 +101,6 @@ class AdaptiveReplacement:
 
     def victim(self, candidates: Collection[Key], wanted: Key) -> Key:
         allowed = _as_set(candidates)
-        self._drop_lost(allowed)
         from_often = wanted in self._often_gone
         self._returning = wanted if self._returns(wanted) else None
         if self._returning is None and len(self._once) >= self._num_places and not self._once_gone:
@@ -136,16 +138,9 @@ class AdaptiveReplacement:
         if sum(map(len, lists)) >= 2 * self._num_places and self._often_gone:
             del self._often_gone[next(iter(self._often_gone))]
 
-    def _drop_lost(self, allowed: Set[Key]) -> None:
-        """Drop what cannot be there, since there are only so many places: the oldest of what may not be evicted."""
-        surplus = len(self._once) + len(self._often) - self._num_places
-        if surplus <= 0:
-            return
-        for there in (self._once, self._often):
-            lost = [key for key in there if key not in allowed][: max(surplus, 0)]
-            for key in lost:
-                del there[key]
-            surplus -= len(lost)
+    def lost(self, key: Key) -> None:
+        self._once.pop(key, None)
+        self._often.pop(key, None)
 
 
 class LowestRecentScore:
@@ -159,7 +154,7 @@ class LowestRecentScore:
         assert 0 < weight <= 1, weight
         self._weight = weight
         self._scores: dict[int, np.ndarray] = {}  # by layer, float64 [experts]
-        self._uses: dict[Key, int] = {}  # of experts that may be there, the number of the last use among all
+        self._uses: dict[Key, int] = {}  # of experts that are there, the number of the last use among all
         self._queue: list[tuple[float, int, Key]] = []  # a heap with the score and last use of each, and outdated ones
         self._num_uses = 0
 
@@ -193,6 +188,9 @@ class LowestRecentScore:
             heappush(self._queue, other)
         del self._uses[key]
         return key
+
+    def lost(self, key: Key) -> None:
+        self._uses.pop(key, None)
 
     def _entry(self, key: Key) -> tuple[float, int, Key]:
         layer, expert = key
@@ -242,6 +240,9 @@ class FarthestNextUse:
     def victim(self, candidates: Collection[Key], wanted: Key) -> Key:
         return max(candidates, key=lambda key: (self._future.next_use(key), key))
 
+    def lost(self, key: Key) -> None:
+        """Do nothing: what comes stays the same."""
+
 
 class ByLayer:
     """Gives each layer so many places, in which a policy of its own chooses (`sizes`: layer -> places).
@@ -253,16 +254,26 @@ class ByLayer:
     def __init__(self, sizes: Mapping[int, int], make: Callable[[int], Replacement]) -> None:
         self._sizes = dict(sizes)
         self._policies = {layer: make(size) for layer, size in sizes.items()}
+        self._there: dict[int, set[Key]] = {layer: set() for layer in sizes}
 
     def used(self, key: Key) -> None:
+        self._there[key[0]].add(key)
         self._policies[key[0]].used(key)
 
     def victim(self, candidates: Collection[Key], wanted: Key) -> Key:
-        counts = Counter(map(itemgetter(0), candidates))
-        layer = max(counts, key=lambda layer: counts[layer] - self._sizes[layer])
-        if counts[layer] <= self._sizes[layer] and wanted[0] in counts:
-            layer = wanted[0]
-        return self._policies[layer].victim(_OfLayer(_as_set(candidates), layer), wanted)
+        allowed = _as_set(candidates)
+        surplus = {layer: len(there) - self._sizes[layer] for layer, there in self._there.items()}
+        layers = sorted(surplus, key=lambda layer: (-surplus[layer], layer))
+        if surplus[layers[0]] <= 0:
+            layers.insert(0, wanted[0])
+        layer = next(layer for layer in layers if not allowed.isdisjoint(self._there[layer]))
+        chosen = self._policies[layer].victim(_OfLayer(allowed, layer), wanted)
+        self._there[layer].remove(chosen)
+        return chosen
+
+    def lost(self, key: Key) -> None:
+        self._there[key[0]].discard(key)
+        self._policies[key[0]].lost(key)
 
 
 class _OfLayer(Set[Key]):

@@ -20,7 +20,7 @@ import numpy as np
 
 from harness.plan.planning import DoesNotFit
 from harness.record.provenance import code_version
-from paper_figures.moegen.measuring import MOVED, Pass, batch_passes, counts, link_gb, over_passes, phase_facts
+from paper_figures.measuring import MOVED, Pass, batch_passes, counts, link_gb, over_passes, phase_facts
 from paper_figures.passes import planned
 from paper_figures.pool import each
 from paper_figures.prescope.published import TABLE3_TOKENS

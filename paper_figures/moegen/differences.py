@@ -18,7 +18,7 @@ from harness.cli.arguments import CommandParser
 from harness.config import ConfigError
 from harness.interrupts import exit_code
 from harness.plan.planning import DoesNotFit
-from paper_figures.moegen.measuring import batch_passes
+from paper_figures.measuring import batch_passes
 from paper_figures.moegen.rows import facts, predicted_passes
 from paper_figures.moegen.text import number
 from paper_figures.passes import planned

@@ -19,7 +19,7 @@ from harness.model.spec import ModelSpec
 from harness.record.store import read_run
 from harness.record.trace import read_trace
 from harness.run.experiment import RunFailed, run_experiment
-from paper_figures.moegen.measuring import MOVED, Pass, expert_facts, link_gb, recorded_passes
+from paper_figures.measuring import MOVED, Pass, expert_facts, link_gb, recorded_passes
 from paper_figures.moegen.settings import SYSTEMS
 from paper_figures.moegen.text import number, percent
 from paper_figures.passes import records_of

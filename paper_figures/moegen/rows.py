@@ -10,7 +10,7 @@ from typing import Any
 from harness.plan.planning import DoesNotFit, Plan
 from harness.record.provenance import code_version
 from harness.record.summary import accuracy
-from paper_figures.moegen.measuring import MOVED, Pass, batch_passes, link_gb, over_passes, phase_facts
+from paper_figures.measuring import MOVED, Pass, batch_passes, link_gb, over_passes, phase_facts
 from paper_figures.moegen.settings import Case
 from paper_figures.passes import planned
 from paper_figures.pool import each

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paper_figures.moegen.measuring import MOVED
+from paper_figures.measuring import MOVED
 from paper_figures.moegen.published import FIG4_KV_GB, FIG4_SAVING, OURS
 from paper_figures.moegen.rows import Row, computed, find
 from paper_figures.moegen.settings import LIMITS, Case

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from paper_figures.measuring import first_batch
 from paper_figures.moelens.table1 import deployment
-from paper_figures.passes import first_batch, planned
+from paper_figures.passes import planned
 from paper_figures.support import markdown_table, new_figure
 from strategies.offloading.published.moelightning import published_plan
 
@@ -54,7 +55,7 @@ def compute(chosen: Mapping[str, Sequence[str]] | None = None) -> dict[str, Any]
             "name": name, "N": policy["batch_size"], "mu": policy["micro_batch_size"],
             "planning": policy["planning"],
             "busy": {"prefill": dict(batch.prefill_busy), "decode": dict(batch.decode_busy)},
-            "prefill_s": batch.prefill_s, "decode_s": batch.all_decode_s, "tok_s": batch.throughput_tok_s,
+            "prefill_s": batch.prefill_s, "decode_s": batch.decode_s, "tok_s": batch.throughput_tok_s,
             "command": f"python -m harness.plan {' '.join(overrides(more))}",
         })  # fmt: skip
     return {"label": "simulated", "published": PUBLISHED, "rows": rows}

@@ -23,9 +23,10 @@ from harness.engine.strategy import Planning
 from harness.interrupts import exit_code
 from harness.model.cache import make_writable
 from harness.record.provenance import code_version
+from paper_figures.measuring import first_batch
 from paper_figures.moelens.simulate import GENERATION_LENGTHS, KV_CACHES_GB
 from paper_figures.moelens.simulated import FOLDER, runs, summarize
-from paper_figures.passes import first_batch, planned
+from paper_figures.passes import planned
 from paper_figures.pool import each
 from paper_figures.reports import made_by
 from paper_figures.support import markdown_table, read_json, write_json
@@ -33,7 +34,6 @@ from paper_figures.support import markdown_table, read_json, write_json
 HOSTS = {"+30 GB": "hardware.ram_plus_gb=30", "x 1.25": "hardware.ram_times=1.25"}  # section 7
 PLANNINGS: tuple[Planning, ...] = ("as_built", "best")
 PUBLISHED = {70: 3.2, 210: 6.4}  # section 8.1, averages over all models; at most 12.4
-STEPS = 18  # of decode that are simulated; the others continue them
 _MOST_REQUESTS = 20_000
 
 
@@ -60,11 +60,11 @@ def _full_batch(given: Sequence[str], hosts: list[str], batch_size: int, size: i
     sizes = [f"strategy.policy.batch_size={batch_size}", f"strategy.policy.micro_batch_size={size}"]
     arguments = [*given, HOSTS[hosts[0]], *sizes, f"dataset.num_requests={batch_size}"]
     plan = planned(arguments)
-    batch = first_batch(plan, max_steps=STEPS)
+    batch = first_batch(plan)
     return {
         "planning": plan.strategy.plan["planning"], "host": " and ".join(hosts),
         "N": batch_size, "mu": size, "tok_s": batch.throughput_tok_s,
-        "prefill_s": batch.prefill_s, "step_s": batch.all_decode_s / batch.num_steps,
+        "prefill_s": batch.prefill_s, "step_s": batch.step_s,
         "decode_busy": dict(batch.decode_busy), "code": code_version(),
         "command": f"python -m harness.plan {' '.join(arguments)}",
     }  # fmt: skip

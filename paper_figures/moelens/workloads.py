@@ -5,7 +5,7 @@
 
 Runs of MoE-Lens that `paper_figures.moelens.simulate` has made by the same code are taken from there.
 MoE-Lightning is as built: its artifact's planner and one thread that stages weights, on the better of the two hosts of
-section 7; of one full batch, whose first decode steps are simulated. MoE-Lens runs the paper's number of requests to
+section 7; of one full batch, some of whose decode steps are simulated. MoE-Lens runs the paper's number of requests to
 its end. `EOS` is MoE-Lens alone with answers that end by themselves, as in section 8.1; how long they are is not
 published, and assumed here.
 """

@@ -14,7 +14,8 @@ from typing import Any
 from harness.engine.strategy import Planning, Prediction
 from harness.record.provenance import code_version
 from harness.record.summary import accuracy
-from paper_figures.passes import Batch, first_batch, planned
+from paper_figures.measuring import Batch, first_batch
+from paper_figures.passes import planned
 
 LONGEST_PROMPT = {"mtbench_lightning": 418, "synthetic_reasoning": 256, "summarization": 1984}  # Table 3
 MOST_REQUESTS = 5000  # "thousands of questions" (section 5.1); the memory allows no system more in one batch
@@ -40,7 +41,6 @@ class Case:
     planning: Planning = "best"
     extended_model: bool = False  # Eq. 12-14 as printed
     more: tuple[str, ...] = ()  # overrides
-    max_steps: int | None = None  # decode steps that are simulated; null: all
 
     @property
     def kv_gb(self) -> float:
@@ -77,7 +77,7 @@ def row(case: Case) -> dict[str, Any]:
         policy = plan.strategy.plan
         case = replace(case, batch_size=policy["batch_size"], micro_batch_size=policy["micro_batch_size"])
         plan = planned(case.overrides)
-    batch = first_batch(plan, max_steps=case.max_steps)
+    batch = first_batch(plan)
     policy = plan.strategy.plan
     return {
         "system": case.system,
@@ -102,8 +102,8 @@ def _simulated(batch: Batch) -> dict[str, Any]:
         "sequences": batch.num_sequences,
         "tok_s": batch.throughput_tok_s,
         "prefill_s": batch.prefill_s,
-        "step_s": batch.all_decode_s / batch.num_steps,
-        "steps_simulated": len(batch.decode_s),
+        "step_s": batch.step_s,
+        "steps_simulated": batch.steps_simulated,
         "prefill_busy": dict(batch.prefill_busy),
         "decode_busy": dict(batch.decode_busy),
     }

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from paper_figures.moelightning.batches import Case, row
-from paper_figures.moelightning.systems import HARDWARE, STEPS, STRATEGIES
+from paper_figures.moelightning.systems import HARDWARE, STRATEGIES
 from paper_figures.pool import each
 from paper_figures.support import REFERENCE, markdown_table, new_figure, read_json
 
@@ -32,7 +32,7 @@ def cases() -> list[Case]:
     return [
         Case(
             system=system, strategy=strategy, setting="S1", hardware=HARDWARE["S1"], g=128, padded=True,
-            micro_batch_size=mu, batch_size=n, policy_source="given", max_steps=STEPS,
+            micro_batch_size=mu, batch_size=n, policy_source="given",
         )
         for system, (strategy, padded) in STRATEGIES.items()
         if padded and strategy != "deepspeed_zero"

@@ -3,8 +3,8 @@
 Each system runs best, with the policy that the search here finds on our memory model, and as built, where its policies
 are published: with these, its own staging and defaults. A speed-up is of two systems of the same kind; DeepSpeed, which
 has no planner, is the same either way.
-One that is padded has prompts of the longest prompt's length. Of decode the first steps are simulated; the rest is
-their linear continuation (`paper_figures.passes.Batch`), as only the context grows.
+One that is padded has prompts of the longest prompt's length. Of decode some steps are simulated; the others lie on
+lines between these (`paper_figures.measuring`), as only the context grows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ STRATEGIES = {  # system: strategy, whether it pads
     "FastDecode": ("fastdecode", True),
     "DeepSpeed-Zero": ("deepspeed_zero", True),
 }
-STEPS = 18  # of decode that are simulated
 _BASELINES = ("FlexGen", "FlexGen(c)", "DeepSpeed-Zero")
 
 
@@ -45,7 +44,6 @@ def cases(settings: Sequence[str] = tuple(HARDWARE), generated: Sequence[int] = 
             for system, (strategy, padded) in STRATEGIES.items():
                 case = Case(
                     system=system, strategy=strategy, setting=setting, hardware=HARDWARE[setting], g=g, padded=padded,
-                    max_steps=STEPS,
                 )  # fmt: skip
                 yield case
                 if system in POLICIES[setting]:

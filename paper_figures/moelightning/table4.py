@@ -7,7 +7,7 @@ from typing import Any
 
 from paper_figures.moelightning.batches import Case, row
 from paper_figures.moelightning.published import HELM_GENERATED, TABLE4
-from paper_figures.moelightning.systems import HARDWARE, STEPS, STRATEGIES, with_sizes
+from paper_figures.moelightning.systems import HARDWARE, STRATEGIES, with_sizes
 from paper_figures.pool import each
 from paper_figures.support import markdown_table
 
@@ -22,7 +22,7 @@ def cases() -> list[Case]:
     for cell in TABLE4:
         case = Case(
             system=cell.system, strategy=STRATEGIES[cell.system][0], setting=cell.setting, g=HELM_GENERATED[cell.task],
-            hardware=HARDWARE[cell.setting], dataset=cell.task, max_steps=STEPS,
+            hardware=HARDWARE[cell.setting], dataset=cell.task,
         )  # fmt: skip
         found.append(case if cell.system == "DeepSpeed-Zero" else with_sizes(case, cell.sizes))
     return found

@@ -13,7 +13,7 @@ from typing import Any
 
 from paper_figures.moelightning.batches import LONGEST_PROMPT, Case, row
 from paper_figures.moelightning.published import S1_SECONDS, TABLE5
-from paper_figures.moelightning.systems import HARDWARE, STEPS, STRATEGIES
+from paper_figures.moelightning.systems import HARDWARE, STRATEGIES
 from paper_figures.pool import each
 from paper_figures.support import markdown_table, model_spec
 
@@ -34,7 +34,7 @@ def cases(g: int = G) -> list[tuple[str, str, Case]]:
         case = Case(
             system=ablation.system, strategy=strategy, setting="S1", hardware=HARDWARE["S1"], g=g, padded=padded,
             batch_size=ablation.sizes.batch_size, micro_batch_size=ablation.sizes.micro_batch_size,
-            policy_source="published", max_steps=STEPS,
+            policy_source="published",
         )  # fmt: skip
         found += [(ablation.name, name, replace(case, more=more)) for name, more in PROFILES.items()]
     return found

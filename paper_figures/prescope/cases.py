@@ -11,7 +11,7 @@ from typing import Any
 
 from harness.plan.planning import DoesNotFit
 from harness.record.provenance import code_version
-from paper_figures.moegen.measuring import batch_passes, counts
+from paper_figures.measuring import batch_passes, counts
 from paper_figures.moegen.rows import facts
 from paper_figures.passes import planned
 from paper_figures.pool import each

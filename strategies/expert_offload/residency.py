@@ -30,6 +30,9 @@ class OldestFirst:
         del self._order[chosen]
         return chosen
 
+    def lost(self, key: Key) -> None:
+        self._order.pop(key, None)
+
 
 @dataclass(kw_only=True)
 class Counts:

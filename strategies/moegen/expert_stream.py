@@ -18,6 +18,9 @@ class NoReplacement:
     def victim(self, candidates: Collection[Key], wanted: Key) -> Key:
         raise AssertionError(f"nothing is evicted for another expert, asked among {candidates}")
 
+    def lost(self, key: Key) -> None:
+        """Do nothing, as in `used`."""
+
 
 class ExpertStream:
     """Streams experts through slots, in an endless cycle of layers: index = pass * num_layers + layer.

@@ -8,10 +8,11 @@ import pytest
 
 from harness.plan.planning import make_plan
 from paper_figures import pool
+from paper_figures.measuring import first_batch
 from paper_figures.moelightning import hrm_accuracy, systems, table4, table5
 from paper_figures.moelightning.batches import Case, row
 from paper_figures.moelightning.published import FIG7_TOK_S, GENERATED, POLICIES, TABLE5
-from paper_figures.passes import Batch, first_batch, planned
+from paper_figures.passes import planned
 from paper_figures.support import composed
 
 SMALL = Case(
@@ -22,7 +23,7 @@ SMALL = Case(
 
 @pytest.fixture(scope="module")
 def rows():
-    """Every system on a small batch, half of whose decode steps are continued."""
+    """Every system on a small batch."""
     found = {}
     for system, (strategy, padded) in systems.STRATEGIES.items():
         case = replace(SMALL, system=system, strategy=strategy, padded=padded)
@@ -39,29 +40,20 @@ def test_a_batch_is_what_an_ordinary_run_of_it_is(rows):
     assert mine["decode_busy"]["h2d"] == pytest.approx(summary["utilization"]["h2d"], abs=0.02)
 
 
-def test_steps_that_are_not_simulated_go_on_as_the_last_ones_do():
-    """30 steps, 20 of them simulated, of FlexGen: its cache's transfer grows with the context."""
-    case = replace(SMALL, system="FlexGen", strategy="flexgen", g=31)
-    whole, part = (first_batch(planned(case.overrides), max_steps=steps) for steps in (None, 20))
-    assert len(part.decode_s) == 20 and len(whole.decode_s) == whole.num_steps == 30
-    assert part.all_decode_s == pytest.approx(whole.all_decode_s, rel=1e-3)
-    assert whole.all_decode_s == pytest.approx(sum(whole.decode_s))
-
-
-def test_a_linear_continuation_by_hand():
-    batch = Batch(
-        num_sequences=10, prefill_tokens=100, prefill_s=5.0, decode_s=tuple(1.0 + 0.1 * i for i in range(20)),
-        num_steps=30, prefill_busy={}, decode_busy={},
-    )  # fmt: skip
-    assert batch.all_decode_s == pytest.approx(sum(1.0 + 0.1 * i for i in range(30)))
-    assert batch.throughput_tok_s == pytest.approx(310 / (5 + batch.all_decode_s))
+@pytest.mark.parametrize("g", [17, 31, 64])
+def test_steps_that_are_not_simulated_take_what_a_run_takes(g):
+    """Of FlexGen, padded: its cache's transfer grows by a block at a time, for all sequences at once."""
+    case = replace(SMALL, system="FlexGen", strategy="flexgen", g=g)
+    part, whole = first_batch(planned(case.overrides)), make_plan(composed(*case.overrides)).summary
+    assert part.steps_simulated == 7 and part.num_steps == g - 1 and whole is not None
+    assert part.throughput_tok_s == pytest.approx(whole["throughput_tok_s"], rel=5e-3)
 
 
 def test_the_first_of_several_batches_is_taken():
     case = replace(SMALL, more=("dataset.num_requests=100",))
     batch = first_batch(planned(case.overrides))
     assert batch.num_sequences == 40 and batch.prefill_tokens == 40 * 418
-    assert len(batch.decode_s) == batch.num_steps == 5
+    assert batch.steps_simulated == batch.num_steps == 5
 
 
 def test_shares_are_shares_and_cgopipe_is_the_fastest_of_the_padded(rows):

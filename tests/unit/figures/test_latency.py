@@ -11,7 +11,7 @@ from harness.settings import load_strategy, parse_settings
 from paper_figures.latency import caches, part, systems, where
 from paper_figures.latency.grid import LLAPOR, RECORDED, SMALL_MODELS, Case, G
 from paper_figures.latency.grid import row as computed_row
-from paper_figures.moegen.measuring import batch_passes, counts
+from paper_figures.measuring import batch_passes, counts
 from paper_figures.passes import planned
 from paper_figures.support import composed
 

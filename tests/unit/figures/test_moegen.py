@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 
 from harness.settings import parse_settings
+from paper_figures.measuring import batch_passes
 from paper_figures.moegen import (
     accuracy,
     claims,
@@ -25,7 +26,6 @@ from paper_figures.moegen import (
     unlimited,
 )
 from paper_figures.moegen.differences import differences, main
-from paper_figures.moegen.measuring import batch_passes
 from paper_figures.moegen.rows import facts, find, key_of, predicted_passes, row
 from paper_figures.moegen.settings import SYSTEMS, Case, most_sequences, ram_gb, spec_of
 from paper_figures.passes import planned

@@ -35,6 +35,9 @@ class Oldest:
         assert candidates
         return next(key for key in self.order if key in candidates)
 
+    def lost(self, key: Key) -> None:
+        self.order = [other for other in self.order if other != key]
+
 
 def slots_on(device, num_slots: int) -> ExpertSlots:
     store = WeightStore(device, FakeSource())

@@ -103,7 +103,10 @@ def test_arc_chooses_one_of_the_candidates_whatever_left(data, places):
         there.add(key)
         policy.used(key)
         if data.draw(st.booleans()):
-            there -= set(data.draw(st.lists(st.sampled_from(sorted(there)), max_size=1)))
+            for gone in data.draw(st.lists(st.sampled_from(sorted(there)), max_size=1)):
+                there.remove(gone)
+                policy.lost(gone)
+        assert there == {*policy._once, *policy._often}
         assert sum(map(len, (policy._once, policy._often, policy._once_gone, policy._often_gone))) <= 8
         assert len(policy._once_gone) <= places and len(policy._often_gone) <= 2 * places
 
@@ -131,6 +134,29 @@ def test_the_lowest_recent_score_goes(passes, weight):
     assert abs(score(chosen) - lowest) < 1e-9
     if not passes:
         assert chosen == keys[0], "of equal ones, the one used longest ago"
+
+
+@settings(max_examples=100, deadline=None)
+@given(rng=st.randoms(use_true_random=True), sizes=st.tuples(st.integers(1, 3), st.integers(1, 3)))
+def test_the_layer_gives_up_that_has_most_beyond_its_places(rng, sizes):
+    """Some are held, and some leave without being chosen."""
+    policy, there = ByLayer(dict(enumerate(sizes)), lambda _: LeastRecentlyUsed()), []
+    for _ in range(40):
+        key = (rng.randrange(2), rng.randrange(6))
+        candidates = [other for other in there if rng.random() < 0.8]
+        if key not in there and len(there) >= sum(sizes) and candidates:
+            surplus = {layer: sum(other[0] == layer for other in there) - sizes[layer] for layer in range(2)}
+            chosen = policy.victim(candidates, key)
+            possible = {other[0] for other in candidates}
+            best = max(possible, key=lambda layer: (surplus[layer], -layer))
+            own_first = max(surplus.values()) <= 0 and key[0] in possible
+            assert chosen[0] == (key[0] if own_first else best)
+            assert chosen == next(other for other in there if other in candidates and other[0] == chosen[0])
+            there.remove(chosen)
+        there = [*(other for other in there if other != key), key]
+        policy.used(key)
+        if rng.random() < 0.2:
+            policy.lost(there.pop(0))
 
 
 def policies(steps, places):

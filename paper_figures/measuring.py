@@ -57,6 +57,46 @@ class Pass:
         return self.record.end_s - self.record.start_s
 
 
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The sums over one batch of static batching: a prefill, then a decode step for every further token."""
+
+    num_sequences: int
+    prefill_tokens: int
+    prefill_s: float
+    decode_s: float
+    num_steps: int
+    steps_simulated: int
+    prefill_busy: Mapping[str, float]
+    decode_busy: Mapping[str, float]
+
+    @property
+    def throughput_tok_s(self) -> float:
+        """Generated tokens over the time of prefill and decode, as MoE-Lightning section 5.1 counts."""
+        return self.num_sequences * (self.num_steps + 1) / (self.prefill_s + self.decode_s)
+
+    @property
+    def step_s(self) -> float:
+        return self.decode_s / self.num_steps
+
+
+def first_batch(plan: Plan) -> Batch:
+    """Simulate the first batch of a plan, all of whose requests generate the same number of tokens, and sum it up."""
+    passes = batch_passes(plan)
+    prefill, decode = [p for p in passes if p.step is None], [p for p in passes if p.step is not None]
+    assert not any(p.record.num_decode_tokens for p in prefill), "not a static batch"
+    return Batch(
+        num_sequences=round(over_passes(prefill, lambda p: p.record.num_sequences)),
+        prefill_tokens=round(over_passes(prefill, lambda p: p.record.num_prefill_tokens)),
+        prefill_s=over_passes(prefill, lambda p: p.length_s),
+        decode_s=over_passes(decode, lambda p: p.length_s),
+        num_steps=plan.settings.dataset.max_new_tokens - 1,
+        steps_simulated=len(decode),
+        prefill_busy=busy(prefill),
+        decode_busy=busy(decode),
+    )
+
+
 def batch_passes(plan: Plan, *, whole: bool = False) -> list[Pass]:
     """Simulate the first batch of a plan whose scheduler keeps prefill and decode apart, or all its passes if `whole`.
 
@@ -182,6 +222,13 @@ def counts(passes: Sequence[Pass]) -> dict[str, float]:
     return {name: over_passes(passes, lambda p, name=name: p.counted[name]) for name in names}
 
 
+def busy(passes: Sequence[Pass]) -> dict[str, float]:
+    """Return the busy share of each lane over passes; 0 over none."""
+    length_s = over_passes(passes, lambda p: p.length_s)
+    return {lane: over_passes(passes, lambda p, lane=lane: _busy_s(p, lane)) / length_s if passes else 0.0
+            for lane in LANES}  # fmt: skip
+
+
 def phase_facts(plan: Plan, passes: Sequence[Pass]) -> dict[str, Any] | None:
     """Sum up the passes of one phase; None of none. Bytes over the link are those of a pass."""
     if not passes:
@@ -195,7 +242,7 @@ def phase_facts(plan: Plan, passes: Sequence[Pass]) -> dict[str, Any] | None:
         "passes": num_passes,
         "pass_s": length_s / num_passes,
         "sequences": max(p.record.num_sequences for p in passes),
-        "busy": {lane: over_passes(passes, lambda p, lane=lane: _busy_s(p, lane)) / length_s for lane in LANES},
+        "busy": busy(passes),
         "link_gb": {what: over_passes(passes, lambda p, what=what: link_gb(p, what)) / num_passes for what in MOVED},
         "expert_flops_used": achieved_flop_s and achieved_flop_s / flop_s,
         **experts,
