@@ -84,13 +84,15 @@ def first_batch(plan: Plan) -> Batch:
     """Simulate the first batch of a plan, all of whose requests generate the same number of tokens, and sum it up."""
     passes = batch_passes(plan)
     prefill, decode = [p for p in passes if p.step is None], [p for p in passes if p.step is not None]
+    num_steps = plan.settings.dataset.max_new_tokens - 1
     assert not any(p.record.num_decode_tokens for p in prefill), "not a static batch"
+    assert decode and decode[-1].step == num_steps - 1, f"decode ended before step {num_steps}, or there is none"
     return Batch(
         num_sequences=round(over_passes(prefill, lambda p: p.record.num_sequences)),
         prefill_tokens=round(over_passes(prefill, lambda p: p.record.num_prefill_tokens)),
         prefill_s=over_passes(prefill, lambda p: p.length_s),
         decode_s=over_passes(decode, lambda p: p.length_s),
-        num_steps=plan.settings.dataset.max_new_tokens - 1,
+        num_steps=num_steps,
         steps_simulated=len(decode),
         prefill_busy=busy(prefill),
         decode_busy=busy(decode),

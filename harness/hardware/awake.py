@@ -4,7 +4,7 @@ A virtual machine's core that idles is lent to other guests, and is slow for mil
 that wait for each other idle often. On an EPYC's two cores, three emulated runs reached 59.4 to 61.7 tok/s with the
 cores slowed in 50 to 85 % of the looks of `slowed`; with this, 61.5 to 61.8 and 20 to 38 %. A process on each core runs
 at a priority below all others (`SCHED_IDLE`), so that whoever wants the core has it at once. It is a script of its own
-and imports nothing of the harness.
+and imports nothing of the harness. Time that the hypervisor takes from these processes counts as taken.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from types import TracebackType
 
 
 class Awake:
-    """The processes that keep the cores awake until the block ends or this process does. There are none where the
-    system has no such priority (anything but Linux)."""
+    """The processes that keep the cores awake until the block ends or this process does. There are none where they
+    would slow what is timed: where two hyper-threads share a core, or where a quota limits what all processes take
+    together; and none where the system has no such priority (anything but Linux)."""
 
     def __init__(self) -> None:
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "SCHED_IDLE") else []
         self._processes = [
-            Popen([sys.executable, "-I", __file__, str(core), str(os.getpid())], stdin=DEVNULL, stdout=DEVNULL)
-            for core in cores
-        ]
+            Popen(
+                [sys.executable, "-I", __file__, str(core), str(os.getpid())],
+                stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL,
+            )
+            for core in _cores()
+        ]  # fmt: skip
 
     def __enter__(self) -> Awake:
         return self
@@ -34,6 +37,14 @@ class Awake:
             process.kill()
         for process in self._processes:
             process.wait()
+
+
+def _cores() -> list[int]:
+    from harness.hardware.slowed import can_watch
+    from kernels.cpu import num_cores
+
+    mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "SCHED_IDLE") and can_watch() else []
+    return mine if num_cores() >= len(mine) else []
 
 
 def _stay_awake(core: int, parent: int) -> None:

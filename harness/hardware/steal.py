@@ -54,7 +54,7 @@ def _running_children_s() -> float:
     for child in Process().children(recursive=True):
         with suppress(NoSuchProcess):
             times = child.cpu_times()
-            spent_s += times.user + times.system
+            spent_s += times.user + times.system + times.children_user + times.children_system
     return spent_s
 
 

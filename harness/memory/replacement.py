@@ -264,9 +264,9 @@ class ByLayer:
         allowed = _as_set(candidates)
         surplus = {layer: len(there) - self._sizes[layer] for layer, there in self._there.items()}
         layers = sorted(surplus, key=lambda layer: (-surplus[layer], layer))
-        if surplus[layers[0]] <= 0:
-            layers.insert(0, wanted[0])
         layer = next(layer for layer in layers if not allowed.isdisjoint(self._there[layer]))
+        if surplus[layer] <= 0 and not allowed.isdisjoint(self._there[wanted[0]]):
+            layer = wanted[0]
         chosen = self._policies[layer].victim(_OfLayer(allowed, layer), wanted)
         self._there[layer].remove(chosen)
         return chosen

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+_ROUNDING = 1e-12  # share of a layer's time that sums in another order may differ by
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ def schedule(
 def impacts_s(
     tokens: Mapping[int, float], there: Mapping[int, bool], times: Times, experts: Collection[int]
 ) -> dict[int, float]:
-    """Return how much earlier a layer would be done if one of these experts were there when it begins, by expert.
+    """Return how much earlier a layer would be done if one of these `experts`, which have tokens, were there when it
+    begins, by expert.
 
     This is the difference of two calls of `schedule`, computed for all experts at once: both lanes take experts in the
     order of a merge, so that the GPU runs its first ones which end no later than the rest on the CPU.
@@ -85,8 +87,10 @@ def impacts_s(
     to_bring = [len(order) - sum(expert in there for expert in order)]
     to_bring += [to_bring[0] - (expert not in there) for expert in asked]
     ends_s = _ends_s(np.array(orders, dtype=np.int64), np.array(to_bring), [tokens[expert] for expert in order], times)
-    gains = dict(zip(asked, (ends_s[0] - ends_s[1:]).tolist(), strict=True))
-    return {expert: gains.get(expert, 0.0) for expert in experts}
+    gains_s = ends_s[0] - ends_s[1:]
+    gains_s[np.abs(gains_s) < _ROUNDING * ends_s[0]] = 0.0
+    found = dict(zip(asked, gains_s.tolist(), strict=True))
+    return {expert: found.get(expert, 0.0) for expert in experts}
 
 
 def _ends_s(orders: NDArray[np.int64], to_bring: NDArray[np.int64], loads: list[float], times: Times) -> Floats:

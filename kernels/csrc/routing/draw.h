@@ -1,4 +1,5 @@
-// Draws of different columns by counter: kernels/routing.py says what is drawn, harness/routing/counters.py the numbers.
+// Draws of different columns by counter: kernels/routing.py says what is drawn, harness/routing/counters.py of which
+// numbers.
 #pragma once
 
 #include <cstdint>
