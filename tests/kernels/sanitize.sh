@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The kernels under sanitizers, on every instruction set this processor has, and on AMX with tiles emulated in memory
 # (amx/tiles.h) where it has AVX-512:
-#   address and undefined behaviour: the kernels' own tests and the simulator's against an extension built with both;
+#   address and undefined behaviour: the kernels' own tests, the simulator's and the draws' against an extension built with both;
 #   tensors are then heap blocks between guarded zones, so that a read or write outside one ends the run;
 #   threads: a C++ driver (races.cpp), because Python and torch report races of their own.
 # Arguments: address, threads (both where none is given). CXX and PYTHON choose the compiler and the interpreter;
@@ -51,10 +51,11 @@ address() {
         -k "not gil and not threshold and not rate and not cpu_time and not fork and not what_a_share_throws \
             and not every_path"
 
-    step "running the simulator's tests with it"
+    step "running the simulator's tests with it, and those of draws"
     mkdir "$scratch/simulator"
     ln -s "$PWD"/{harness,strategies,conf,paper_figures,tests} "$scratch/kernels" "$scratch/simulator/"
-    tests_in "$scratch/simulator" tests/unit/machine/test_{simulated,simulated_reference,contention,launching,tapes}.py
+    tests_in "$scratch/simulator" tests/unit/routing/test_draws.py \
+        tests/unit/machine/test_{simulated,simulated_reference,contention,launching,tapes}.py
 }
 
 # tests_in FOLDER PYTEST_ARGUMENTS...: with the sanitizers' libraries loaded
