@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "harness.memory": {"harness.machine", "harness.memory.tiers", "harness.model"},
     "harness.hardware": {  # what measures machines and fits their constants
         *("harness.config", "harness.hardware.constants", "harness.hardware.profile", "harness.machine"),
-        "harness.model",
+        *("harness.model", "kernels"),
     },
     "harness.record": {"harness", "harness.cli.arguments", "harness.config", "harness.interrupts", "harness.machine"},
     "harness.engine": {
