@@ -31,7 +31,7 @@ SMALL = ("model=mixtral-8x7b", "hardware=a40", "dataset.num_requests=4", "datase
 
 
 CHILDREN = (  # started by other modules only
-    *("harness.hardware.slowed", "harness.record.wandb_child"),
+    *("harness.hardware.awake", "harness.hardware.slowed", "harness.record.wandb_child"),
     *("benchmarks.peers.*", "benchmarks.gpu_stages.*_peer"),
 )
 COMMANDS = sorted(
