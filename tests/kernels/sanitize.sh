@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The kernels under sanitizers, on every instruction set this processor has, and on AMX with tiles emulated in memory
 # (amx/tiles.h) where it has AVX-512:
-#   address and undefined behaviour: the kernels' own tests, the simulator's and the draws' against an extension built with both;
+#   address and undefined behaviour: the kernels' own tests, the simulator's and the draws' against an extension built
+#   with both;
 #   tensors are then heap blocks between guarded zones, so that a read or write outside one ends the run;
 #   threads: a C++ driver (races.cpp), because Python and torch report races of their own.
 # Arguments: address, threads (both where none is given). CXX and PYTHON choose the compiler and the interpreter;
