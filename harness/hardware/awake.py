@@ -3,8 +3,8 @@
 A virtual machine's core that idles is lent to other guests, and is slow for milliseconds when it is wanted again. Lanes
 that wait for each other idle often. On an EPYC's two cores, three emulated runs reached 59.4 to 61.7 tok/s with the
 cores slowed in 50 to 85 % of the looks of `slowed`; with this, 61.5 to 61.8 and 20 to 38 %. A process on each core runs
-at a priority below all others (`SCHED_IDLE`), so that whoever wants the core has it at once. It is a script of its own
-and imports nothing of the harness. Time that the hypervisor takes from these processes counts as taken.
+at a priority below all others (`SCHED_IDLE`), so that whoever wants the core has it at once. It runs this file as a
+script, which imports nothing of the harness. Time that the hypervisor takes from these processes counts as taken.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+_Floats = NDArray[np.float64]
 _ROUNDING = 1e-12  # share of a layer's time that sums in another order may differ by
 
 
@@ -93,7 +93,7 @@ def impacts_s(
     return {expert: found.get(expert, 0.0) for expert in experts}
 
 
-def _ends_s(orders: NDArray[np.int64], to_bring: NDArray[np.int64], loads: list[float], times: Times) -> Floats:
+def _ends_s(orders: NDArray[np.int64], to_bring: NDArray[np.int64], loads: list[float], times: Times) -> _Floats:
     """Return when a layer is done [orders], by the experts [orders, experts] whose last `to_bring` are not there."""
     count = orders.shape[1]
     gpu_s, cpu_s = (np.array([seconds(load) for load in loads])[orders] for seconds in (times.gpu_s, times.cpu_s))
@@ -109,4 +109,5 @@ def _ends_s(orders: NDArray[np.int64], to_bring: NDArray[np.int64], loads: list[
 
 
 def _order(tokens: Mapping[int, float], there: Mapping[int, bool]) -> list[int]:
+    """Return the experts in the order in which the GPU takes them."""
     return sorted(tokens, key=lambda expert: (expert not in there, not there.get(expert), -tokens[expert], expert))
