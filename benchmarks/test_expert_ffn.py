@@ -46,13 +46,13 @@ class Experts:
         self, hidden: int, expert_dim: int, num_experts: int, num_tokens: tuple[int, ...], vllm_python: str | None
     ) -> None:
         self.hidden, self.expert_dim = hidden, expert_dim
-        self.weights: list[list[torch.Tensor]] = []
-        for expert in range(num_experts):
-            sizes = ((self.expert_dim, self.hidden),) * 2 + ((self.hidden, self.expert_dim),)
-            matrices = [huge_array(size, np.uint16) for size in sizes]
-            for number, matrix in enumerate(matrices):
-                data.fill(matrix, 3 * expert + number)
-            self.weights.append([as_bf16(matrix) for matrix in matrices])
+        sizes = ((expert_dim, hidden),) * 2 + ((hidden, expert_dim),)
+        # One array, as the host tier is: the ends of small arrays would have no huge pages.
+        matrices = huge_array((3 * num_experts, expert_dim * hidden), np.uint16)
+        for number, matrix in enumerate(matrices):
+            data.fill(matrix.reshape(sizes[number % 3]), number)
+        tensors = [as_bf16(matrix.reshape(sizes[number % 3])) for number, matrix in enumerate(matrices)]
+        self.weights = [tensors[first : first + 3] for first in range(0, len(tensors), 3)]
         shape = WeightShape(hidden, expert_dim, num_experts, num_tokens)
         self.peers = [Peer("vllm", vllm_python, "experts", shape)] if vllm_python else []
 

@@ -9,32 +9,57 @@
 
 namespace kernels::KERNELS_ISA_NS {
 
-constexpr int kMaxTerms = 3;
+constexpr int kMaxTerms = 3, kGroupsTogether = 2;
 
-// Term by term for the same part of the depth, in a term the groups of 16 tokens one behind the other.
+// Two groups of 16 tokens lie together: tiles of the same part of the depth one behind the other, part by part. Of few
+// tokens several terms fit into a tile, beside each other: a part then holds more than one. All parts of a group are
+// added to the same sums, whose columns of one token `fold` adds up.
 class TokenTiles {
  public:
   TokenTiles(void* start, DType dtype, int64_t num_tokens, int64_t depth)
-      : num_terms(dtype == DType::kFp32 ? kMaxTerms : 1), num_groups((num_tokens + kTileSide - 1) / kTileSide),
-        num_tokens(num_tokens), depth(depth), start_(static_cast<char*>(start)) {}
+      : num_terms(dtype == DType::kFp32 ? kMaxTerms : 1), term_columns(columns_of_term(num_terms, num_tokens)),
+        num_parts((num_terms * term_columns + kTileSide - 1) / kTileSide),
+        num_groups((num_tokens + kTileSide - 1) / kTileSide), num_tokens(num_tokens), depth(depth),
+        together_(num_groups == 1 ? 1 : kGroupsTogether), start_(static_cast<char*>(start)) {}
 
   static int64_t num_bytes(DType dtype, int64_t num_tokens, int64_t depth) {
     const TokenTiles tiles(nullptr, dtype, num_tokens, depth);
-    return tiles.num_groups * tiles.num_terms * ((depth + kTileDepth - 1) / kTileDepth) * kTileBytes;
+    return (tiles.num_groups + tiles.together_ - 1) / tiles.together_ * tiles.bytes_together();
   }
 
   // Tile of elements [k, k + 32), k a multiple of 32.
-  KERNELS_INLINE char* tile(int64_t k, int term, int64_t group) const {
-    return start_ + ((k / kTileDepth * num_terms + term) * num_groups + group) * kTileBytes;
+  KERNELS_INLINE char* tile(int64_t k, int part, int64_t group) const {
+    return start_ + group / together_ * bytes_together() +
+           ((k / kTileDepth * num_parts + part) * together_ + group % together_) * kTileBytes;
   }
-  int64_t term_stride_bytes() const { return num_groups * kTileBytes; }
+  KERNELS_INLINE int64_t part_stride_bytes() const { return together_ * kTileBytes; }
 
-  const int num_terms;
+  // Where a term's columns begin, counted over the parts of a group.
+  KERNELS_INLINE int first_column(int term) const { return term * term_columns; }
+
+  const int num_terms, term_columns, num_parts;
   const int64_t num_groups, num_tokens, depth;
 
  private:
+  static int columns_of_term(int num_terms, int64_t num_tokens) {
+    if (num_terms * num_tokens <= kTileSide) return int(num_tokens);
+    return num_tokens <= kTileSide / 2 ? kTileSide / 2 : kTileSide;
+  }
+  int64_t bytes_together() const { return (depth + kTileDepth - 1) / kTileDepth * num_parts * part_stride_bytes(); }
+
+  const int64_t together_;
   char* const start_;
 };
+
+// A row of sums: adds the columns of a token's other terms to its first one.
+KERNELS_INLINE Vec fold(Vec sums, int term_columns) {
+  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const auto moved = [&](int columns) KERNELS_INLINE_LAMBDA {
+    return _mm512_permutexvar_ps(_mm512_add_epi32(lanes, _mm512_set1_epi32(columns)), sums);
+  };
+  const Vec two = add(sums, moved(term_columns));
+  return term_columns == kTileSide / 2 ? two : add(two, moved(2 * term_columns));  // the third is in another part
+}
 
 // The upper halves of `even` and `odd`: a row of pairs.
 inline __m512i pairs(__m512i even, __m512i odd) {
@@ -75,15 +100,17 @@ inline void token_pairs(const float* x, int count, __m512i (&terms)[kMaxTerms]) 
 
 template <class T>
 inline void pack_tile(const TokenTiles& tiles, const T* x, int64_t stride, int64_t k, int64_t group) {
-  alignas(64) int32_t rows[kMaxTerms][kTileSide][kTileSide] = {};  // [term][token][pair]
+  alignas(64) int32_t rows[kMaxTerms * kTileSide][kTileSide];  // [column][pair]
+  for (int i = 0; i < tiles.num_parts * kTileSide; ++i) _mm512_store_si512(rows[i], _mm512_setzero_si512());
   const int count = int(std::min<int64_t>(kTileDepth, tiles.depth - k));
   const int num_tokens = int(std::min<int64_t>(kTileSide, tiles.num_tokens - group * kTileSide));
   for (int token = 0; token < num_tokens; ++token) {
     __m512i terms[kMaxTerms] = {};
     token_pairs(x + (group * kTileSide + token) * stride + k, count, terms);
-    for (int i = 0; i < tiles.num_terms; ++i) _mm512_store_si512(rows[i][token], terms[i]);
+    for (int i = 0; i < tiles.num_terms; ++i) _mm512_store_si512(rows[tiles.first_column(i) + token], terms[i]);
   }
-  for (int i = 0; i < tiles.num_terms; ++i) transpose_tile(rows[i], tiles.tile(k, i, group), kTileLine);
+  for (int i = 0; i < tiles.num_parts; ++i)
+    transpose_tile(rows[i * kTileSide], tiles.tile(k, i, group), kTileLine);
 }
 
 inline void pack_tokens(const TokenTiles& tiles, const InputRows& x) {

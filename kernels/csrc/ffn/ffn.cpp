@@ -39,7 +39,7 @@ int64_t whole_lines(int64_t num_floats) { return (num_floats + 15) / 16 * 16; }
 // cut over the weights' rows.
 struct Job {
   Job(const FfnRequest& request, int num_threads)
-      : ffn(request), down(down_projection(request)), kernel(product_kernel(ffn.num_tokens, ffn.w_dtype)),
+      : ffn(request), down(down_projection(request)), kernel(product_kernel(ffn.w_dtype)),
         x_floats(whole_lines(kernel.packed_floats(ffn.x_dtype, ffn.num_tokens, ffn.hidden))),
         h_floats(whole_lines(kernel.packed_floats(DType::kFp32, ffn.num_tokens, ffn.expert_dim))),
         hidden_step(kernel.block_rows(ffn.num_tokens, 2 * ffn.expert_dim, num_threads) / 2),
@@ -65,21 +65,26 @@ struct Stretch {
   Stage stage;
 };
 
-// Jobs whose intermediate results are in memory at the same time. After all packing, stages follow each other so that an
-// expert's outputs come after the next one's hidden activations: what they wait for is done when a thread comes to them.
+// The jobs of a call. Stages follow each other so that an expert's outputs come after the next one's hidden activations,
+// and its packing before those of the one before: what they wait for is done when a thread comes to them. So few of the
+// jobs are under way at a time that their intermediate results, which take turns in kPlaces, stay in a core's caches.
 // Threads take items in ascending order, and an item waits for lower ones only, so there is always one that runs.
 class Wave {
  public:
-  Wave(Job* jobs, size_t num_jobs) : jobs_(jobs), left_(new Left[num_jobs]) {
-    for (size_t i = 0; i < num_jobs; ++i) {
+  static constexpr size_t kPlaces = 4;  // two jobs' outputs may be under way while the next but one is packed
+
+  explicit Wave(std::vector<Job>& jobs) : jobs_(jobs), left_(new Left[jobs.size()]) {
+    for (size_t i = 0; i < jobs.size(); ++i) {
       left_[i].hidden = jobs[i].num_hidden();
-      add(i, Stage::kPack, 1);
+      left_[i].outputs = jobs[i].num_outputs();
     }
-    for (size_t i = 0; i < num_jobs; ++i) {
+    add(0, Stage::kPack, 1);
+    for (size_t i = 0; i < jobs.size(); ++i) {
+      if (i + 1 < jobs.size()) add(i + 1, Stage::kPack, 1);
       add(i, Stage::kHidden, jobs[i].num_hidden());
       if (i > 0) add(i - 1, Stage::kOutputs, jobs[i - 1].num_outputs());
     }
-    add(num_jobs - 1, Stage::kOutputs, jobs[num_jobs - 1].num_outputs());
+    add(jobs.size() - 1, Stage::kOutputs, jobs.back().num_outputs());
   }
 
   void run(ThreadPool* pool) {
@@ -95,7 +100,7 @@ class Wave {
 
  private:
   struct alignas(64) Left {  // what is not done yet
-    std::atomic<int64_t> packing{1}, hidden{0};
+    std::atomic<int64_t> packing{1}, hidden{0}, outputs{0};
   };
 
   void add(size_t job, Stage stage, int64_t num_items) {
@@ -130,7 +135,7 @@ class Wave {
     const Job& job = jobs_[at.job];
     Left& left = left_[at.job];
     const int64_t i = item - at.first;
-    if (at.stage == Stage::kPack) {
+    if (at.stage == Stage::kPack && (at.job < kPlaces || wait_for(left_[at.job - kPlaces].outputs))) {
       const FfnRequest& r = job.ffn;
       job.kernel.pack({r.x, r.x_dtype, r.w_dtype, r.num_tokens, r.hidden, r.x_stride}, job.x);
       --left.packing;
@@ -141,10 +146,11 @@ class Wave {
     } else if (at.stage == Stage::kOutputs && wait_for(left.hidden)) {
       const Range range = range_of_item(i, job.output_step, job.ffn.hidden);
       job.kernel.outputs(job.down, job.h, range, weights_of(next));
+      --left.outputs;
     }
   }
 
-  Job* const jobs_;
+  const std::vector<Job>& jobs_;
   const std::unique_ptr<Left[]> left_;
   std::vector<Stretch> stretches_;
   int64_t num_items_ = 0;
@@ -158,23 +164,15 @@ void expert_ffns(const std::vector<FfnRequest>& requests, ThreadPool* pool) {
   for (const FfnRequest& r : requests)
     for (int64_t first = 0; first < r.num_tokens; first += kSlabRows)
       jobs.emplace_back(slab(r, first, std::min(kSlabRows, r.num_tokens - first)), pool ? pool->size() : 1);
-  for (size_t first = 0; first < jobs.size();) {
-    int64_t num_floats = jobs[first].x_floats + jobs[first].h_floats;
-    size_t last = first + 1;
-    for (; last < jobs.size(); ++last) {
-      const int64_t more = jobs[last].x_floats + jobs[last].h_floats;
-      if (num_floats + more > ScratchLoan::kKeptFloats) break;
-      num_floats += more;
-    }
-    const ScratchLoan scratch{size_t(num_floats)};
-    float* place = scratch.floats();
-    for (size_t i = first; i < last; ++i) {
-      jobs[i].x = place, jobs[i].h = place + jobs[i].x_floats;
-      place += jobs[i].x_floats + jobs[i].h_floats;
-    }
-    Wave(&jobs[first], last - first).run(pool);
-    first = last;
+  if (jobs.empty()) return;
+  int64_t x_floats = 0, h_floats = 0;
+  for (const Job& job : jobs) x_floats = std::max(x_floats, job.x_floats), h_floats = std::max(h_floats, job.h_floats);
+  const ScratchLoan scratch(size_t(x_floats + h_floats) * std::min(jobs.size(), Wave::kPlaces));
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    jobs[i].x = scratch.floats() + int64_t(i % Wave::kPlaces) * (x_floats + h_floats);
+    jobs[i].h = jobs[i].x + x_floats;
   }
+  Wave(jobs).run(pool);
 }
 
 }  // namespace kernels

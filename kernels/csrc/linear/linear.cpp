@@ -19,7 +19,7 @@ LinearRequest slab(const LinearRequest& r, int64_t first, int64_t num) {
 }
 
 void run_slab(const LinearRequest& r, ThreadPool* pool) {
-  const ProductKernel kernel = product_kernel(r.num_rows, r.w_dtype);
+  const ProductKernel kernel = product_kernel(r.w_dtype);
   const ScratchLoan scratch(size_t(kernel.packed_floats(r.x_dtype, r.num_rows, r.depth)));
   kernel.pack({r.x, r.x_dtype, r.w_dtype, r.num_rows, r.depth, r.x_stride}, scratch.floats());
   const int64_t step = kernel.block_rows(r.num_rows, r.num_outputs, pool ? pool->size() : 1);

@@ -60,7 +60,7 @@ struct ProductKernel {
 };
 
 // The current path's for these weights.
-ProductKernel product_kernel(int64_t num_rows, DType w_dtype);
+ProductKernel product_kernel(DType w_dtype);
 
 namespace amx {
 ProductKernel product_kernel();
