@@ -147,7 +147,20 @@ def test_wide_groups(isa, group, head_dim):
     assert worst_error(case, run(case, num_threads=2)) < TOLERANCE
 
 
-@pytest.mark.parametrize("group", [3, 12])
+@pytest.mark.parametrize("group", [4, 6, 8, 12])
+@pytest.mark.parametrize("slope", [0.02, 0.3, -0.3])
+def test_scores_that_rise_along_the_context(isa, group, slope):
+    """Running maxima stay for a while and then follow, with a head of their own for each KV head."""
+    case = paged_case([500, 70, 3], group=group)
+    case.q[..., 0] = case.q.shape[2] ** 0.5  # times the scale: 1
+    for seq, length in enumerate(case.context_lens.tolist()):
+        for token in range(length):
+            rise = torch.tensor([slope * token, slope * (token % 100)])  # the second KV head's scores fall back
+            case.k_cache[case.block_tables[seq, token // 16], :, token % 16, 0] = rise.bfloat16()
+    assert worst_error(case, run(case)) < 10 * TOLERANCE  # logits of 150 carry float32 errors of 1e-5
+
+
+@pytest.mark.parametrize("group", [3, 6, 12])
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("kv", list(DTYPES))
 def test_tokens_with_scores_of_minus_infinity_have_no_weight(isa, kv, num_threads, group):

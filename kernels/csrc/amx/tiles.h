@@ -9,31 +9,40 @@ constexpr int kTileDepth = 32;        // columns of A
 constexpr int64_t kTileLine = 64;     // bytes of a row
 constexpr int64_t kTileBytes = 1024;
 
+// Tiles 0 to 2 may have fewer columns of 32 bits than 16.
+inline int bytes_of_line(int tile, int num_columns) { return tile < 3 ? num_columns * 4 : int(kTileLine); }
+
 #ifdef KERNELS_EMULATED_TILES
 // The registers in memory, for tests: processors without tiles take this path as well, and sanitizers see what the
 // instructions read and write.
 struct TileRegister {
   alignas(64) char lines[kTileSide][kTileLine];
+  size_t line_bytes;
 };
 inline thread_local TileRegister tiles_of_thread[8];
 
 struct TileSession {
-  TileSession() { std::memset(tiles_of_thread, 0, sizeof tiles_of_thread); }
+  explicit TileSession(int num_columns = kTileSide) {
+    std::memset(tiles_of_thread, 0, sizeof tiles_of_thread);
+    for (int tile = 0; tile < 8; ++tile) tiles_of_thread[tile].line_bytes = size_t(bytes_of_line(tile, num_columns));
+  }
 };
 
 template <int T>
 inline void tile_zero() {
-  std::memset(&tiles_of_thread[T], 0, sizeof(TileRegister));
+  std::memset(tiles_of_thread[T].lines, 0, sizeof tiles_of_thread[T].lines);
 }
 template <int T>
 inline void tile_load(const void* start, int64_t stride_bytes) {
   for (int row = 0; row < kTileSide; ++row)
-    std::memcpy(tiles_of_thread[T].lines[row], static_cast<const char*>(start) + row * stride_bytes, kTileLine);
+    std::memcpy(tiles_of_thread[T].lines[row], static_cast<const char*>(start) + row * stride_bytes,
+                tiles_of_thread[T].line_bytes);
 }
 template <int T>
 inline void tile_store(void* start, int64_t stride_bytes) {
   for (int row = 0; row < kTileSide; ++row)
-    std::memcpy(static_cast<char*>(start) + row * stride_bytes, tiles_of_thread[T].lines[row], kTileLine);
+    std::memcpy(static_cast<char*>(start) + row * stride_bytes, tiles_of_thread[T].lines[row],
+                tiles_of_thread[T].line_bytes);
 }
 inline float without_denormals(float value) { return std::fpclassify(value) == FP_SUBNORMAL ? 0.0f : value; }
 template <int C, int A, int B>
@@ -56,10 +65,10 @@ inline void tile_multiply() {
 // Tiles can be used, by this thread, as long as one of these lives; a thread with tiles in use is dearer to switch.
 class TileSession {
  public:
-  TileSession() {
+  explicit TileSession(int num_columns = kTileSide) {
     alignas(64) uint8_t config[64] = {1};  // palette 1; [16, 32): bytes a row of each tile; [48, 56): rows
     for (int tile = 0; tile < 8; ++tile) {
-      config[16 + 2 * tile] = kTileLine;
+      config[16 + 2 * tile] = uint8_t(bytes_of_line(tile, num_columns));
       config[48 + tile] = kTileSide;
     }
     asm volatile("ldtilecfg (%0)" ::"r"(config) : "memory");

@@ -13,8 +13,8 @@
 namespace kernels {
 namespace {
 
-// Tiles take as long for 16 query heads as for one: with up to 8, vectors are as fast or faster.
-constexpr int kLeastTileHeads = 9;
+// Tiles take as long for 8 query heads as for one: with up to 4, vectors are as fast or faster.
+constexpr int kLeastTileHeads = 5;
 
 DecodeKernel choose_kernel(const DecodeRequest& r) {
   const bool is_bf16 = r.q_dtype == DType::kBf16 && r.kv_dtype == DType::kBf16;

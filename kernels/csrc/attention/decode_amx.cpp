@@ -3,6 +3,8 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "../core/isa.h"
 #include "../core/scratch.h"

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "state.h"
-#include "tiles.h"
+#include "tile_prefetcher.h"
 
 namespace kernels::KERNELS_ISA_NS {
 

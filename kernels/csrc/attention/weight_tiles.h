@@ -1,20 +1,26 @@
-// The online softmax of a tile of query heads, and its weights as tiles A.
+// The online softmax of a unit of query heads over up to 64 tokens, and its weights as tiles A.
 //
-// Scores come as tiles C, a token a row. 8 query heads fill half a row, so that a vector takes two tokens of a tile:
-// token i, and token i + 8 in its upper half. A weight goes on as three bfloat16 terms that add up to all its 24 bits:
-// for 32 tokens, two tiles A, one with the first term of 8 heads above the second, one with the third.
+// Scores come a token a row, of 8 heads in half a vector or of 16 in a whole one. Weights go on as three bfloat16 terms
+// that add up to all their 24 bits. Of 32 tokens and 8 heads they are two tiles, one with the first term of all heads
+// above the second, and one with the third; of 16 heads they are three, one a term.
+//
+// Weights are relative to a maximum that follows the scores only when these exceed it by kSlack: until then outputs
+// need no rescaling. They are as exact as relative to the true maximum; only their sums are larger.
 #pragma once
 
 #include "../amx/token_tiles.h"
-#include "tiles.h"
+#include "tile_visits.h"
 
 namespace kernels::KERNELS_ISA_NS {
 
-constexpr int kUnitHeads = 8;
-constexpr int kTileVectors = kTile / 2;  // of a tile's scores
-constexpr int kWeightTiles = 2;          // of 32 tokens
+constexpr int kStepTokens = 32;     // of a tile of weights
+constexpr int kMaxWeightTiles = 3;  // of 32 tokens
+constexpr float kSlack = 8.0f;      // weights stay below e^8
 
-// The softmax of 8 query heads so far: both halves are the same.
+constexpr int num_weight_tiles(int unit_heads) { return unit_heads == 8 ? 2 : 3; }
+
+// The softmax of a unit's query heads so far. For 8 heads both halves of `maxima` are the same, and `sums` are to be
+// added up.
 struct Softmax {
   alignas(64) float maxima[kWidth], sums[kWidth];
 
@@ -36,18 +42,7 @@ inline Vec rounded_to_bf16(Vec v) {
   return _mm512_castsi512_ps(_mm512_and_si512(_mm512_mask_mov_epi32(rounded, nan, quiet), upper));
 }
 
-// The scores of 8 heads for tokens i and i + 8 of a tile, of which there are `num_tokens`; -infinity for those beyond.
-KERNELS_INLINE Vec scaled_scores(const float* tile, int i, int num_tokens, const DecodeRequest& r) {
-  const __m512 lower = _mm512_castps256_ps512(_mm256_load_ps(tile + i * kTileSide));
-  Vec scores = _mm512_insertf32x8(lower, _mm256_load_ps(tile + (i + kTileVectors) * kTileSide), 1);
-  if (r.bf16_round) scores = rounded_to_bf16(scores);
-  scores = mul(scores, broadcast(r.scale));
-  if (num_tokens == kTile) return scores;
-  const auto valid = __mmask16((i < num_tokens ? 0xff : 0) | (i + kTileVectors < num_tokens ? 0xff00 : 0));
-  return _mm512_mask_mov_ps(broadcast(-std::numeric_limits<float>::infinity()), valid, scores);
-}
-
-// As `split`, for numbers from 0 to 1.
+// As `split`, for numbers that are not negative.
 KERNELS_INLINE void split_weights(Vec x, __m512i (&terms)[kMaxTerms]) {
   const __m512i upper = _mm512_set1_epi32(int(0xffff0000u));
   const __mmask16 not_zero = _mm512_cmp_ps_mask(x, zero(), _CMP_NEQ_UQ);
@@ -61,59 +56,88 @@ KERNELS_INLINE void split_weights(Vec x, __m512i (&terms)[kMaxTerms]) {
         _mm512_maskz_max_ps(not_zero, broadcast(1.17549435e-38f), _mm512_castsi512_ps(terms[i])));
 }
 
-// Weights of tokens i and i + 1 (and i + 8 and i + 9) as pairs, term by term; adds them to `total`.
-KERNELS_INLINE void weight_pairs(const float* scores, Vec shift, Vec& total, __m512i (&terms)[kMaxTerms]) {
-  const Vec first = vexp(sub(load(scores), shift)), second = vexp(sub(load(scores + kWidth), shift));
-  total = add(total, add(first, second));
-  __m512i even[kMaxTerms], odd[kMaxTerms];
-  split_weights(first, even), split_weights(second, odd);
-  for (int i = 0; i < kMaxTerms; ++i) terms[i] = pairs(even[i], odd[i]);
+// Scales the scores of a tile's tokens in place, -infinity for those beyond its last, and returns their maxima.
+template <int kHeads>
+KERNELS_INLINE Vec scale_scores(float* scores, int num_tokens, const DecodeRequest& r, Vec maximum) {
+  constexpr int kTokens = kWidth / kHeads;  // of a vector
+  for (int token = 0; token < kTile; token += kTokens, scores += kWidth) {
+    Vec vector = load(scores);
+    if (r.bf16_round) vector = rounded_to_bf16(vector);
+    vector = mul(vector, broadcast(r.scale));
+    if (num_tokens < kTile) {
+      const int valid = std::clamp(num_tokens - token, 0, kTokens) * kHeads;
+      const Vec nothing = broadcast(-std::numeric_limits<float>::infinity());
+      vector = _mm512_mask_mov_ps(nothing, __mmask16((1u << valid) - 1), vector);
+    }
+    store(scores, vector);
+    maximum = vmax(maximum, vector);
+  }
+  return maximum;
 }
 
-// The weights of 8 heads, term by term in pairs of tokens, to two tiles A. The second's lower half stays as it is.
-inline void store_weights(const __m512i (&terms)[kMaxTerms][8], char* tiles) {
-  for (int term = 0; term < kMaxTerms; ++term) {
-    __m512i rows[kUnitHeads];
-    transpose(terms[term], rows);
-    for (int head = 0; head < kUnitHeads; ++head)
-      _mm512_store_si512(tiles + (term * kUnitHeads + head) * kTileLine, rows[head]);
+// Weights of 16 even and 16 odd tokens for one head, as a row of each term's tile.
+template <int kHeads>
+KERNELS_INLINE void store_row(const float* even, const float* odd, int head, char* tiles) {
+  __m512i first[kMaxTerms], second[kMaxTerms];
+  split_weights(load(even), first), split_weights(load(odd), second);
+  for (int term = 0; term < kMaxTerms; ++term)
+    _mm512_store_si512(tiles + (term * kHeads + head) * kTileLine, pairs(first[term], second[term]));
+}
+
+// Weights of 32 tokens, a token a row, become tiles A. Of the third term's tile for 8 heads the lower half stays.
+template <int kHeads>
+inline void store_weights(const float* weights, char* tiles) {
+  alignas(64) float by_head[2][kTileSide][kTileSide];
+  if constexpr (kHeads == 8) {  // a vector has an even and an odd token
+    transpose_tile(weights, by_head[0], kTileLine);
+    for (int head = 0; head < kHeads; ++head) store_row<kHeads>(by_head[0][head], by_head[0][8 + head], head, tiles);
+  } else {
+    transpose_tile(weights, by_head[0], kTileLine);
+    transpose_tile(weights + kTileSide * kTileSide, by_head[1], kTileLine);
+    for (int head = 0; head < kHeads; ++head) store_row<kHeads>(by_head[0][head], by_head[1][head], head, tiles);
   }
 }
 
-// Scores of `num_tiles` tiles, `scores` being those of the first head and token, become weights relative to each head's
-// new running maximum: kWeightTiles for every two of them, filled up with zeros. Returns what the heads' old outputs
-// are to be multiplied with. See update_softmax.
-template <class T>
-inline Vec weigh(const DecodeRequest& r, const Tile<T>* tiles, int num_tiles, const float* scores, Softmax& softmax,
-                 char* weights, TilePrefetcher<T>& prefetch) {
-  alignas(64) float scaled[kTilesAtOnce * kTileVectors * kWidth];
+// Scores of `num_tiles` tiles become weights: num_weight_tiles for every two of them, zeros beyond the last. `scores`
+// are lost. Where the maxima have to follow, writes what the heads' old outputs are to be multiplied with and returns true.
+template <int kHeads>
+inline bool weigh(const DecodeRequest& r, const Tile<bf16>* tiles, int num_tiles, float* scores, Softmax& softmax,
+                  char* weights, float* correction, VisitPrefetcher& prefetch) {
+  constexpr int kTokens = kWidth / kHeads, kTileFloats = kTile * kHeads;
   const Vec old_maximum = load(softmax.maxima);
   Vec maximum = old_maximum;
   for (int tile = 0; tile < num_tiles; ++tile)
-    for (int i = 0; i < kTileVectors; ++i) {
-      const Vec vector = scaled_scores(scores + tile * kTile * kTileSide, i, tiles[tile].num_tokens, r);
-      store(scaled + (tile * kTileVectors + i) * kWidth, vector);
-      maximum = vmax(maximum, vector);
-    }
-  maximum = vmax(maximum, swap_halves(maximum));
-  store(softmax.maxima, maximum);
-  const Vec shift = vmax(broadcast(std::numeric_limits<float>::lowest()), maximum);
-  Vec total = zero();
-  for (int tile = 0; tile < num_tiles; tile += 2) {
-    __m512i terms[kMaxTerms][8];  // four vectors of pairs a tile
-    if (tile + 1 == num_tiles)
-      for (auto& term : terms) std::fill(term + 4, term + 8, _mm512_setzero_si512());
-    for (int i = 0; i < std::min(2, num_tiles - tile) * kTileVectors; i += 2) {
-      __m512i pair[kMaxTerms];
-      prefetch.during_tiles();
-      weight_pairs(scaled + (tile * kTileVectors + i) * kWidth, shift, total, pair);
-      for (int term = 0; term < kMaxTerms; ++term) terms[term][i / 2] = pair[term];
-    }
-    store_weights(terms, weights + tile / 2 * kWeightTiles * kTileBytes);
+    maximum = scale_scores<kHeads>(scores + tile * kTileFloats, tiles[tile].num_tokens, r, maximum);
+  if constexpr (kHeads == 8) maximum = vmax(maximum, swap_halves(maximum));
+  const bool follows =
+      _mm512_cmp_ps_mask(maximum, add(old_maximum, broadcast(kSlack)), _CMP_GT_OQ) != 0;  // also from -infinity
+  Vec sums = load(softmax.sums);
+  if (follows) {
+    const Vec factor = vexp(sub(old_maximum, vmax(broadcast(std::numeric_limits<float>::lowest()), maximum)));
+    store(correction, factor);
+    store(softmax.maxima, maximum);
+    sums = mul(sums, factor);
   }
-  const Vec correction = vexp(sub(old_maximum, shift));
-  store(softmax.sums, fmadd(load(softmax.sums), correction, add(total, swap_halves(total))));
-  return correction;
+  const Vec shift = vmax(broadcast(std::numeric_limits<float>::lowest()), load(softmax.maxima));
+  for (int tile = 0; tile < num_tiles; tile += 2) {
+    const int num_vectors = std::min(2, num_tiles - tile) * kTile / kTokens;
+    // For 16 heads even tokens come first, then odd ones, as the transposition wants them.
+    alignas(64) float ordered[kStepTokens * kHeads];
+    const auto place = [](int i) KERNELS_INLINE_LAMBDA {
+      return kHeads == 8 ? i * kWidth : (i / 2 + i % 2 * kTileSide) * kWidth;
+    };
+    const float* const source = scores + tile * kTileFloats;
+    for (int i = 0; i < num_vectors; ++i) {
+      prefetch.fetch(1);
+      const Vec weight = vexp(sub(load(source + i * kWidth), shift));
+      sums = add(sums, weight);
+      store(ordered + place(i), weight);
+    }
+    for (int i = num_vectors; i < kStepTokens / kTokens; ++i) store(ordered + place(i), zero());
+    store_weights<kHeads>(ordered, weights + tile / 2 * num_weight_tiles(kHeads) * kTileBytes);
+  }
+  store(softmax.sums, sums);
+  return follows;
 }
 
 }  // namespace kernels::KERNELS_ISA_NS

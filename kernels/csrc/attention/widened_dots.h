@@ -11,7 +11,7 @@ constexpr int kTilesAtOnce = 1;
 }  // namespace kernels::KERNELS_ISA_NS
 
 #include "rows.h"
-#include "tiles.h"
+#include "tile_prefetcher.h"
 
 namespace kernels::KERNELS_ISA_NS {
 
