@@ -45,7 +45,8 @@ class VisitStream {
 };
 
 // Fetches, while a visit is computed, the values of the next one and the keys of the one after that, into the
-// second-level cache: a line of each of two tiles' keys and values in turn. Four streams are what a core reads fastest.
+// second-level cache: a line of each of two tiles' keys and values in turn, or of four tiles that are both. Four streams
+// are what a core reads fastest.
 class VisitPrefetcher {
  public:
   // `next` is what the thread does after the piece. A piece's first visits are taken to be under way.
@@ -60,17 +61,20 @@ class VisitPrefetcher {
     const Visit after = following();
     num_turns_ = turn_ = 0, line_ = 0;
     const Visit& keys = after.num_tiles > 0 ? after : next_;
-    const Visit& values = next_.num_tiles > 0 && has_values_ ? next_ : keys;
+    const Visit& values = next_.num_tiles > 0 ? next_ : keys;
     // The first of a visit's tiles once more, where the other visit has more of them.
     const auto tile = [](const Visit& visit, int i) -> const Tile<bf16>& {
       return visit.tiles[i < visit.num_tiles ? i : 0];
     };
-    for (int i = 0; i < std::max(keys.num_tiles, values.num_tiles); i += 2) {
+    if (!has_values_ && keys.num_tiles > 0) {
+      for (int i = 0; i < kVisitTiles; ++i) turns_[0].lines[i] = address(tile(keys, i).k);
+      num_turns_ = 1;
+    }
+    for (int i = 0; has_values_ && i < std::max(keys.num_tiles, values.num_tiles); i += 2) {
       Turn& turn = turns_[num_turns_++];
       for (int j = 0; j < 2; ++j) {
-        const Tile<bf16>& of_values = tile(values, i + j);
         turn.lines[j] = address(tile(keys, i + j).k);
-        turn.lines[2 + j] = address(has_values_ ? of_values.v : of_values.k);
+        turn.lines[2 + j] = address(tile(values, i + j).v);
       }
     }
     next_ = after;
@@ -89,8 +93,9 @@ class VisitPrefetcher {
 
  private:
   static constexpr int kLine = 64;
+  static_assert(kVisitTiles == 4);
   struct Turn {
-    const char* lines[4];
+    const char* lines[kVisitTiles];
   };
 
   static const char* address(const bf16* start) { return reinterpret_cast<const char*>(start); }
