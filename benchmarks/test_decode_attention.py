@@ -28,6 +28,7 @@ SHAPES = {
     "group-8": (64, 8, 100, 700),
 }
 NUM_CHECKED_SEQS = 2
+TILES_FROM_GROUP = 5  # query heads on a KV head; the code path "amx" takes vectors for fewer
 CACHED_BYTES, NUM_SHARING = 3 << 18, 200  # K and V that fit a core's L2 cache, shared by many sequences
 # Largest error over the outputs' standard deviation: float32 sums, then bfloat16 weights and outputs, then fp16 sums
 TOLERANCE = {"ours": 1e-4, "C++": 1e-4, "torch": 0.1, "vllm": 0.1, "llama": 0.2}
@@ -59,10 +60,12 @@ class Contest:
 
     def others(self, num_threads: int) -> dict[str, Stopwatch]:
         """Return every contestant but the chosen code path of our kernel."""
+        uses_tiles = native().isa() == "amx" and self.shape.group >= TILES_FROM_GROUP
+        chosen = native().vector_isa() if native().isa() == "amx" and not uses_tiles else native().isa()
         contestants = {
             f"ours, {isa}": self.paged.ours_on(isa, num_threads)
             for isa in native().supported_isas()
-            if isa not in (native().isa(), native().vector_isa())  # tiles are no path of this kernel
+            if isa not in (chosen, "amx")
         }
         contestants |= {name: self.paged.compiled(library, num_threads) for name, library in self.libraries.items()}
         contestants |= self.torch.contestants(num_threads)

@@ -35,6 +35,10 @@ class DecodeShape:
         return sum(self.lengths)
 
     @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
     def token_bytes(self) -> int:
         return 2 * self.num_kv_heads * self.head_dim * KV_ITEM_BYTES
 

@@ -47,9 +47,9 @@ std::vector<float> attend(ThreadPool* pool) {
   return out;
 }
 
-// Three experts of 9, 2 and 30 tokens.
+// More experts than have places for their intermediate results at a time.
 std::vector<float> feed_forward(ThreadPool* pool) {
-  const int counts[] = {9, 2, 30}, num_tokens = 41, hidden = 200, width = 330;
+  const int counts[] = {9, 2, 30, 1, 7, 40, 3}, num_tokens = 92, hidden = 200, width = 330;
   const std::vector<bf16> x = random_bf16(num_tokens * hidden, 4), gate_up = random_bf16(2 * width * hidden, 5);
   const std::vector<bf16> down = random_bf16(size_t(hidden) * width, 6);
   std::vector<float> out(x.size());

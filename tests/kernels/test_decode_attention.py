@@ -72,7 +72,7 @@ def test_matches_the_oracle(
 def test_groups_of_bfloat16_heads(
     isa, lengths, num_kv_heads, group, head_dim, block_size, sliding_window, with_sinks, out_dtype, num_threads, seed
 ):
-    """Tiles take those of more than 8 heads, several blocks at a time."""
+    """Tiles take those of 5 heads and more, several blocks at a time."""
     case = paged_case(
         lengths, num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, block_size=block_size, seed=seed
     )
@@ -83,7 +83,7 @@ def test_groups_of_bfloat16_heads(
     assert worst_error(case, out, **options) < TOLERANCE + rounding
 
 
-@pytest.mark.parametrize("group", [4, 12])
+@pytest.mark.parametrize("group", [4, 6, 8, 12])
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
 def test_long_context_split_merges_exactly(isa, num_threads, group):
     case = paged_case([2500, 3], num_kv_heads=1, group=group, head_dim=64)
@@ -150,7 +150,7 @@ def test_wide_groups(isa, group, head_dim):
 @pytest.mark.parametrize("group", [4, 6, 8, 12])
 @pytest.mark.parametrize("slope", [0.02, 0.3, -0.3])
 def test_scores_that_rise_along_the_context(isa, group, slope):
-    """Running maxima stay for a while and then follow, with a head of their own for each KV head."""
+    """Running maxima stay for a while and then follow, on each KV head on their own."""
     case = paged_case([500, 70, 3], group=group)
     case.q[..., 0] = case.q.shape[2] ** 0.5  # times the scale: 1
     for seq, length in enumerate(case.context_lens.tolist()):
@@ -160,6 +160,16 @@ def test_scores_that_rise_along_the_context(isa, group, slope):
     assert worst_error(case, run(case)) < 10 * TOLERANCE  # logits of 150 carry float32 errors of 1e-5
 
 
+@pytest.mark.parametrize("group", [3, 6, 8, 12])
+def test_an_infinite_value_makes_its_column_infinite(isa, group):
+    case = paged_case([70, 20], group=group)
+    case.v_cache[case.block_tables[0, 2], :, 5, 3] = float("inf")
+    out = run(case)
+    assert (out[0, :, 3] == float("inf")).all()
+    out[0, :, 3] = 0.0
+    assert out.isfinite().all()
+
+
 @pytest.mark.parametrize("group", [3, 6, 12])
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("kv", list(DTYPES))
@@ -167,7 +177,7 @@ def test_tokens_with_scores_of_minus_infinity_have_no_weight(isa, kv, num_thread
     case = paged_case([600, 20, 9], group=group, kv_dtype=DTYPES[kv])
     case.q[..., 0] = 1.0
     masked = torch.rand(600, generator=torch.Generator().manual_seed(0)) < 0.5
-    masked[300:] = True  # whole tiles, and with several threads whole pieces
+    masked[300:] = True  # whole tiles
     for seq, tokens in enumerate([masked.nonzero()[:, 0].tolist(), [0, 19], range(9)]):
         for token in tokens:
             case.k_cache[case.block_tables[seq, token // 16], :, token % 16, 0] = -float("inf")

@@ -64,7 +64,7 @@ def test_absorbed_equals_decompressed(isa, lengths, num_heads, dims, block_size,
 @pytest.mark.parametrize("dims", [(64, 16), (64, 32), (512, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_long_context_is_split_over_threads(isa, dtype, dims, num_heads):
-    """Tiles take the queries of bfloat16, of more than 8 heads, whose rows are a multiple of 32 long."""
+    """Tiles take the queries of bfloat16, of 5 heads and more, whose rows are a multiple of 32 long."""
     latent_dim, row_dim = dims[0], sum(dims)
     cache, tables, context_lens = latent_cache([1500, 2], row_dim, 16, torch.bfloat16, 3)
     q, scale = torch.randn(2, num_heads, row_dim).to(dtype), row_dim**-0.5

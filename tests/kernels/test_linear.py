@@ -41,7 +41,7 @@ def test_product_is_exact_up_to_float32_sums(rows, outputs, depth, w_dtype, x_is
     assert (out[:, outputs:] == 7.0).all(), "wrote outside its output"
 
 
-FEW_AND_MANY = [2, 16]  # rows: tiles are for many
+FEW_AND_MANY = [2, 5, 7, 16, 33]  # rows, which tiles hold in different ways
 
 
 @pytest.mark.parametrize("rows", FEW_AND_MANY)

@@ -243,11 +243,8 @@ inline void multiply_panels_of(const TokenTiles& x, const Panel* panels, int num
 template <class Finish>
 inline void multiply_panels(const TokenTiles& x, const Panel* panels, int num_panels, const NextWeights& next,
                             const Finish& finish) {
-  switch (x.num_parts) {
-    case 1: return multiply_panels_of<1>(x, panels, num_panels, next, finish);
-    case 2: return multiply_panels_of<2>(x, panels, num_panels, next, finish);
-    default: return multiply_panels_of<kMaxTerms>(x, panels, num_panels, next, finish);
-  }
+  if (x.num_parts == 1) return multiply_panels_of<1>(x, panels, num_panels, next, finish);
+  multiply_panels_of<kMaxTerms>(x, panels, num_panels, next, finish);
 }
 
 inline Panel panel_of(const bf16* weights, int64_t stride, int64_t first, int64_t last) {

@@ -11,9 +11,9 @@ namespace kernels::KERNELS_ISA_NS {
 
 constexpr int kMaxTerms = 3, kGroupsTogether = 2;
 
-// Two groups of 16 tokens lie together: tiles of the same part of the depth one behind the other, part by part. Of few
-// tokens several terms fit into a tile, beside each other: a part then holds more than one. All parts of a group are
-// added to the same sums, whose columns of one token `fold` adds up.
+// Two groups of 16 tokens lie together: tiles of the same part of the depth one behind the other, part by part. A part
+// is a term, or all terms of up to 5 tokens beside each other. All parts of a group are added to the same sums; those of
+// terms beside each other `fold` adds up.
 class TokenTiles {
  public:
   TokenTiles(void* start, DType dtype, int64_t num_tokens, int64_t depth)
@@ -42,8 +42,7 @@ class TokenTiles {
 
  private:
   static int columns_of_term(int num_terms, int64_t num_tokens) {
-    if (num_terms * num_tokens <= kTileSide) return int(num_tokens);
-    return num_tokens <= kTileSide / 2 ? kTileSide / 2 : kTileSide;
+    return num_terms * num_tokens <= kTileSide ? int(num_tokens) : kTileSide;
   }
   int64_t bytes_together() const { return (depth + kTileDepth - 1) / kTileDepth * num_parts * part_stride_bytes(); }
 
@@ -57,8 +56,7 @@ KERNELS_INLINE Vec fold(Vec sums, int term_columns) {
   const auto moved = [&](int columns) KERNELS_INLINE_LAMBDA {
     return _mm512_permutexvar_ps(_mm512_add_epi32(lanes, _mm512_set1_epi32(columns)), sums);
   };
-  const Vec two = add(sums, moved(term_columns));
-  return term_columns == kTileSide / 2 ? two : add(two, moved(2 * term_columns));  // the third is in another part
+  return add(add(sums, moved(term_columns)), moved(2 * term_columns));
 }
 
 // The upper halves of `even` and `odd`: a row of pairs.

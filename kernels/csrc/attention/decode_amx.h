@@ -14,7 +14,7 @@
 
 namespace kernels::KERNELS_ISA_NS {
 
-constexpr int kFetchedWithKeys = 2;  // lines of a stream with each tile of keys, half of all
+constexpr int kFetchedWithKeys = 2;  // lines of a stream with each tile of keys
 
 // The scores of one or two tiles of keys with a unit's queries, a token a row.
 template <int N>
@@ -48,13 +48,13 @@ class TileAttention {
     const int64_t key_floats = int64_t(kTile) * r.head_dim / 2, value_floats = value_bytes(r.value_dim) / 4;
     const int64_t scores_floats = int64_t(num_units_) * kVisitTiles * kTile * kHeads;
     const int64_t softmax_floats = int64_t(sizeof(Softmax) / sizeof(float));
-    float* place = scratch(size_t(units * (query_floats() + softmax_floats + output_floats()) + 2 * scores_floats +
+    float* place = scratch(size_t(units * (query_floats() + softmax_floats + output_floats()) + scores_floats +
                                   kVisitTiles * key_floats + kVisitTiles / 2 * value_floats));
     const auto take = [&](int64_t num_floats) { return std::exchange(place, place + num_floats); };
     queries_ = take(units * query_floats());
     softmax_ = reinterpret_cast<Softmax*>(take(units * softmax_floats));
     outputs_ = take(units * output_floats());
-    for (float*& scores : scores_) scores = take(scores_floats);
+    scores_ = take(scores_floats);
     keys_ = reinterpret_cast<bf16*>(take(kVisitTiles * key_floats));
     values_ = reinterpret_cast<char*>(take(kVisitTiles / 2 * value_floats));
     for (int64_t i = 0; i < units; ++i) softmax_[i].clear();
@@ -62,17 +62,16 @@ class TileAttention {
     begun_.assign(size_t(piece.num_heads()), false);
   }
 
-  // Computes the scores of a visit; at most two visits' are kept.
+  // Computes the scores of a visit, in place of those of the visit before.
   void score(const Visit& visit, VisitPrefetcher& prefetch) {
     const int64_t unit = first_unit(visit);
     const bf16* keys[kVisitTiles];
     for (int i = 0; i < visit.num_tiles; ++i)
       keys[i] = whole_keys(visit.tiles[i], keys_ + i * int64_t(kTile) * r_.head_dim);
     tile_fence();
-    std::swap(scores_[0], scores_[1]);
     for (int u = 0; u < num_units_; ++u) {
       const char* const queries = reinterpret_cast<const char*>(queries_ + (unit + u) * query_floats());
-      float* scores = scores_of(0, u);
+      float* scores = scores_of(u);
       for (int i = 0; i < visit.num_tiles; i += 2, scores += 2 * kTile * kHeads)
         if (i + 1 < visit.num_tiles)
           multiply_keys<2>(keys + i, r_.head_dim, queries, kLineBytes, scores, prefetch);
@@ -81,24 +80,27 @@ class TileAttention {
     }
   }
 
-  // Goes on with a visit after the scores of the next one, if there is one.
+  // Brings a visit's values into tiles.
   void pair(const Visit& visit, VisitPrefetcher& prefetch) {
     const int64_t half = kTileBytes / 2, both = value_bytes(r_.value_dim);
     for (int i = 0; i < visit.num_tiles; ++i)
       pair_values(visit.tiles[i], r_.value_dim, r_.head_dim, values_ + i / 2 * both + i % 2 * half, prefetch);
+    // Zeros beyond the last. From an address that is in use: elsewhere a load of nothing waits for the page tables.
     if (visit.num_tiles % 2)
-      pair_values({nullptr, nullptr, 0, 0}, r_.value_dim, 0, values_ + visit.num_tiles / 2 * both + half, prefetch);
+      pair_values({nullptr, visit.tiles[0].v, 0, 0}, r_.value_dim, 0, values_ + visit.num_tiles / 2 * both + half,
+                  prefetch);
   }
 
-  // The softmax of a visit whose scores were the last to be computed.
+  // Makes weights of a unit's scores, which were the last to be computed.
   void weigh_unit(const Visit& visit, int unit, VisitPrefetcher& prefetch) {
     const int64_t index = first_unit(visit) + unit;
     alignas(64) float correction[kWidth];
-    const bool follows = weigh<kHeads>(r_, visit.tiles, visit.num_tiles, scores_of(0, unit), softmax_[index], weights_,
+    const bool follows = weigh<kHeads>(r_, visit.tiles, visit.num_tiles, scores_of(unit), softmax_[index], weights_,
                                        correction, prefetch);
     if (follows && has_begun(visit)) rescale(outputs_ + index * output_floats(), correction);
   }
 
+  // Adds the values with the unit's weights, which were the last to be made.
   void add_values(const Visit& visit, int unit, VisitPrefetcher& prefetch) {
     float* out = outputs_ + (first_unit(visit) + unit) * output_floats();
     const char* values = values_;
@@ -138,9 +140,7 @@ class TileAttention {
     return int64_t(visit.tiles[0].kv_head - piece_.first_head) * num_units_;
   }
   bool has_begun(const Visit& visit) const { return begun_[size_t(visit.tiles[0].kv_head - piece_.first_head)]; }
-  float* scores_of(int which, int unit) const {
-    return scores_[which] + int64_t(unit) * kVisitTiles * kTile * kHeads;
-  }
+  float* scores_of(int unit) const { return scores_ + int64_t(unit) * kVisitTiles * kTile * kHeads; }
 
   // Tiles B of a unit's queries: pairs of the depth by heads.
   void pack_queries(int64_t unit) {
@@ -178,11 +178,11 @@ class TileAttention {
   float* queries_;
   Softmax* softmax_;
   float* outputs_;    // [unit][pair of tiles]
-  float* scores_[2];  // [unit][token][head] of the last two visits
+  float* scores_;     // [unit][token][head] of a visit
   bf16* keys_;        // of tiles with less than 16 tokens
   char* values_;      // tiles B
   std::vector<bool> begun_;  // of KV heads
-  alignas(64) char weights_[kVisitTiles / 2 * kMaxWeightTiles * kTileBytes] = {};  // tiles A of one unit
+  alignas(64) char weights_[kVisitTiles / 2 * kMaxWeightTiles * kTileBytes];  // tiles A of one unit
 };
 
 template <int kHeads>

@@ -14,7 +14,7 @@ inline int64_t value_bytes(int value_dim) { return value_dim / kTileSide * kTile
 // The tokens of `tile` by pairs, as 8 rows of each of the tiles; zeros beyond the last.
 inline void pair_values(const Tile<bf16>& tile, int value_dim, int stride, char* tiles,
                         VisitPrefetcher& prefetch) {
-  const int num_fetched = stride / 128;  // with all tiles' pairs of tokens half of a visit's lines
+  const int num_fetched = stride / 128;  // lines of a stream with each pair of tokens
   for (int token = 0; token < kTile; token += 2) {
     const bf16* const first = tile.v + int64_t(token) * stride;
     const __mmask16 has_first = token < tile.num_tokens ? 0xffff : 0;

@@ -2,10 +2,12 @@
 //
 // Scores come a token a row, of 8 heads in half a vector or of 16 in a whole one. Weights go on as three bfloat16 terms
 // that add up to all their 24 bits. Of 32 tokens and 8 heads they are two tiles, one with the first term of all heads
-// above the second, and one with the third; of 16 heads they are three, one a term.
+// above the second, and one with the third above the least number: with zeros there, whose products are added to those
+// of the second term, a value of infinity would become NaN. Of 16 heads they are three tiles, one a term.
 //
 // Weights are relative to a maximum that follows the scores only when these exceed it by kSlack: until then outputs
-// need no rescaling. They are as exact as relative to the true maximum; only their sums are larger.
+// need no rescaling. They are as exact as relative to the true maximum, but sums of values may be e^kSlack times as
+// large before they are divided, and so overflow where values come near float32's largest.
 #pragma once
 
 #include "../amx/token_tiles.h"
@@ -42,8 +44,8 @@ inline Vec rounded_to_bf16(Vec v) {
   return _mm512_castsi512_ps(_mm512_and_si512(_mm512_mask_mov_epi32(rounded, nan, quiet), upper));
 }
 
-// As `split`, for numbers that are not negative.
-KERNELS_INLINE void split_weights(Vec x, __m512i (&terms)[kMaxTerms]) {
+// As `split`, for numbers that are not negative; the least number after the terms.
+KERNELS_INLINE void split_weights(Vec x, __m512i (&terms)[kMaxTerms + 1]) {
   const __m512i upper = _mm512_set1_epi32(int(0xffff0000u));
   const __mmask16 not_zero = _mm512_cmp_ps_mask(x, zero(), _CMP_NEQ_UQ);
   Vec rest = x;
@@ -51,6 +53,7 @@ KERNELS_INLINE void split_weights(Vec x, __m512i (&terms)[kMaxTerms]) {
     terms[i] = _mm512_and_si512(_mm512_castps_si512(rest), upper);
     rest = sub(rest, _mm512_castsi512_ps(terms[i]));
   }
+  terms[kMaxTerms] = _mm512_maskz_set1_epi32(not_zero, 0x00800000);
   for (int i = 1; i < kMaxTerms; ++i)  // NaN stays NaN
     terms[i] = _mm512_castps_si512(
         _mm512_maskz_max_ps(not_zero, broadcast(1.17549435e-38f), _mm512_castsi512_ps(terms[i])));
@@ -78,13 +81,13 @@ KERNELS_INLINE Vec scale_scores(float* scores, int num_tokens, const DecodeReque
 // Weights of 16 even and 16 odd tokens for one head, as a row of each term's tile.
 template <int kHeads>
 KERNELS_INLINE void store_row(const float* even, const float* odd, int head, char* tiles) {
-  __m512i first[kMaxTerms], second[kMaxTerms];
+  __m512i first[kMaxTerms + 1], second[kMaxTerms + 1];
   split_weights(load(even), first), split_weights(load(odd), second);
-  for (int term = 0; term < kMaxTerms; ++term)
+  for (int term = 0; term < (kHeads == 8 ? kMaxTerms + 1 : kMaxTerms); ++term)
     _mm512_store_si512(tiles + (term * kHeads + head) * kTileLine, pairs(first[term], second[term]));
 }
 
-// Weights of 32 tokens, a token a row, become tiles A. Of the third term's tile for 8 heads the lower half stays.
+// Weights of 32 tokens, a token a row, become tiles A.
 template <int kHeads>
 inline void store_weights(const float* weights, char* tiles) {
   alignas(64) float by_head[2][kTileSide][kTileSide];
@@ -99,7 +102,8 @@ inline void store_weights(const float* weights, char* tiles) {
 }
 
 // Scores of `num_tiles` tiles become weights: num_weight_tiles for every two of them, zeros beyond the last. `scores`
-// are lost. Where the maxima have to follow, writes what the heads' old outputs are to be multiplied with and returns true.
+// are lost. Where the maxima have to follow, writes what the heads' old outputs are to be multiplied with and returns
+// true.
 template <int kHeads>
 inline bool weigh(const DecodeRequest& r, const Tile<bf16>* tiles, int num_tiles, float* scores, Softmax& softmax,
                   char* weights, float* correction, VisitPrefetcher& prefetch) {

@@ -46,6 +46,7 @@ struct Job {
         output_step(kernel.block_rows(ffn.num_tokens, ffn.hidden, num_threads)) {}
 
   int64_t num_hidden() const { return (ffn.expert_dim + hidden_step - 1) / hidden_step; }
+  int64_t num_floats() const { return x_floats + h_floats; }
   int64_t num_outputs() const { return (ffn.hidden + output_step - 1) / output_step; }
 
   FfnRequest ffn;
@@ -65,26 +66,27 @@ struct Stretch {
   Stage stage;
 };
 
-// The jobs of a call. Stages follow each other so that an expert's outputs come after the next one's hidden activations,
-// and its packing before those of the one before: what they wait for is done when a thread comes to them. So few of the
-// jobs are under way at a time that their intermediate results, which take turns in kPlaces, stay in a core's caches.
-// Threads take items in ascending order, and an item waits for lower ones only, so there is always one that runs.
+// Jobs that run together. Stages follow each other so that an expert's outputs come after the next one's hidden
+// activations, and its packing before those of the one before: what they wait for is done when a thread comes to them.
+// So few of the jobs are under way at a time that their intermediate results, which take turns in kPlaces, stay in a
+// core's caches. Threads take items in ascending order, and an item waits for lower ones only, so there is always one
+// that runs.
 class Wave {
  public:
   static constexpr size_t kPlaces = 4;  // two jobs' outputs may be under way while the next but one is packed
 
-  explicit Wave(std::vector<Job>& jobs) : jobs_(jobs), left_(new Left[jobs.size()]) {
-    for (size_t i = 0; i < jobs.size(); ++i) {
+  Wave(const Job* jobs, size_t num_jobs) : jobs_(jobs), left_(new Left[num_jobs]) {
+    for (size_t i = 0; i < num_jobs; ++i) {
       left_[i].hidden = jobs[i].num_hidden();
       left_[i].outputs = jobs[i].num_outputs();
     }
     add(0, Stage::kPack, 1);
-    for (size_t i = 0; i < jobs.size(); ++i) {
-      if (i + 1 < jobs.size()) add(i + 1, Stage::kPack, 1);
+    for (size_t i = 0; i < num_jobs; ++i) {
+      if (i + 1 < num_jobs) add(i + 1, Stage::kPack, 1);
       add(i, Stage::kHidden, jobs[i].num_hidden());
       if (i > 0) add(i - 1, Stage::kOutputs, jobs[i - 1].num_outputs());
     }
-    add(jobs.size() - 1, Stage::kOutputs, jobs.back().num_outputs());
+    add(num_jobs - 1, Stage::kOutputs, jobs[num_jobs - 1].num_outputs());
   }
 
   void run(ThreadPool* pool) {
@@ -143,19 +145,31 @@ class Wave {
       const Range range = range_of_item(i, job.hidden_step, job.ffn.expert_dim);
       job.kernel.gate_up(job.ffn, job.x, range, weights_of(next), job.h);
       --left.hidden;
-    } else if (at.stage == Stage::kOutputs && wait_for(left.hidden)) {
+    } else if (at.stage == Stage::kOutputs && wait_for(left.packing) && wait_for(left.hidden)) {
       const Range range = range_of_item(i, job.output_step, job.ffn.hidden);
       job.kernel.outputs(job.down, job.h, range, weights_of(next));
       --left.outputs;
     }
   }
 
-  const std::vector<Job>& jobs_;
+  const Job* const jobs_;
   const std::unique_ptr<Left[]> left_;
   std::vector<Stretch> stretches_;
   int64_t num_items_ = 0;
   std::atomic<bool> failed_{false};
 };
+
+// Large jobs come alone: places for several would be larger than what a thread keeps.
+void run_together(Job* jobs, size_t num_jobs, ThreadPool* pool) {
+  int64_t place_floats = 0;
+  for (size_t i = 0; i < num_jobs; ++i) place_floats = std::max(place_floats, jobs[i].num_floats());
+  const ScratchLoan scratch(size_t(place_floats) * std::min(num_jobs, Wave::kPlaces));
+  for (size_t i = 0; i < num_jobs; ++i) {
+    jobs[i].x = scratch.floats() + int64_t(i % Wave::kPlaces) * place_floats;
+    jobs[i].h = jobs[i].x + jobs[i].x_floats;
+  }
+  Wave(jobs, num_jobs).run(pool);
+}
 
 }  // namespace
 
@@ -164,15 +178,13 @@ void expert_ffns(const std::vector<FfnRequest>& requests, ThreadPool* pool) {
   for (const FfnRequest& r : requests)
     for (int64_t first = 0; first < r.num_tokens; first += kSlabRows)
       jobs.emplace_back(slab(r, first, std::min(kSlabRows, r.num_tokens - first)), pool ? pool->size() : 1);
-  if (jobs.empty()) return;
-  int64_t x_floats = 0, h_floats = 0;
-  for (const Job& job : jobs) x_floats = std::max(x_floats, job.x_floats), h_floats = std::max(h_floats, job.h_floats);
-  const ScratchLoan scratch(size_t(x_floats + h_floats) * std::min(jobs.size(), Wave::kPlaces));
-  for (size_t i = 0; i < jobs.size(); ++i) {
-    jobs[i].x = scratch.floats() + int64_t(i % Wave::kPlaces) * (x_floats + h_floats);
-    jobs[i].h = jobs[i].x + x_floats;
+  constexpr int64_t kMostFloats = ScratchLoan::kKeptFloats / int64_t(Wave::kPlaces);
+  const auto is_large = [&](size_t i) { return jobs[i].num_floats() > kMostFloats; };
+  for (size_t first = 0, last = 0; first < jobs.size(); first = last) {
+    last = first + 1;
+    while (!is_large(first) && last < jobs.size() && !is_large(last)) ++last;
+    run_together(&jobs[first], last - first, pool);
   }
-  Wave(jobs).run(pool);
 }
 
 }  // namespace kernels
