@@ -60,8 +60,9 @@ class Contest:
 
     def others(self, num_threads: int) -> dict[str, Stopwatch]:
         """Return every contestant but the chosen code path of our kernel."""
-        uses_tiles = native().isa() == "amx" and self.shape.group >= TILES_FROM_GROUP
-        chosen = native().vector_isa() if native().isa() == "amx" and not uses_tiles else native().isa()
+        chosen = native().isa()
+        if chosen == "amx" and self.shape.group < TILES_FROM_GROUP:
+            chosen = native().vector_isa()
         contestants = {
             f"ours, {isa}": self.paged.ours_on(isa, num_threads)
             for isa in native().supported_isas()
