@@ -157,7 +157,8 @@ def test_scores_that_rise_along_the_context(isa, group, slope):
         for token in range(length):
             rise = torch.tensor([slope * token, slope * (token % 100)])  # the second KV head's scores fall back
             case.k_cache[case.block_tables[seq, token // 16], :, token % 16, 0] = rise.bfloat16()
-    assert worst_error(case, run(case)) < 10 * TOLERANCE  # logits of 150 carry float32 errors of 1e-5
+    # A logit of 150 is a sum of 1200 before it is scaled: each of the sum's roundings, up to 64, is up to 8e-6 of it.
+    assert worst_error(case, run(case)) < 50 * TOLERANCE
 
 
 @pytest.mark.parametrize("group", [3, 6, 8, 12])
