@@ -15,7 +15,7 @@ from itertools import islice, pairwise
 from harness.bench.shapes import Shape
 from harness.calibration.joined import features_of
 from harness.calibration.op_costs import Recording, alike_ops, mean
-from harness.calibration.probes import LayerProbes
+from harness.calibration.probes import Chain, LayerProbes
 from harness.calibration.table import Points
 from harness.calibration.undisturbed import Undisturbed
 from harness.engine.emitter import Emitter
@@ -29,8 +29,6 @@ _HOLDING = 5  # ops in front; with those measured they must not be more than sta
 _EXPERTS = 8  # of a layer, measured apart
 _LOOK_EVERY_S = 1e-4
 _PROMPT_TOKENS = 100
-
-Chain = Callable[[Emitter, InFlight, int], None]
 
 
 class LaunchedAhead:

@@ -11,6 +11,7 @@ from harness.calibration.table import (
     AGAIN,
     AT_REST,
     BESIDE_GPU_AND_LINK,
+    IN_CACHE,
     CalibrationTable,
     Company,
     weight_keys,
@@ -100,8 +101,8 @@ class CalibratedCosts:
     def _found(self, kind: LaneKind, op: Op, work: Work) -> str:
         """Return where an op of the gpu lane finds its weights; it must be called for each op as the op starts.
 
-        They have come over the link and nobody has read them since, or are read `AGAIN` so soon that a cache may hold
-        them, or lie `AT_REST`.
+        They have come over the link and nobody has read them since, or are read `AGAIN` so soon that the core's own
+        cache may hold them, or lie `IN_CACHE` still, the last one, or `AT_REST`.
         """
         if kind is LaneKind.H2D:
             self._last_read.update(dict.fromkeys(op.writes))
@@ -114,4 +115,7 @@ class CalibratedCosts:
         ages = [before - at for at in last if at is not None]
         if len(ages) < len(last):
             return ""
-        return AGAIN if max(ages, default=0.0) <= self.table.cache_bytes else AT_REST
+        oldest = max(ages, default=0.0)
+        if oldest <= self.table.near_bytes:
+            return AGAIN
+        return IN_CACHE if oldest <= self.table.cache_bytes else AT_REST

@@ -8,7 +8,7 @@ from typing import Any
 from harness.bench.fitting import typical
 from harness.calibration.ahead import LaunchedAhead
 from harness.calibration.host_times import measure_host
-from harness.calibration.memory import last_cache_bytes, measure_memory
+from harness.calibration.memory import measure_caches, measure_memory
 from harness.calibration.op_costs import OpCosts
 from harness.calibration.probes import ContextRoom, LayerProbes
 from harness.calibration.table import CalibrationTable
@@ -33,7 +33,7 @@ def measure_all(
     max_context = kv.num_blocks * kv.block_size
     undisturbed = Undisturbed(log)
     log("host memory")
-    memory = measure_memory(undisturbed, ram_bytes, repeats)
+    memory, caches = measure_memory(undisturbed, ram_bytes, repeats), measure_caches(undisturbed, ram_bytes)
     probes = LayerProbes(engine, room=room, max_tokens=max_tokens, packet_bytes=packet_bytes)
     ops = OpCosts(
         engine, probes, link_bytes_s=link_bytes_s, undisturbed=undisturbed, max_tokens=max_tokens,
@@ -66,7 +66,8 @@ def measure_all(
         ahead=ahead.own,
         launching=ahead.launching,
         short_s={kind: typical(all_s) for kind, all_s in ops.short_s.items()},
-        cache_bytes=last_cache_bytes(),
+        near_bytes=caches[2],
+        cache_bytes=caches[3],
     )
 
 

@@ -1,11 +1,13 @@
-"""Measure how fast host memory is read and copied beyond all caches; every rate of the table lies below this."""
+"""Measure how fast host memory is read and copied beyond all caches, and how much the last cache really holds."""
 
 from __future__ import annotations
 
 import ctypes
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,8 @@ _MIN_BYTES = 512_000_000
 _READ_STREAMS = 16  # as many places of the buffer are read in turn: more DRAM pages are open at once
 _CACHE_MULTIPLE = 4  # of the last cache: what a pass leaves there must not serve the next one
 _MAX_RAM_SHARE = 0.15
-_LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_SMALLEST_BYTES, _RATIO, _READS = 4_000_000, 1.4, 5  # of buffers that are read again and again
 
 
 def working_set_bytes(last_cache_bytes: int, ram_bytes: int) -> int:
@@ -26,21 +29,51 @@ def working_set_bytes(last_cache_bytes: int, ram_bytes: int) -> int:
     return int(min(max(_MIN_BYTES, _CACHE_MULTIPLE * last_cache_bytes), _MAX_RAM_SHARE * ram_bytes))
 
 
-def last_cache_bytes() -> int:
-    """Return the size of the last cache as the system states it, or 0 where it does not. A virtual machine may state
-    the size for the whole socket."""
+def stated_cache_bytes(level: int) -> int:
+    """Return the size of a core's second or third cache as the system states it, or 0 where it does not. A virtual
+    machine may state the third one of the whole socket, of which others have most."""
     try:
-        text = _LAST_CACHE.read_text().strip()
+        text = (_CACHES / f"index{level}" / "size").read_text().strip()
     except OSError:
         return 0
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     return int(text[:-1]) * units[text[-1]] if text[-1:] in units else int(text or 0)
 
 
+def measure_caches(undisturbed: Undisturbed, ram_bytes: int) -> dict[int, int]:
+    """Return the bytes that a core finds in its second and in its third cache, by level: the stated ones, and the
+    largest buffer that one thread reads again at about the rate of a small one."""
+    stated, sizes = stated_cache_bytes(3), [_SMALLEST_BYTES]
+    most_bytes = min(max(_MIN_BYTES, stated), working_set_bytes(stated, ram_bytes))
+    while sizes[-1] * _RATIO < most_bytes:
+        sizes.append(int(sizes[-1] * _RATIO))
+    buffer = np.empty(sizes[-1], dtype=np.uint8)
+    address = buffer.ctypes.data
+    ctypes.memset(address, 1, buffer.nbytes)
+
+    def read(num_bytes: int) -> float:
+        rates = [
+            _gb_s(num_bytes, lambda: native().stream_read(address, num_bytes, _READ_STREAMS, 1))
+            for _ in range(_READS + 1)
+        ]
+        return statistics.median(rates[1:])
+
+    rates = {size: undisturbed(f"reading {size / 1e6:.0f} MB again", partial(read, size)) for size in sizes}
+    return {2: stated_cache_bytes(2), 3: held_bytes(rates)}
+
+
+def held_bytes(rates: Mapping[int, float]) -> int:
+    """Return the largest size up to which all were read faster than the geometric mean of the first and the last
+    rate."""
+    within, *_, beyond = [*rates.values()] * 2
+    fast = takewhile(lambda size: rates[size] >= (within * beyond) ** 0.5, rates)
+    return max(fast, default=min(rates))
+
+
 def measure_memory(undisturbed: Undisturbed, ram_bytes: int, repeats: int) -> Mapping[str, list[float]]:
     """Measure the GB/s of every repeat, by what was done on how many threads. The item "working_set_gb" is the size of
     the memory."""
-    num_bytes = working_set_bytes(last_cache_bytes(), ram_bytes)
+    num_bytes = working_set_bytes(stated_cache_bytes(3), ram_bytes)
     buffer = np.empty(num_bytes, dtype=np.uint8)
     address, half = buffer.ctypes.data, num_bytes // 2
     ctypes.memset(address, 1, num_bytes)  # every page exists

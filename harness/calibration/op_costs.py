@@ -23,7 +23,7 @@ import numpy as np
 from harness.bench.shapes import Shape
 from harness.calibration.background import Background, busy_lanes
 from harness.calibration.joined import TOGETHER, features_of
-from harness.calibration.probes import LayerProbes
+from harness.calibration.probes import Chain, LayerProbes
 from harness.calibration.table import (
     AGAIN,
     ALONE,
@@ -31,6 +31,7 @@ from harness.calibration.table import (
     BESIDE_GPU,
     BESIDE_GPU_AND_LINK,
     BESIDE_LINK,
+    IN_CACHE,
     LINKS,
     Company,
     Points,
@@ -47,6 +48,7 @@ _LAYERS_BESIDE_LINK = 3
 _FEED_EVERY_S = 2e-3
 _SHORT_TOKENS = 64  # a micro-batch of no more has short ops, which scatter
 _SHORT_DRAWS = 2  # of its ops at rest and in company: a wait for a core counts for much in one
+_FOUND_BESIDE = {CPU: AT_REST, GPU: None}  # where ops beside short ones of a lane find their weights, if they have any
 _AT_ONCE = 8  # submissions between two looks at whether an op has run
 
 
@@ -80,39 +82,40 @@ class OpCosts:
             for shape, lane, company in product(self._short_shapes(), (CPU, GPU), (ALONE, BESIDE_LINK)):
                 measure = partial(self._beside_short_ones, shape, lane, company)
                 name = f"ops beside short ones on {lane}, {_beside(company)}{shape}"
-                self._add(self.crowded[company], self._undisturbed(name, measure), at_rest=lane == CPU)
+                self._add(self.crowded[company], self._undisturbed(name, measure), found=_FOUND_BESIDE[lane])
             for shape, lane in product(self._short_shapes(), (CPU, GPU)):
                 name = f"ops on {'other lanes' if lane == GPU else GPU} beside submissions, {shape}"
                 tickets = self._undisturbed(name, partial(self._beside_submissions, shape, lane))
-                self._add(self.beside_strategy, tickets, at_rest=lane == CPU)
+                self._add(self.beside_strategy, tickets, found=_FOUND_BESIDE[lane])
         self._undisturbed.fill_gaps()
 
     def _in_all_companies(self, shape: Shape) -> None:
-        """Measure the ops of a micro-batch alone, over weights at rest, and beside busy lanes."""
+        """Measure the ops of a micro-batch alone, over weights that came before, and beside busy lanes."""
         self._keep(ALONE, self._undisturbed(f"ops alone, {shape}", partial(self._serial, shape)))
         tickets = self._undisturbed(f"gpu ops beside the link, {shape}", partial(self._overlapped, shape))
         self._keep(BESIDE_LINK, [t for t in tickets if t.lane == GPU])
         for _ in range(_SHORT_DRAWS if shape.num_tokens <= _SHORT_TOKENS else 1):
             for company in (ALONE, BESIDE_LINK):
-                name = f"ops with weights at rest, {_beside(company)}{shape}"
-                tickets = self._undisturbed(name, partial(self._at_rest, shape, company))
-                self._keep(company, tickets, at_rest=True)
+                name = f"ops with weights that came before, {_beside(company)}{shape}"
+                for found, tickets in self._undisturbed(name, partial(self._came_before, shape, company)).items():
+                    self._keep(company, tickets, found=found)
             for company in (BESIDE_LINK, BESIDE_GPU, BESIDE_GPU_AND_LINK):
                 name = f"ops beside {'+'.join(sorted(company))}, {shape}"
                 self._keep(company, self._undisturbed(name, partial(self._host_side, shape, company)))
 
-    def _keep(self, company: Company, tickets: list[Ticket], *, at_rest: bool = False) -> None:
-        self._add(self.samples.setdefault(company, {}), tickets, at_rest=at_rest)
+    def _keep(self, company: Company, tickets: list[Ticket], *, found: str | None = None) -> None:
+        self._add(self.samples.setdefault(company, {}), tickets, found=found)
 
-    def _add(self, table: dict[str, Points], tickets: list[Ticket], *, at_rest: bool = False) -> None:
-        """Add the ops of one chain, as the mean over ops whose features agree to two digits. What stayed disturbed is
-        kept apart."""
+    def _add(self, table: dict[str, Points], tickets: list[Ticket], *, found: str | None = None) -> None:
+        """Add the ops of one chain, as the mean over ops whose features agree to two digits. `found` says where they
+        found their weights; without it, these have just come, and the second micro-batch finds those that the first
+        has read. What stayed disturbed is kept apart."""
         points = self._undisturbed.place_in(table)
 
-        def found(ticket: Ticket) -> str:
-            return AT_REST if at_rest else AGAIN if ticket.op.micro_batch == 1 else ""
+        def found_by(ticket: Ticket) -> str:
+            return found if found is not None else AGAIN if ticket.op.micro_batch == 1 else ""
 
-        for key, alike in alike_ops(tickets, found):
+        for key, alike in alike_ops(tickets, found_by):
             features = mean(features_of(ticket.op) for ticket in alike)
             self.works.setdefault(key, {}).setdefault(features, Work(*mean(ticket.op.work() for ticket in alike)))
             seconds = float(np.mean([self._seconds(ticket) for ticket in alike]))
@@ -184,20 +187,27 @@ class OpCosts:
             emit.tickets.clear()
         return counting
 
-    def _at_rest(self, shape: Shape, company: Company) -> list[Ticket]:
-        """Run one micro-batch's ops on the gpu lane, with experts apart, over weights that came before. Meanwhile the
-        link is idle or not, as `company` says."""
-        emit, probes = Recording(self._engine, serial=True), self._probes
+    def _came_before(self, shape: Shape, company: Company) -> dict[str, list[Ticket]]:
+        """Run one micro-batch's ops on the gpu lane, with experts apart and then with some together: each time over
+        weights that the link has brought, past all caches, and once more over the same ones. Meanwhile the link is idle
+        or not, as `company` says. Return the ops by where they found their weights."""
+        probes, tickets = self._probes, defaultdict[str, list[Ticket]](list)
         it = probes.batch(0, shape)
-        probes.stream.request_layer(probes.layer)
         probes.ops.emit.embed(it)
-        self._engine.machine.drain()
-        with busy_lanes(probes, link=LaneKind.H2D in company) as background:
-            with self._held(emit):
-                self._gpu_side(emit, it)
-            self._fed(background, emit)
-        self._end()
-        return emit.tickets
+        for chain in (probes.gpu_side, probes.gpu_side_together):
+            emit = Recording(self._engine, serial=True)
+            probes.stream.request_layer(probes.layer)
+            self._engine.machine.drain()
+            with busy_lanes(probes, link=LaneKind.H2D in company) as background:
+                with self._held(emit):
+                    self._behind_another(emit, it, chain)
+                    first = len(emit.tickets)
+                    chain(emit, it, probes.layer)
+                self._fed(background, emit)
+            self._end()
+            tickets[AT_REST] += emit.tickets[:first]
+            tickets[IN_CACHE] += emit.tickets[first:]
+        return tickets
 
     # -- what lanes other than the gpu's do, in company -----------------------------------------------------------
 
@@ -252,15 +262,15 @@ class OpCosts:
             probes.stream.request_layer(probes.layer)
             probes.ops.emit.embed(it)
             self._engine.machine.drain()
-            return emit, lambda: self._gpu_side(emit, it)
+            return emit, lambda: self._behind_another(emit, it, probes.gpu_side)
         return emit, lambda: probes.host_side(emit, it, probes.layer)
 
-    def _gpu_side(self, emit: Recording, it: InFlight) -> None:
-        """Submit the ops of the gpu lane behind one that does not count. A lane's first op after a rest takes longer,
-        and in a pass others come before a layer's."""
+    def _behind_another(self, emit: Recording, it: InFlight, chain: Chain) -> None:
+        """Submit a chain of ops of the gpu lane behind one op that does not count. A lane's first op after a rest takes
+        longer, and in a pass others come before a layer's."""
         emit.look_up(it)
         emit.tickets.clear()
-        self._probes.gpu_side(emit, it, self._probes.layer)
+        chain(emit, it, self._probes.layer)
 
     @contextmanager
     def _held(self, emit: Recording) -> Iterator[None]:
@@ -275,7 +285,7 @@ class OpCosts:
 
     def _fed(self, background: Background, emit: Recording) -> None:
         """Keep the background supplied until all that was recorded has run."""
-        while not emit.tickets[-1].done:
+        while not all(ticket.done for ticket in emit.tail):
             background.feed()
             time.sleep(_FEED_EVERY_S)
             self._engine.machine.now()

@@ -25,6 +25,7 @@ from harness.memory.transfers import StagePage
 from harness.memory.weights import WeightStream
 from harness.model.spec import ModelSpec
 
+Chain = Callable[[Emitter, InFlight, int], None]  # submits a micro-batch's ops of one layer
 Pair = tuple[InFlight, InFlight]  # the second one finds weights that the first one has just read
 _HOST_EXPERTS = 3  # that one chain runs on the cpu lane
 _FEW_TOKENS = 100  # of a micro-batch whose experts all run on the cpu lane besides
@@ -158,8 +159,8 @@ class LayerProbes:
 
     def overlapped(self, emit: Emitter, its: Pair, first: int, num_layers: int, *, experts_apart: bool) -> None:
         """Submit layer after layer, from `first` on, while the weights of the next ones are on their way, as in every
-        overlapping strategy. Weights are freshly written and the link is busy; the second micro-batch uses the same
-        weights again."""
+        overlapping strategy. Weights are freshly written and the link is busy, the host's other lanes are not; the
+        second micro-batch uses the same weights again."""
         indices = range(first, first + num_layers)
         for index in indices[: self.stream.depth]:
             self.stream.request_layer(index)
@@ -172,14 +173,15 @@ class LayerProbes:
         self, emit: Emitter, its: Pair, index: int, part: Callable[[str], PlacedPart], *, experts_apart: bool,
         serial: bool = False,
     ) -> None:  # fmt: skip
-        """Submit layer `index` of the stream, each part for one micro-batch and then for the other. Where `serial`, the
-        other ops of the host's lanes are submitted too."""
+        """Submit layer `index` of the stream, each part for one micro-batch and then for the other. Where `serial`, all
+        that a layer has on the host's lanes is submitted too."""
         layer, parts = self.stream.layer(index), part("attention_in")
         for it in its:
             emit.attention_in(it, layer, parts)
         for it in its:
             emit.prefill_attention(it, layer)
-            self.around_attention(emit, it, layer)
+            if serial:
+                self.around_attention(emit, it, layer)
             self.device_attention(emit, it, layer)
         parts = part("attention_out")
         for it in its:
@@ -292,22 +294,28 @@ class LayerProbes:
         )  # fmt: skip
 
     def gpu_side(self, emit: Emitter, it: InFlight, layer: int) -> None:
-        """Submit what a layer, whose weights the stream holds, has on the gpu lane, with experts apart and some
-        together."""
+        """Submit what a layer, whose weights the stream holds, has on the gpu lane, with experts apart."""
+        self._before_experts(emit, it, layer)
+        for number, placed in self.stream.experts(layer).items():
+            emit.experts(it, layer, {number: placed})
+        emit.combine(it, layer)
+
+    def gpu_side_together(self, emit: Emitter, it: InFlight, layer: int) -> None:
+        """Submit the same with some of the experts together, and the others not at all."""
+        self._before_experts(emit, it, layer)
+        self.some_experts(emit, it, layer)
+        emit.combine(it, layer)
+
+    def _before_experts(self, emit: Emitter, it: InFlight, layer: int) -> None:
         part = partial(self.stream.part, layer)
         emit.attention_in(it, layer, part("attention_in"))
         emit.prefill_attention(it, layer)
         emit.attention_out(it, layer, part("attention_out"))
         self.predict(emit, it, layer, part("attention_out"))
-        experts = self.stream.experts(layer)
-        for number, placed in experts.items():
-            emit.experts(it, layer, {number: placed})
-        self.some_experts(emit, it, layer)
-        emit.combine(it, layer)
 
     def some_experts(self, emit: Emitter, it: InFlight, layer: int) -> None:
         """Submit some of the experts of a layer, whose weights the stream holds, in one op: few, a part and most. No
-        two ops have an expert in common, and each begins with the one that was read longest ago."""
+        two ops have an expert in common."""
         experts, begin = list(self.stream.experts(layer).items()), 0
         for number in sorted({2, len(experts) // 4, len(experts) * 3 // 4}):
             group = dict(experts[begin : begin + number])

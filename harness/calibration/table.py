@@ -25,10 +25,11 @@ ALONE: Company = frozenset()
 BESIDE_LINK: Company = frozenset({LaneKind.H2D})
 BESIDE_GPU: Company = frozenset({LaneKind.GPU})
 BESIDE_GPU_AND_LINK: Company = BESIDE_GPU | BESIDE_LINK
-VERSION = 13
-# What ends the key of an op with weights, by where it finds them: just come over the link (nothing), in a cache
-# since the op before it has read them, or in memory, where they have been for long.
-AGAIN, AT_REST = ", again", ", at rest"
+VERSION = 14
+# What ends the key of an op with weights, by where it finds them: just come over the link (nothing), in the core's own
+# cache since the op before it has read them, in the last cache, or in memory, where they have been for long.
+AGAIN, IN_CACHE, AT_REST = ", again", ", in cache", ", at rest"
+_LIKE = {AGAIN: (IN_CACHE, AT_REST)}  # what stands for joined ops that were not measured so; otherwise `AT_REST` does
 _BY_COMPANY, _IN_NO_COMPANY = ("samples", "crowded"), ("beside_strategy", "ahead", "launching")
 LINKS = (LaneKind.H2D, LaneKind.D2H, LaneKind.PIN)  # lanes that a profile gives a rate in bytes
 
@@ -68,7 +69,7 @@ class CalibrationTable:
     `beside_strategy` are such samples beside a thread that submits op after op.
     `ahead` are samples of gpu ops that were launched before they could begin, and `launching` what it took the host to
     launch each; both are empty where no op is launched ahead.
-    `cache_bytes` is the size of the last cache, 0 where it is unknown.
+    `near_bytes` and `cache_bytes` are what a core's own cache and the last one hold, 0 where that is unknown.
     `works` has, by the same key and features, the work of such an op: from it follow the rates at which a lane's ops of
     other kinds are estimated. `together` has, by the lanes active at the same time ("cpu+gpu+h2d"), how many times
     longer *long* ops of each lane take than alone. `memory` is GB/s of host memory as measured, for the reader."""
@@ -84,6 +85,7 @@ class CalibrationTable:
     beside_strategy: Mapping[str, Points] = field(default_factory=dict)
     ahead: Mapping[str, Points] = field(default_factory=dict)
     launching: Mapping[str, Points] = field(default_factory=dict)
+    near_bytes: int = 0
     cache_bytes: int = 0
     version: int = VERSION
 
@@ -96,13 +98,14 @@ class CalibrationTable:
     def seconds(self, lane: Lane, op: Op, company: Company = ALONE, *, found: str = "") -> float | None:
         """Return an op's seconds beyond the link's own time, in this company or in the nearest one that was measured.
         The result is None where the op was measured in none. `found` says where the op finds its weights: `AGAIN`,
-        `AT_REST` or neither. What is joined of several on a device was measured at rest."""
+        `IN_CACHE`, `AT_REST` or none of these. What is joined of several on a device was measured in the last two."""
         for key in dict.fromkeys((table_key(lane, op, found=found), table_key(lane, op))):
             for candidate in _nearest(company):
                 function = self.functions.get(candidate, {}).get(key)
                 if function is not None:
                     joint = self.joint.get(candidate, {})
-                    return joint_seconds(op, function, joint.get(key) or joint.get(table_key(lane, op, found=AT_REST)))
+                    others = (table_key(lane, op, found=each) for each in _LIKE.get(found, (AT_REST,)))
+                    return joint_seconds(op, function, next(filter(None, map(joint.get, (key, *others))), None))
         return None
 
     @cached_property
@@ -199,9 +202,9 @@ class CalibrationTable:
 
     def covered(self, kind: str) -> list[Company]:
         """Return the companies in which every op of that lane was measured, so that samples hold what these companies
-        cost. Poison, which only tests have, is no such op, and weights at rest are in no company."""
-        own = {key for key in self.samples[ALONE] if key.startswith(f"{kind}: ") and not _ends_with(key, AT_REST)}
-        keys = own - {f"{kind}: poison"}
+        cost. Poison, which only tests have, is no such op, nor is one whose weights came before."""
+        own = {key for key in self.samples[ALONE] if key.startswith(f"{kind}: ")} - {f"{kind}: poison"}
+        keys = {key for key in own if not _ends_with(key, IN_CACHE, AT_REST)}
         return [company for company in self.samples if keys and keys <= self.samples[company].keys()]
 
     def slowdowns(self) -> dict[str, dict[str, float]]:
@@ -254,7 +257,8 @@ class CalibrationTable:
             ahead=all_of("ahead").get(ALONE, {}),
             launching=all_of("launching").get(ALONE, {}),
             short_s={kind: fmean(t.short_s[kind] for t in tables) for kind in first.short_s},
-            cache_bytes=first.cache_bytes,
+            near_bytes=first.near_bytes,
+            cache_bytes=min(table.cache_bytes for table in tables),
         )
 
     def write(self, path: Path) -> None:
@@ -265,6 +269,7 @@ class CalibrationTable:
             "host": asdict(self.host),
             "together": self.together,
             "memory_gb_s": self.memory,
+            "near_bytes": self.near_bytes,
             "cache_bytes": self.cache_bytes,
             "crowded": _written(self.crowded),
             **{name: _written({ALONE: getattr(self, name)}) for name in _IN_NO_COMPANY},
@@ -303,13 +308,14 @@ class CalibrationTable:
             beside_strategy=alone["beside_strategy"],
             ahead=alone["ahead"],
             launching=alone["launching"],
+            near_bytes=values["near_bytes"],
             cache_bytes=values["cache_bytes"],
         )
 
 
 def table_key(lane: Lane, op: Op, *, found: str = "") -> str:
     """Return the key by which the table knows an op. An op that uses weights has a key for each place in which it may
-    have found them (`AGAIN`, `AT_REST`)."""
+    have found them (`AGAIN`, `IN_CACHE`, `AT_REST`)."""
     return f"{lane.kind}: {op.cost_key}{found if weight_keys(op) else ''}"
 
 
@@ -322,7 +328,7 @@ def weight_keys(op: Op) -> tuple[Hashable, ...]:
 def _lane_rates(by_key: Mapping[str, Points], works: Works) -> dict[LaneKind, LaneRates]:
     measured: dict[LaneKind, list[tuple[Work, float]]] = defaultdict(list)
     for key, points in by_key.items():
-        if not _ends_with(key, AGAIN, AT_REST):
+        if not _ends_with(key, AGAIN, IN_CACHE, AT_REST):
             measured[LaneKind(key.split(":")[0])] += [(works[key][features], seconds) for features, seconds in points]
     return {kind: LaneRates.of(found) for kind, found in measured.items()}
 

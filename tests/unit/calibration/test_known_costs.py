@@ -13,7 +13,16 @@ import pytest
 from harness.calibration import host_times, op_costs, together, undisturbed
 from harness.calibration.joined import TOGETHER
 from harness.calibration.measure import measure_all
-from harness.calibration.table import AGAIN, ALONE, AT_REST, BESIDE_GPU, BESIDE_LINK, LINKS, CalibrationTable
+from harness.calibration.table import (
+    AGAIN,
+    ALONE,
+    AT_REST,
+    BESIDE_GPU,
+    BESIDE_LINK,
+    IN_CACHE,
+    LINKS,
+    CalibrationTable,
+)
 from harness.machine.base import CPU, D2H, GPU, H2D, PIN, LaneKind, Op, Work
 from harness.machine.emulated import EmulatedMachine
 from harness.machine.simulated import SimulatedMachine
@@ -123,7 +132,7 @@ def test_experts_are_measured_together_and_apart(found):
     for company in (ALONE, BESIDE_LINK, BESIDE_GPU):
         assert {"cpu: experts x1", f"cpu: experts x1{TOGETHER}"} <= set(found.samples[company])
     for company in (ALONE, BESIDE_LINK):
-        assert f"gpu: experts x1{AT_REST}{TOGETHER}" in found.samples[company]
+        assert {f"gpu: experts x1{each}{TOGETHER}" for each in (IN_CACHE, AT_REST)} <= set(found.samples[company])
 
 
 def test_experts_of_one_op_cost_what_they_cost_the_machine(found):
@@ -133,7 +142,7 @@ def test_experts_of_one_op_cost_what_they_cost_the_machine(found):
         assert found.seconds(CPU, op) == pytest.approx(told, rel=1e-6), (op.features, op.launches)
 
 
-@pytest.mark.parametrize("where", ["", AGAIN, AT_REST])
+@pytest.mark.parametrize("where", ["", AGAIN, IN_CACHE, AT_REST])
 def test_some_experts_on_the_device_cost_what_they_cost_the_machine_wherever_weights_are_found(found, where):
     op = CpuExperts()
     op.weight_keys = ("weights",)
@@ -147,7 +156,7 @@ def test_dense_layers_are_measured_apart_where_there_are_any(found, request):
     for company in (ALONE, BESIDE_LINK):
         measured = {key for key in found.samples[company] if key.startswith("gpu: attention out")}
         dense = {"gpu: attention out, dense", "gpu: attention out, dense, again"} if has_dense else set()
-        assert measured == {f"gpu: attention out{role}" for role in ("", AGAIN, AT_REST)} | dense
+        assert measured == {f"gpu: attention out{role}" for role in ("", AGAIN, IN_CACHE, AT_REST)} | dense
 
 
 def test_company_costs_at_most_the_whole_slow_down(found):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections import defaultdict
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,7 @@ from harness.calibration.local import CalibrationTable, identity, link_rates, lo
 from harness.calibration.measure import measure_all
 from harness.calibration.op_costs import OpCosts, Recording
 from harness.calibration.probes import ContextRoom, LayerProbes
-from harness.calibration.table import ALONE, BESIDE_GPU, BESIDE_GPU_AND_LINK, BESIDE_LINK
+from harness.calibration.table import ALONE, AT_REST, BESIDE_GPU, BESIDE_GPU_AND_LINK, BESIDE_LINK, IN_CACHE
 from harness.cli.overrides import composed_values
 from harness.config import ConfigError
 from harness.engine.emitter import Emitter
@@ -176,6 +177,30 @@ def test_a_micro_batch_is_there_before_its_background(busy, tiny, monkeypatch):
             costs._beside_short_ones(shape, GPU, ALONE)
         probes.close()
     assert queued[0] >= Background.AHEAD // 2
+
+
+@pytest.mark.parametrize("company", [ALONE, BESIDE_LINK])
+def test_nobody_has_read_weights_at_rest_since_they_came(company, tiny):
+    """Single experts read a whole layer, of which those of one op are some: a large cache would still hold these."""
+    with closing(emulated()) as machine:
+        engine = engine_on(machine, tiny, [], kv_blocks=400, block_size=16)
+        probes = LayerProbes(engine, room=ContextRoom(), max_tokens=64, packet_bytes=100_000)
+        costs = OpCosts(engine, probes, link_bytes_s=RATES, undisturbed=None, max_tokens=64, max_context=6000)
+        tickets = costs._came_before(Shape(contexts=(20,) * 4), company)
+        probes.close()
+        came = [(span.end_s, "came") for span in machine.spans if span.kind == "weights" and span.layer == probes.layer]
+    uses = defaultdict(list)
+    for place, ran in tickets.items():
+        experts = [ticket for ticket in ran if ticket.op.kind == "experts"]
+        assert {ticket.op.joined > 1 for ticket in experts} == {False, True}
+        for ticket in experts:
+            for key in ticket.op.weight_keys:
+                uses[key].append((ticket.started_s, place))
+    assert set(tickets) == {AT_REST, IN_CACHE} and len(uses) == engine.spec.num_experts
+    for used in uses.values():
+        before = set(pairwise(place for _, place in sorted(used + came)))
+        assert ("came", AT_REST) in before and (AT_REST, IN_CACHE) in before
+        assert not before & {(AT_REST, AT_REST), (IN_CACHE, AT_REST), ("came", IN_CACHE)}
 
 
 @pytest.mark.parametrize("count", [1, 6, 7, 8, 50])

@@ -142,7 +142,7 @@ class Copied(Measured):
         self.writes = weights
 
 
-ROLES = {"gpu: measured, again": 0.5, "gpu: measured, at rest": 0.75}
+ROLES = {"gpu: measured, again": 0.25, "gpu: measured, in cache": 0.5, "gpu: measured, at rest": 0.75}
 
 
 def told(**values) -> CalibratedCosts:
@@ -161,17 +161,18 @@ def test_weights_are_cheaper_the_second_time():
 
     for name in "ab":
         seconds(H2D, Copied(name))
-    assert [seconds(GPU, Weighted("a")), seconds(GPU, Weighted("a"))] == pytest.approx([0.4, 0.2])
+    assert [seconds(GPU, Weighted("a")), seconds(GPU, Weighted("a"))] == pytest.approx([0.4, 0.1])
     assert seconds(GPU, Weighted("a", "b")) == pytest.approx(0.4), "one of its weights is new"
-    assert seconds(GPU, Weighted("a", "b")) == pytest.approx(0.2)
+    assert seconds(GPU, Weighted("a", "b")) == pytest.approx(0.1)
     seconds(H2D, Copied("a"))
     assert seconds(GPU, Weighted("a")) == pytest.approx(0.4), "came once more"
     assert seconds(GPU, Measured(4.0)) == pytest.approx(0.4), "no weights, no difference"
 
 
-def test_weights_that_a_cache_has_lost_lie_at_rest():
-    """Of ten bytes of cache the ops between two uses may take ten; weights that nobody brought rest where they are."""
-    asked = told(cache_bytes=10)
+def test_weights_that_a_cache_has_lost_lie_in_the_next_one_or_at_rest():
+    """Of ten bytes of cache the ops between two uses may take ten, of the core's own three three; weights that nobody
+    brought rest where they are."""
+    asked = told(near_bytes=3, cache_bytes=10)
 
     def seconds(op, nbytes: float) -> float:
         return asked.seconds(GPU, op, Work(device_bytes=nbytes))
@@ -182,6 +183,9 @@ def test_weights_that_a_cache_has_lost_lie_at_rest():
     assert seconds(Weighted("b"), 6) == pytest.approx(0.2)
     assert seconds(Weighted("c"), 5) == pytest.approx(0.3)
     assert seconds(Weighted("a"), 5) == pytest.approx(0.3), "eleven bytes ago"
+    seconds(Weighted("d"), 3)
+    assert seconds(Weighted("a"), 4) == pytest.approx(0.1)
+    assert seconds(Weighted("d"), 5) == pytest.approx(0.2), "four bytes ago"
 
 
 def test_what_was_never_measured_again_costs_as_the_first_time():

@@ -88,8 +88,39 @@ def test_memory_is_measured_beyond_the_caches(cache_bytes, ram_bytes, expected):
 
 
 @pytest.mark.parametrize(("text", "expected"), [("491520K\n", 503316480), ("32M", 33554432), ("4096", 4096)])
-def test_the_last_cache_is_what_the_system_says(text, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "_LAST_CACHE", tmp_path / "size")
-    assert memory.last_cache_bytes() == 0
-    (tmp_path / "size").write_text(text)
-    assert memory.last_cache_bytes() == expected
+def test_a_cache_is_as_large_as_the_system_says(text, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "_CACHES", tmp_path)
+    assert memory.stated_cache_bytes(2) == 0
+    (tmp_path / "index2").mkdir()
+    (tmp_path / "index2" / "size").write_text(text)
+    assert (memory.stated_cache_bytes(2), memory.stated_cache_bytes(3)) == (expected, 0)
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        ((27, 27, 26, 20, 16, 15), 3),  # 20 lies below the mean of 27 and 15
+        ((27, 15, 27, 15), 1),
+        ((27, 27, 21), 2),
+        ((9, 9, 9), 3),
+        ((9,), 1),
+        ((9, 10), 1),  # faster beyond: there is no cache to speak of
+    ],
+)
+def test_a_cache_holds_what_is_read_as_fast_as_little(rates, expected):
+    assert memory.held_bytes(dict(enumerate(rates, start=1))) == expected
+
+
+def test_the_last_cache_is_measured(monkeypatch):
+    """It stands for one of which others have most: buffers of up to 30 MB are read twice as fast."""
+    seen = []
+    monkeypatch.setattr(
+        memory, "_gb_s", lambda num_bytes, run: seen.append(num_bytes) or (20 if num_bytes <= 3e7 else 9)
+    )
+    monkeypatch.setattr(memory, "stated_cache_bytes", {2: 2_000_000, 3: 500_000_000}.__getitem__)
+    found = memory.measure_caches(lambda name, measure: measure(), ram_bytes=int(8e9))
+    assert found[2] == 2_000_000 and 3e7 / 1.4 < found[3] <= 3e7
+    assert 3.5e8 < max(seen) <= 512e6 and min(seen) == 4_000_000
+    seen.clear()
+    memory.measure_caches(lambda name, measure: measure(), ram_bytes=int(1e8))
+    assert max(seen) <= 0.15 * 1e8
