@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median_low
 
 import numpy as np
 from scipy.optimize import isotonic_regression, nnls
 
 Sample = tuple[tuple[float, ...], float]  # features, seconds
-_FAR_OUT = 20.0  # times the median
+_FAR_OUT = 10.0  # times the median
 _SHORT_S = 3e-3  # a wait for the interpreter or a core; whatever is shorter may be one
 _ROUNDS = 4  # of a fit; each weighs errors by the result of the one before
 
@@ -104,10 +105,11 @@ def fit_by_length(points: dict[tuple[float, ...], float]) -> ByLength:
 
 
 def typical(values: Sequence[float]) -> float:
-    """Return the mean without the values that lie farthest out, which are above 20 times the median and above 3 ms.
+    """Return the mean without the values that lie farthest out, which are above 10 times the median and above 3 ms.
     Short ops often take three times their median, because a thread waits for the interpreter, and these belong to the
-    mean, which is what a pass takes; but nothing takes 20 times the median by itself."""
-    limit = _FAR_OUT * float(np.median(values))
+    mean, which is what a pass takes; but nothing takes 10 times the median by itself. Of two values the smaller one is
+    the median."""
+    limit = _FAR_OUT * median_low(values)
     return float(np.mean([value for value in values if value <= max(limit, _SHORT_S)]))
 
 

@@ -36,6 +36,7 @@ from harness.calibration.table import (
     Company,
     Points,
     table_key,
+    weight_keys,
 )
 from harness.calibration.undisturbed import Undisturbed
 from harness.engine.emitter import Emitter
@@ -188,9 +189,10 @@ class OpCosts:
         return counting
 
     def _came_before(self, shape: Shape, company: Company) -> dict[str, list[Ticket]]:
-        """Run one micro-batch's ops on the gpu lane, with experts apart and then with some together: each time over
-        weights that the link has brought, past all caches, and once more over the same ones. Meanwhile the link is idle
-        or not, as `company` says. Return the ops by where they found their weights."""
+        """Run one micro-batch's ops on the gpu lane, with experts apart and then with some together. Each time that is
+        over weights that the link has brought, past all caches, and once more over the same ones. Meanwhile the link is
+        idle or not, as `company` says. The result is the ops by where they found their weights; those without any
+        count the first time alone, since afterwards they find everything in caches."""
         probes, tickets = self._probes, defaultdict[str, list[Ticket]](list)
         it = probes.batch(0, shape)
         probes.ops.emit.embed(it)
@@ -205,8 +207,9 @@ class OpCosts:
                     chain(emit, it, probes.layer)
                 self._fed(background, emit)
             self._end()
-            tickets[AT_REST] += emit.tickets[:first]
-            tickets[IN_CACHE] += emit.tickets[first:]
+            is_first = chain == probes.gpu_side
+            tickets[AT_REST] += [t for t in emit.tickets[:first] if is_first or weight_keys(t.op)]
+            tickets[IN_CACHE] += [t for t in emit.tickets[first:] if weight_keys(t.op)]
         return tickets
 
     # -- what lanes other than the gpu's do, in company -----------------------------------------------------------

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from harness.bench.estimates import LaneRates
@@ -69,7 +69,7 @@ class CalibrationTable:
     `beside_strategy` are such samples beside a thread that submits op after op.
     `ahead` are samples of gpu ops that were launched before they could begin, and `launching` what it took the host to
     launch each; both are empty where no op is launched ahead.
-    `near_bytes` and `cache_bytes` are what a core's own cache and the last one hold, 0 where that is unknown.
+    `near_bytes` is what a core's own cache holds, 0 where that is unknown, and `cache_bytes` what the last one does.
     `works` has, by the same key and features, the work of such an op: from it follow the rates at which a lane's ops of
     other kinds are estimated. `together` has, by the lanes active at the same time ("cpu+gpu+h2d"), how many times
     longer *long* ops of each lane take than alone. `memory` is GB/s of host memory as measured, for the reader."""
@@ -98,7 +98,7 @@ class CalibrationTable:
     def seconds(self, lane: Lane, op: Op, company: Company = ALONE, *, found: str = "") -> float | None:
         """Return an op's seconds beyond the link's own time, in this company or in the nearest one that was measured.
         The result is None where the op was measured in none. `found` says where the op finds its weights: `AGAIN`,
-        `IN_CACHE`, `AT_REST` or none of these. What is joined of several on a device was measured in the last two."""
+        `IN_CACHE`, `AT_REST` or none of these. Ops joined of several on a device have only these two."""
         for key in dict.fromkeys((table_key(lane, op, found=found), table_key(lane, op))):
             for candidate in _nearest(company):
                 function = self.functions.get(candidate, {}).get(key)
@@ -258,7 +258,7 @@ class CalibrationTable:
             launching=all_of("launching").get(ALONE, {}),
             short_s={kind: fmean(t.short_s[kind] for t in tables) for kind in first.short_s},
             near_bytes=first.near_bytes,
-            cache_bytes=min(table.cache_bytes for table in tables),
+            cache_bytes=int(median(table.cache_bytes for table in tables)),
         )
 
     def write(self, path: Path) -> None:

@@ -86,6 +86,7 @@ def test_the_mean_of_repeats_counts_without_what_is_far_out():
     waits = [((5.0,), 1e-4), ((5.0,), 1e-4), ((5.0,), 1e-4), ((5.0,), 2.1e-3), ((9.0,), 2e-3)]
     assert fit(waits)((5.0,)) == pytest.approx(6e-4)
     assert fit([*waits, ((5.0,), 1.0)])((5.0,)) == pytest.approx(6e-4)
+    assert fit([((5.0,), 0.05), ((5.0,), 2e-3)])((5.0,)) == 2e-3, "nor of two measurements the one with a stall"
     assert relative_spread([((5.0,), 1.0), ((5.0,), 1.0), ((5.0,), 1.0)]) == 0.0
     assert relative_spread([((5.0,), 1.0), ((5.0,), 2.0), ((5.0,), 3.0)]) == pytest.approx(0.5)
 

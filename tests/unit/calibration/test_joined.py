@@ -6,7 +6,7 @@ import pytest
 
 from harness.calibration.costs import CalibratedCosts
 from harness.calibration.joined import TOGETHER
-from harness.calibration.table import ALONE, AT_REST
+from harness.calibration.table import AGAIN, ALONE, AT_REST, IN_CACHE
 from harness.machine.base import CPU, GPU, LaneKind
 from tests.unit.calibration.measured import AHEAD, LINE, LINK_BYTES_S, Measured, costs, table
 
@@ -24,6 +24,26 @@ def test_launches_of_one_op_cost_what_such_ops_were_seen_to_cost():
     assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.1 + 3 * 0.05 + 12 * 0.04)
     op.launches = 1
     assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("missing", "expected"),
+    [
+        ((), {"": 9.0, AGAIN: 5.0, IN_CACHE: 5.0, AT_REST: 9.0}),
+        ((IN_CACHE,), dict.fromkeys(("", AGAIN, IN_CACHE), 9.0)),
+    ],
+)
+def test_ops_joined_of_several_cost_what_they_do_where_weights_are_found(missing, expected):
+    """They were measured in the last cache (5 s) and at rest (9 s); just come they are at rest, again in the cache."""
+    shapes = ((4.0, 2.0), (2.0, 4.0), (4.0, 8.0), (1.0, 8.0))
+    samples = {f"gpu: measured{found}": LINE for found in ("", AGAIN, IN_CACHE, AT_REST)}
+    for found, seconds in {IN_CACHE: 5.0, AT_REST: 9.0}.items():
+        if found not in missing:
+            samples[f"gpu: measured{found}{TOGETHER}"] = [(shape, seconds) for shape in shapes]
+    op = Measured(4.0)
+    op.weight_keys, op.launches = ("weights",), 3
+    given = table(samples={ALONE: samples})
+    assert {found: given.seconds(GPU, op, found=found) for found in expected} == pytest.approx(expected)
 
 
 def test_an_op_joined_of_several_is_launched_in_the_time_that_such_ops_were_seen_to_take():

@@ -170,8 +170,8 @@ def test_weights_are_cheaper_the_second_time():
 
 
 def test_weights_that_a_cache_has_lost_lie_in_the_next_one_or_at_rest():
-    """Of ten bytes of cache the ops between two uses may take ten, of the core's own three three; weights that nobody
-    brought rest where they are."""
+    """Between two uses ops may take as many bytes as a cache has, ten the last one and three the core's own. Weights
+    that nobody brought rest where they are."""
     asked = told(near_bytes=3, cache_bytes=10)
 
     def seconds(op, nbytes: float) -> float:
@@ -273,8 +273,9 @@ def test_merging_keeps_all_samples_and_every_disturbance():
         together={group: {lane: f + 1 for lane, f in factors.items()} for group, factors in table().together.items()},
         meta={"disturbed": ["ops alone"]},
     )
-    slower = replace(slower, **{name: {"gpu: measured": longer(7)} for name in AHEAD})
-    merged = CalibrationTable.merged([table(**AHEAD), slower])
+    slower = replace(slower, **{name: {"gpu: measured": longer(7)} for name in AHEAD}, near_bytes=5, cache_bytes=70)
+    merged = CalibrationTable.merged([table(**AHEAD, near_bytes=5, cache_bytes=90), slower])
+    assert (merged.near_bytes, merged.cache_bytes) == (5, 80)
     assert merged.ahead["gpu: measured"] == [*longer(0.5), *longer(7)]
     assert merged.launching["gpu: measured"] == [*longer(3), *longer(7)]
     assert merged.samples[BESIDE_LINK]["gpu: measured"] == [*longer(2), *longer(3)]
