@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations
 from types import SimpleNamespace
 
 import pytest
@@ -20,21 +19,13 @@ from harness.calibration.local import CalibrationTable, identity, link_rates, lo
 from harness.calibration.measure import measure_all
 from harness.calibration.op_costs import OpCosts, Recording
 from harness.calibration.probes import ContextRoom, LayerProbes
-from harness.calibration.table import (
-    ALONE,
-    AT_REST,
-    BESIDE_GPU,
-    BESIDE_GPU_AND_LINK,
-    BESIDE_LINK,
-    IN_CACHE,
-    weight_keys,
-)
+from harness.calibration.table import ALONE, BESIDE_GPU, BESIDE_GPU_AND_LINK, BESIDE_LINK
 from harness.cli.overrides import composed_values
 from harness.config import ConfigError
 from harness.engine.emitter import Emitter
 from harness.engine.engine import Engine
 from harness.hardware.calibrate import report
-from harness.machine.base import CPU, D2H, GPU, LaneKind
+from harness.machine.base import CPU, GPU, LaneKind
 from harness.machine.emulated import resource
 from harness.machine.turn import Turn
 from harness.memory.transfers import Poison
@@ -185,48 +176,6 @@ def test_a_micro_batch_is_there_before_its_background(busy, tiny, monkeypatch):
             costs._beside_short_ones(shape, GPU, ALONE)
         probes.close()
     assert queued[0] >= Background.AHEAD // 2
-
-
-def test_a_busy_link_is_all_that_gpu_ops_have_beside_them(tiny):
-    """What the cpu and d2h lane cost them is measured apart. Here these only bring new keys and values to the cache,
-    from where the link stages them for the gpu's attention, and fetch the last tokens."""
-    with closing(emulated()) as machine:
-        engine = engine_on(machine, tiny, [], kv_blocks=400, block_size=16)
-        probes = LayerProbes(engine, room=ContextRoom(), max_tokens=64, packet_bytes=100_000)
-        costs = OpCosts(engine, probes, link_bytes_s=RATES, undisturbed=None, max_tokens=64, max_context=6000)
-        machine.drain()
-        machine.spans.clear()
-        counting = costs._overlapped(Shape(contexts=(20,) * 4))
-        probes.close()
-        beside = {(span.lane, span.kind) for span in machine.spans if span.lane in (CPU, D2H)}
-    assert {"attention in", "attention out", "experts"} <= {ticket.op.kind for ticket in counting if ticket.lane == GPU}
-    assert beside <= {(D2H, "offload qkv"), (CPU, "append kv"), (D2H, "fetch tokens"), (CPU, "poison")}
-
-
-@pytest.mark.parametrize("company", [ALONE, BESIDE_LINK])
-def test_nobody_has_read_weights_at_rest_since_they_came(company, tiny):
-    """Single experts read a whole layer, of which those of one op are some: a large cache would still hold these."""
-    with closing(emulated()) as machine:
-        engine = engine_on(machine, tiny, [], kv_blocks=400, block_size=16)
-        probes = LayerProbes(engine, room=ContextRoom(), max_tokens=64, packet_bytes=100_000)
-        costs = OpCosts(engine, probes, link_bytes_s=RATES, undisturbed=None, max_tokens=64, max_context=6000)
-        tickets = costs._came_before(Shape(contexts=(20,) * 4), company)
-        probes.close()
-        came = [(span.end_s, "came") for span in machine.spans if span.kind == "weights" and span.layer == probes.layer]
-    uses = defaultdict(list)
-    for place, ran in tickets.items():
-        experts = [ticket for ticket in ran if ticket.op.kind == "experts"]
-        assert {ticket.op.joined > 1 for ticket in experts} == {False, True}
-        others = [ticket.op.kind for ticket in ran if not weight_keys(ticket.op)]
-        assert len(others) == len(set(others)) and bool(others) == (place == AT_REST), "once, and before all else"
-        for ticket in experts:
-            for key in ticket.op.weight_keys:
-                uses[key].append((ticket.started_s, place))
-    assert set(tickets) == {AT_REST, IN_CACHE} and len(uses) == engine.spec.num_experts
-    for used in uses.values():
-        before = set(pairwise(place for _, place in sorted(used + came)))
-        assert ("came", AT_REST) in before and (AT_REST, IN_CACHE) in before
-        assert not before & {(AT_REST, AT_REST), (IN_CACHE, AT_REST), ("came", IN_CACHE)}
 
 
 @pytest.mark.parametrize("count", [1, 6, 7, 8, 50])
