@@ -102,7 +102,7 @@ class CalibratedCosts:
         """Return where an op of the gpu lane finds its weights; it must be called for each op as the op starts.
 
         They have come over the link and nobody has read them since, or are read `AGAIN` so soon that the core's own
-        cache may hold them, or lie `IN_CACHE` still, the last one, or `AT_REST`.
+        cache may hold them, or `IN_CACHE`, so soon that the last one may, or lie `AT_REST`.
         """
         if kind is LaneKind.H2D:
             self._last_read.update(dict.fromkeys(op.writes))

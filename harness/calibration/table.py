@@ -98,7 +98,7 @@ class CalibrationTable:
     def seconds(self, lane: Lane, op: Op, company: Company = ALONE, *, found: str = "") -> float | None:
         """Return an op's seconds beyond the link's own time, in this company or in the nearest one that was measured.
         The result is None where the op was measured in none. `found` says where the op finds its weights: `AGAIN`,
-        `IN_CACHE`, `AT_REST` or none of these. Ops joined of several on a device have only these two."""
+        `IN_CACHE`, `AT_REST` or none of these. Some experts in one op were measured `IN_CACHE` and `AT_REST` alone."""
         for key in dict.fromkeys((table_key(lane, op, found=found), table_key(lane, op))):
             for candidate in _nearest(company):
                 function = self.functions.get(candidate, {}).get(key)

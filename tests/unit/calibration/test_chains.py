@@ -1,4 +1,4 @@
-"""Chains of ops that are measured: what their ops have beside them, and where they find their weights."""
+"""Tests what ops of measured chains have beside them, and where they find their weights."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from harness.bench.shapes import Shape
 from harness.calibration.op_costs import OpCosts
 from harness.calibration.probes import ContextRoom, LayerProbes
 from harness.calibration.table import ALONE, AT_REST, BESIDE_LINK, IN_CACHE, weight_keys
-from harness.machine.base import CPU, D2H, GPU, LaneKind
+from harness.machine.base import CPU, D2H, GPU
 from tests.contract.running import emulated, engine_on
-
-RATES = {LaneKind.H2D: 2e8, LaneKind.D2H: 2e8, LaneKind.PIN: 1e9}
+from tests.unit.calibration.measured import LINK_BYTES_S
 
 
 def test_a_busy_link_is_all_that_gpu_ops_have_beside_them(tiny):
-    """What the cpu and d2h lane cost them is measured apart. Here these only bring new keys and values to the cache,
-    from where the link stages them for the gpu's attention, and fetch the last tokens."""
+    """The cpu and d2h lane only bring new keys and values to the cache, from where the link stages them for the gpu's
+    attention, and fetch the last tokens. What these lanes cost gpu ops is measured apart."""
     with closing(emulated()) as machine:
         engine = engine_on(machine, tiny, [], kv_blocks=400, block_size=16)
         probes = LayerProbes(engine, room=ContextRoom(), max_tokens=64, packet_bytes=100_000)
-        costs = OpCosts(engine, probes, link_bytes_s=RATES, undisturbed=None, max_tokens=64, max_context=6000)
+        costs = OpCosts(engine, probes, link_bytes_s=LINK_BYTES_S, undisturbed=None, max_tokens=64, max_context=6000)
         machine.drain()
         machine.spans.clear()
         counting = costs._overlapped(Shape(contexts=(20,) * 4))
@@ -40,7 +39,7 @@ def test_nobody_has_read_weights_at_rest_since_they_came(company, tiny):
     with closing(emulated()) as machine:
         engine = engine_on(machine, tiny, [], kv_blocks=400, block_size=16)
         probes = LayerProbes(engine, room=ContextRoom(), max_tokens=64, packet_bytes=100_000)
-        costs = OpCosts(engine, probes, link_bytes_s=RATES, undisturbed=None, max_tokens=64, max_context=6000)
+        costs = OpCosts(engine, probes, link_bytes_s=LINK_BYTES_S, undisturbed=None, max_tokens=64, max_context=6000)
         tickets = costs._came_before(Shape(contexts=(20,) * 4), company)
         probes.close()
         came = [(span.end_s, "came") for span in machine.spans if span.kind == "weights" and span.layer == probes.layer]

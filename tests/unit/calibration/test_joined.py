@@ -34,7 +34,7 @@ def test_launches_of_one_op_cost_what_such_ops_were_seen_to_cost():
     ],
 )
 def test_ops_joined_of_several_cost_what_they_do_where_weights_are_found(missing, expected):
-    """They were measured in the last cache (5 s) and at rest (9 s); just come they are at rest, again in the cache."""
+    """Joined ops were measured in the last cache (5 s) and at rest (9 s), which stands for weights that just came."""
     shapes = ((4.0, 2.0), (2.0, 4.0), (4.0, 8.0), (1.0, 8.0))
     samples = {f"gpu: measured{found}": LINE for found in ("", AGAIN, IN_CACHE, AT_REST)}
     for found, seconds in {IN_CACHE: 5.0, AT_REST: 9.0}.items():

@@ -112,7 +112,7 @@ def test_a_cache_holds_what_is_read_as_fast_as_little(rates, expected):
 
 
 def test_the_last_cache_is_measured(monkeypatch):
-    """It stands for one of which others have most: buffers of up to 30 MB are read twice as fast."""
+    """Others have most of the stated cache: buffers of up to 30 MB are read twice as fast as larger ones."""
     seen = []
     monkeypatch.setattr(
         memory, "_gb_s", lambda num_bytes, run: seen.append(num_bytes) or (20 if num_bytes <= 3e7 else 9)
