@@ -227,5 +227,6 @@ def test_a_large_urgent_copy_waits_for_no_copy_that_was_launched_after_it_began(
     machine.close()
     device.close()
     beside = [s for s in machine.spans if not s.urgent and urgent.started_s < s.start_s and s.end_s < urgent.finished_s]
-    assert (len(beside) <= 4) == overtakes, "two under way, and what was being launched"
+    told = "two under way and what was being launched, up to 5 were seen where cores were busy; else 8 or more"
+    assert (len(beside) <= 6) == overtakes, told
     assert normal.finished_s > urgent.finished_s
