@@ -4,11 +4,11 @@ Runs every setting of every `strategies/*/validation.yaml` on the emulated machi
 table for each model, and reports the errors and whether they meet the aims (exit code 1 where they do not). No setting
 is used to calibrate: a calibration measures ops and lanes together, never a strategy. First each workload's routing is
 recorded, with what the next layer's router predicts, into the folder routing: the simulator has no model to ask, and
-what it gets wrong about time should not be mixed with how synthetic routing differs. Repeats are interleaved (the
-calibrations, all settings once, and all of it again), so that a machine whose speed drifts is measured at the same
-times; what counts is the median. All cores are kept awake meanwhile, and a run beside which others had or slowed them
-is made again, twice at most. Takes more than an hour, in which nothing else should run. Everything is written as it is
-finished; `--resume` goes on with the rest, if the code is the same.
+what it gets wrong about time should not be mixed with how synthetic routing differs. Repeats are interleaved (a model's
+calibration and right behind it its settings, model by model, and all of it again), so that a machine whose speed drifts
+is measured at the same times; what counts is the median. All cores are kept awake meanwhile, and a run beside which
+others had or slowed them is made again, twice at most. Takes more than an hour, in which nothing else should run.
+Everything is written as it is finished; `--resume` goes on with the rest, if the code is the same.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -232,18 +233,18 @@ def measure_all(
     repeats: int,
     resume: bool,
 ) -> None:
-    """Run the calibrations and emulated runs that are missing; then make one table of all calibrations."""
+    """Run the missing calibrations, and behind each the missing emulated runs of its settings. Then make one table of
+    all calibrations of a model and hardware."""
     console = Console(stderr=True)
     needed = dict.fromkeys(setting.calibrated for setting in everything)
     tables = {overrides: [table_of(out, overrides, repeat) for repeat in range(repeats)] for overrides in needed}
-    for repeat in range(repeats):
-        for overrides, paths in tables.items():
-            before = cores.read()
-            if calibrate(paths[repeat], overrides, console, keep=resume):
-                report.slowed_shares[paths[repeat].name] = cores.read().slowed_share_since(before)
+    for repeat, (overrides, paths) in product(range(repeats), tables.items()):
+        before = cores.read()
+        if calibrate(paths[repeat], overrides, console, keep=resume):
+            report.slowed_shares[paths[repeat].name] = cores.read().slowed_share_since(before)
         for number, setting in enumerate(everything):
             runs = report.runs.setdefault(setting.name, [])
-            if len(runs) > repeat:
+            if setting.calibrated != overrides or len(runs) > repeat:
                 continue
             run = emulated(setting, traces[setting.workload], cores)
             runs.append(run)

@@ -54,7 +54,7 @@ def row(*, emulated: tuple[float, ...], simulated: float, strategy: str = "s", *
 def test_the_median_run_counts_and_the_spread_is_told():
     found = row(emulated=(30.0, 40.0, 90.0), simulated=50.0)
     assert found["errors"]["throughput_tok_s"] == pytest.approx(0.25)
-    assert found["spread"] == pytest.approx(1.5)
+    assert found["spreads"]["throughput_tok_s"] == pytest.approx(1.5)
     assert found["errors"]["gpu_busy_s"] == 0.0
     assert "cpu_busy_s" not in found["errors"], "a lane that does nothing to speak of is not compared"
 
@@ -103,6 +103,23 @@ def test_a_lane_that_does_little_may_be_off():
     for lane, met in (("cpu", True), ("gpu", False)):
         shares = SUMMARY["utilization"] | {lane: 3 * SUMMARY["utilization"][lane]}
         assert verdict([row(emulated=(40.0,), simulated=40.0, utilization=shares)])[0] == met
+
+
+def test_how_well_the_emulated_machine_repeats_itself_is_told():
+    """The gpu's busy time is 0.25 and 0.3 s in two runs, a share of 0.18 of their median; simulated are 0.27."""
+
+    def run(gpu: float) -> dict:
+        return figures({**SUMMARY, "utilization": SUMMARY["utilization"] | {"gpu": gpu}})
+
+    def found(*shares: float) -> dict:
+        return compared("k", [run(each) | QUIET for each in shares], run(0.54), strategy="s", link_bytes_s=RATES)
+
+    text = markdown([found(0.5, 0.6)], "")
+    assert "Of the 2 busy times that matter 0 are off by more than 10%. In 1 of them the emulated" in text
+    assert "| gpu_busy_s | 1.8% | 1.8% | 1.8% | 1.8% | -1.8% | 18.2% | 1 |" in text
+    assert "1 are off by more than 10%. In 0 of them" in markdown([found(0.7, 0.7)], "")
+    single = markdown([found(0.5)], "")
+    assert "themselves" not in single and "| +8.0% | - | 1 |" in single
 
 
 def test_the_links_alone_stand_beside_the_simulator():
@@ -213,11 +230,16 @@ def test_what_costs_depend_on_is_calibrated(tmp_path):
 
 
 def test_each_model_is_calibrated_and_simulated_by_tables_of_its_own(tmp_path, monkeypatch):
-    settings = [validate.Setting("ondemand", model) for model in ((), ("model=qwen3-mini",), ())]
-    written, read = [], []
+    settings = [validate.Setting("ondemand", own) for own in ((), ("model=qwen3-mini",), ("dataset.max_new_tokens=3",))]
+    written, read, in_order = [], [], []
     table = SimpleNamespace(write=written.append)
-    monkeypatch.setattr(validate, "measure", lambda settings, log: table)
-    monkeypatch.setattr(validate, "emulated", lambda setting, trace, cores: {"throughput_tok_s": 1.0, **QUIET})
+    monkeypatch.setattr(validate, "measure", lambda settings, log: in_order.append(settings.model.name) or table)
+
+    def ran(setting, trace, cores):
+        in_order.append(setting.overrides)
+        return {"throughput_tok_s": 1.0, **QUIET}
+
+    monkeypatch.setattr(validate, "emulated", ran)
     merged = SimpleNamespace(read=lambda path: read.append(path) or path, merged=lambda tables: table)
     monkeypatch.setattr(validate, "CalibrationTable", merged)
     traces = {setting.workload: tmp_path for setting in settings}
@@ -227,6 +249,8 @@ def test_each_model_is_calibrated_and_simulated_by_tables_of_its_own(tmp_path, m
     own = [tmp_path / f"calibration{model}-{repeat}.json" for repeat in (1, 2) for model in ("", "-qwen3-mini")]
     assert written[:4] == own and read == own[::2] + own[1::2]
     assert report.slowed_shares == {path.name: 0.5 for path in own}
+    base, qwen3, more = (setting.overrides for setting in settings)
+    assert in_order == 2 * ["mixtral-mini", base, more, "qwen3-mini", qwen3], "a table's runs are right behind it"
     assert "qwen3-mini" not in str(written[4]) and "qwen3-mini" in str(written[5])
 
 
