@@ -277,10 +277,11 @@ def _apart(rows: Sequence[Row]) -> list[str]:
     if min(row["num_runs"] for row in rows) < 2:
         return []
     lanes, aim = lanes_that_matter(rows), AIMS["lane"]
-    off, apart = (sum(values[which] > aim for values in lanes) for which in (0, 1))
+    off, apart = ({number for number, values in enumerate(lanes) if values[which] > aim} for which in (0, 1))
     return [
-        f"Of the {len(lanes)} busy times that matter {off} are off by more than {aim:.0%}. In {apart} of them the "
-        "emulated runs themselves, of the same setting, are farther apart than that.",
+        f"Of the {len(lanes)} busy times that matter {len(off)} are off by more than {aim:.0%}. The emulated runs of a "
+        f"setting are themselves farther apart than that in {len(off & apart)} of these, and in {len(apart - off)} of "
+        "the others.",
         "",
     ]
 
