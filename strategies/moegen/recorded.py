@@ -27,6 +27,7 @@ from harness.memory.weights import Resident, WeightStore
 from harness.model.planned import PlannedModel
 from harness.model.spec import ModelSpec
 from harness.workload.request import Request
+from kernels import fields
 from strategies.common.workload_shape import WorkloadShape
 from strategies.moegen.policy import Policy
 
@@ -173,19 +174,19 @@ def _store(spec: ModelSpec, family: Any) -> WeightStore:
     )
 
 
-def _sequences(batch: Batch, block_size: int) -> list[Sequence]:
+@lru_cache(maxsize=4)
+def _sequences(batch: Batch, block_size: int) -> tuple[Sequence, ...]:
     """Return the sequences of a batch, each with blocks of its own; recording a pass changes nothing of them."""
-    blocks = BlockAllocator(batch.num_blocks(block_size), block_size)
-    prompt = (0,) * batch.tokens
+    prompt, num_blocks = (0,) * batch.tokens, -(-(batch.tokens + batch.decodes) // block_size)
     sequences = []
     for number in range(batch.num_sequences):
         request = Request(request_id=number, prompt_ids=prompt, max_new_tokens=2, text=None)
         sequence = Sequence(request, state=State.DECODING if batch.decodes else State.PREFILL)
-        blocks.grow(sequence, batch.tokens + batch.decodes)
+        sequence.blocks = list(range(number * num_blocks, (number + 1) * num_blocks))
         if batch.decodes:
             sequence.generated, sequence.num_cached = [0], batch.tokens
         sequences.append(sequence)
-    return sequences
+    return tuple(sequences)
 
 
 @lru_cache(maxsize=16)
@@ -193,14 +194,13 @@ def _plan(batch: Batch, attention_batch: int, num_cpu: int, block_size: int) -> 
     """Return the pass as the scheduler would make it, with a KV partition for each micro-batch, laid out."""
     sequences = _sequences(batch, block_size)
     groups = [
-        part[first : first + attention_batch]
+        list(part[first : first + attention_batch])
         for part in (sequences[:num_cpu], sequences[num_cpu:])
         for first in range(0, len(part), attention_batch)
     ]
-    for number, group in enumerate(groups):
-        for sequence in group:
-            sequence.partition = number
-    prefill, decode = ([], sequences) if batch.decodes else (sequences, [])
+    for number, group in enumerate(groups):  # which is asked for below alone: other plans share the sequences
+        fields.assign(group, "partition", [number] * len(group))
+    prefill, decode = ([], list(sequences)) if batch.decodes else (list(sequences), [])
     blocks = BlockAllocator(0, block_size)  # tells the size
     assembled = [
         assemble(number, [] if batch.decodes else group, group if batch.decodes else [], blocks)
