@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from hashlib import blake2b
+from hashlib import sha256
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,7 @@ def remembered(draw: Callable[[], NDArray[np.int64]], *asked: object) -> NDArray
 
 def _digest(asked: tuple[object, ...]) -> bytes:
     """Return a hash that is too long for two questions to have the same by chance."""
-    digest = blake2b(digest_size=24)
+    digest = sha256(usedforsecurity=False)  # which processors have instructions for
     for each in asked:
         if isinstance(each, np.ndarray):
             digest.update(f"{each.dtype} {each.shape}\0".encode())

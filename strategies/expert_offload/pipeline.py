@@ -127,9 +127,10 @@ class ExpertPipeline:
             if ids.size:
                 ahead[later] = Forecast(ids, chances, spec.num_experts)
         ids, weights = (np.concatenate(arrays) for arrays in zip(*routes, strict=True))
+        active = set(np.flatnonzero(np.bincount(ids.ravel())).tolist())
         return LayerView(
             layer=layer, num_layers=spec.num_layers, num_experts=spec.num_experts, is_prefill=is_prefill, ids=ids,
-            weights=weights, there=self.residency.settle(layer, set(np.unique(ids).tolist())), ahead=ahead,
+            weights=weights, there=self.residency.settle(layer, active), ahead=ahead,
             holds=self.residency.holds, link_busy_s=self.residency.link_busy_s, num_queued=self.residency.num_queued,
         )  # fmt: skip
 
