@@ -1,7 +1,7 @@
 """Compute all simulated reports of results/reference anew: `python -m paper_figures [STEP ...]`.
 
     python -m paper_figures --list      # the steps, in their order: some read what others have written
-    python -m paper_figures             # all of them; 23 minutes to an hour on two cores
+    python -m paper_figures             # all of them; a quarter of an hour to an hour on two cores
     python -m paper_figures moelens.workloads latency
 
 Rows are computed side by side, one process a core. Each file says which commit made it, so nothing but results may

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
 from harness.engine import loop
+from harness.engine.garbage import let_go
 from harness.plan.planning import Plan, make_plan
 from harness.record.meter import PassMeter
 from harness.record.passes import PassRecord
@@ -17,8 +19,13 @@ LANES = ("gpu", "cpu", "h2d", "d2h")
 
 
 def planned(arguments: Sequence[str]) -> Plan:
-    """Plan what `python -m harness.plan` would be given, without simulating it yet."""
-    return make_plan(composed(*arguments), simulate=False)
+    """Plan what `python -m harness.plan` would be given, without simulating it yet. Engine and machine are of no use
+    once the plan is gone."""
+    plan = make_plan(composed(*arguments), simulate=False)
+    engine, strategy = plan.engine, plan.strategy
+    parts = (strategy.pipeline, strategy.scheduler, engine, engine.machine, *engine.machine.tiers.values())
+    weakref.finalize(plan, let_go, *parts)
+    return plan
 
 
 class _Enough(Exception):

@@ -16,6 +16,7 @@ import numpy as np
 
 from harness.engine.batch import PassPlan, assemble
 from harness.engine.engine import Engine
+from harness.engine.garbage import let_go
 from harness.engine.kv_placement import make_kv
 from harness.engine.sequences import Sequence, State
 from harness.engine.strategy import Pipeline
@@ -27,7 +28,6 @@ from harness.memory.weights import Resident, WeightStore
 from harness.model.planned import PlannedModel
 from harness.model.spec import ModelSpec
 from harness.workload.request import Request
-from kernels import fields
 from strategies.common.workload_shape import WorkloadShape
 from strategies.moegen.policy import Policy
 
@@ -163,6 +163,7 @@ def record(
     pipeline.run(plan).complete()
     graph = machine.graph()
     machine.forget()
+    let_go(pipeline, model, machine, *machine.tiers.values())
     return Recorded(graph=graph, spec=spec)
 
 
@@ -199,7 +200,8 @@ def _plan(batch: Batch, attention_batch: int, num_cpu: int, block_size: int) -> 
         for first in range(0, len(part), attention_batch)
     ]
     for number, group in enumerate(groups):  # which is asked for below alone: other plans share the sequences
-        fields.assign(group, "partition", [number] * len(group))
+        for sequence in group:
+            sequence.partition = number
     prefill, decode = ([], list(sequences)) if batch.decodes else (list(sequences), [])
     blocks = BlockAllocator(0, block_size)  # tells the size
     assembled = [

@@ -110,18 +110,28 @@ class _Loop:
         self.itself = self
 
 
-def test_what_a_row_leaves_behind_is_gone_once_a_process_is_large(monkeypatch):
+def how_it_searches(case: int) -> tuple[int, int]:
+    return gc.get_threshold()[0], gc.get_freeze_count()
+
+
+def test_processes_search_for_cycles_seldom_and_not_among_what_they_imported(monkeypatch):
+    monkeypatch.setattr(pool, "num_cores", lambda: 2)
+    for objects, frozen in pool.each(how_it_searches, range(4)):
+        assert objects == pool._OBJECTS > gc.get_threshold()[0] and frozen > 10_000
+
+
+def test_what_rows_leave_behind_is_gone_once_it_is_much(monkeypatch):
     left = []
 
-    def row(case):
-        left.append(weakref.ref(_Loop()))
-        return case
+    def row(count):
+        left.append(weakref.ref(loops := [_Loop() for _ in range(count)][-1]))
+        return loops and count
 
     gc.disable()
     try:
-        monkeypatch.setattr(pool, "_MOST_BYTES", 1 << 60)
-        assert pool.computed(row, 1) == 1 and left[0]() is not None, "a small process does not search"
-        monkeypatch.setattr(pool, "_MOST_BYTES", 0)
-        assert pool.computed(row, 2) == 2 and [each() for each in left] == [None, None]
+        gc.collect()
+        monkeypatch.setattr(pool, "_OBJECTS_OF_ROWS", 50_000)
+        assert pool.computed(row, 10) == 10 and left[0]() is not None, "little is not searched for"
+        assert pool.computed(row, 60_000) == 60_000 and [each() for each in left] == [None, None]
     finally:
         gc.enable()

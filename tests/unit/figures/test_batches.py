@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -12,7 +14,7 @@ from paper_figures.measuring import first_batch
 from paper_figures.moelightning import hrm_accuracy, systems, table4, table5
 from paper_figures.moelightning.batches import Case, row
 from paper_figures.moelightning.published import FIG7_TOK_S, GENERATED, POLICIES, TABLE5
-from paper_figures.passes import planned
+from paper_figures.passes import planned, simulated_passes
 from paper_figures.support import composed
 
 SMALL = Case(
@@ -137,3 +139,18 @@ def test_published_values_agree_with_each_other():
         ("synthetic_reasoning", "S2", "FlexGen", 2.1), ("synthetic_reasoning", "S2", "FlexGen(c)", 5.26),
     ):  # fmt: skip
         assert cells[task, setting, "MoE-Lightning(p)"] / cells[task, setting, system] == pytest.approx(ratio, abs=0.01)
+
+
+def test_what_a_plan_holds_is_gone_with_it():
+    """Without a search for cycles, which engine and machine are in."""
+    gc.collect()
+    gc.disable()
+    try:
+        plan = planned(["strategy=moelens", "model=mixtral-8x7b", "hardware=a40", "kv_cache_gb=2",
+                        "dataset.num_requests=2", "dataset.max_new_tokens=4", "dataset.synthetic=lengths"])  # fmt: skip
+        simulated_passes(plan)
+        held = [weakref.ref(each) for each in (plan.engine, plan.machine, plan.strategy.pipeline, plan.machine.spans)]
+        del plan
+        assert [each() for each in held] == [None] * len(held)
+    finally:
+        gc.enable()
