@@ -19,8 +19,8 @@ LANES = ("gpu", "cpu", "h2d", "d2h")
 
 
 def planned(arguments: Sequence[str]) -> Plan:
-    """Plan what `python -m harness.plan` would be given, without simulating it yet. Engine and machine are of no use
-    once the plan is gone."""
+    """Plan what `python -m harness.plan` would be given, without simulating it yet. Keep the plan for as long as any
+    part of it is used: with it engine, machine, pipeline and scheduler forget all they hold, whoever has them."""
     plan = make_plan(composed(*arguments), simulate=False)
     engine, strategy = plan.engine, plan.strategy
     parts = (strategy.pipeline, strategy.scheduler, engine, engine.machine, *engine.machine.tiers.values())

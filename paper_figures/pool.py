@@ -15,6 +15,7 @@ from threading import Thread
 from typing import TypeVar
 
 from harness.config import ConfigError
+from harness.engine.garbage import collecting_rarely
 
 # Objects made and not gone, before a process searches for those that nobody can reach: behind a row, and within one.
 _OBJECTS_OF_ROWS, _OBJECTS = 700_000, 2_000_000
@@ -30,7 +31,8 @@ def each(row: Callable[[Case], Row], cases: Sequence[Case]) -> Iterator[Row]:
     on Ctrl-C, all processes are ended at once. Raises ConfigError where a process was killed.
     """
     if min(num_cores(), len(cases)) < 2:
-        yield from map(partial(computed, row), cases)
+        with collecting_rarely(_OBJECTS):
+            yield from map(partial(computed, row), cases)
         return
     pool = _processes(num_cores())
     done = 0
@@ -47,10 +49,10 @@ def each(row: Callable[[Case], Row], cases: Sequence[Case]) -> Iterator[Row]:
 
 
 def computed(row: Callable[[Case], Row], case: Case) -> Row:
-    """Return the row. A simulated machine is gone only when Python has searched for cycles, which it may not do for
-    dozens of rows."""
+    """Return the row. What is left of it and of those before, and refers to itself, is gone then, if it is much."""
     found = row(case)
-    if gc.get_count()[0] > _OBJECTS_OF_ROWS:
+    num_objects, num_searches, _ = gc.get_count()  # since the last search for all of that, and for new ones
+    if num_objects > _OBJECTS_OF_ROWS or num_searches:
         gc.collect()
     return found
 
@@ -84,8 +86,8 @@ def num_cores() -> int:
 
 
 def _begin() -> None:
-    """Leave Ctrl-C to the process that waits for the rows, and end with it however it ends. Python's own searches for
-    cycles, at every turn, take a fifth of the time."""
+    """Leave Ctrl-C to the process that waits for the rows, and end with it however it ends. Let Python search for
+    unreachable cycles seldom: by its defaults that would take a fifth of the time."""
     gc.freeze()  # what is imported stays
     gc.set_threshold(_OBJECTS, *gc.get_threshold()[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -11,11 +11,11 @@ _OBJECTS = 700_000  # made and not gone: a step of many micro-batches has hundre
 
 
 @contextmanager
-def collecting_rarely() -> Iterator[None]:
-    """Let Python search for unreachable cycles less often. Ops and tickets are gone when nobody refers to them;
-    searching takes a fifth of the time in which they are submitted or recorded."""
+def collecting_rarely(objects: int = _OBJECTS) -> Iterator[None]:
+    """Let Python search for unreachable cycles once so many objects were made and are not gone. Ops and tickets are
+    gone when nobody refers to them; searching takes a fifth of the time in which they are submitted or recorded."""
     thresholds = gc.get_threshold()
-    gc.set_threshold(max(thresholds[0], _OBJECTS), *thresholds[1:])
+    gc.set_threshold(max(thresholds[0], objects), *thresholds[1:])
     try:
         yield
     finally:

@@ -177,7 +177,8 @@ def _store(spec: ModelSpec, family: Any) -> WeightStore:
 
 @lru_cache(maxsize=4)
 def _sequences(batch: Batch, block_size: int) -> tuple[Sequence, ...]:
-    """Return the sequences of a batch, each with blocks of its own; recording a pass changes nothing of them."""
+    """Return the sequences of a batch, each with blocks of its own. Recording a pass changes nothing of them, and plans
+    of the batch share them: `partition` is that of the plan which was made last."""
     prompt, num_blocks = (0,) * batch.tokens, -(-(batch.tokens + batch.decodes) // block_size)
     sequences = []
     for number in range(batch.num_sequences):
@@ -199,7 +200,7 @@ def _plan(batch: Batch, attention_batch: int, num_cpu: int, block_size: int) -> 
         for part in (sequences[:num_cpu], sequences[num_cpu:])
         for first in range(0, len(part), attention_batch)
     ]
-    for number, group in enumerate(groups):  # which is asked for below alone: other plans share the sequences
+    for number, group in enumerate(groups):  # what is laid out below takes note of it
         for sequence in group:
             sequence.partition = number
     prefill, decode = ([], list(sequences)) if batch.decodes else (list(sequences), [])

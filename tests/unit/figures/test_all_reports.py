@@ -120,18 +120,33 @@ def test_processes_search_for_cycles_seldom_and_not_among_what_they_imported(mon
         assert objects == pool._OBJECTS > gc.get_threshold()[0] and frozen > 10_000
 
 
-def test_what_rows_leave_behind_is_gone_once_it_is_much(monkeypatch):
-    left = []
+def row_of(count: int) -> weakref.ref:
+    return weakref.ref([_Loop() for _ in range(count)][-1])
 
-    def row(count):
-        left.append(weakref.ref(loops := [_Loop() for _ in range(count)][-1]))
-        return loops and count
 
-    gc.disable()
-    try:
-        gc.collect()
-        monkeypatch.setattr(pool, "_OBJECTS_OF_ROWS", 50_000)
-        assert pool.computed(row, 10) == 10 and left[0]() is not None, "little is not searched for"
-        assert pool.computed(row, 60_000) == 60_000 and [each() for each in left] == [None, None]
-    finally:
-        gc.enable()
+def alive_behind(monkeypatch, counts: list[int], **settings: int) -> list[bool]:
+    """Whether anything of each row is still there once the last one is, with these settings of the pool."""
+    monkeypatch.setattr(pool, "num_cores", lambda: 1)
+    for name, value in settings.items():
+        monkeypatch.setattr(pool, name, value)
+    thresholds = gc.get_threshold()
+    gc.collect()
+    rows = pool.each(row_of, counts)
+    found = [next(rows) for _ in counts]
+    alive = [each() is not None for each in found]
+    rows.close()
+    assert gc.get_threshold() == thresholds
+    return alive
+
+
+def test_little_that_rows_leave_behind_is_not_searched_for(monkeypatch):
+    assert alive_behind(monkeypatch, [50_000, 50_000]) == [True, True]
+
+
+def test_much_that_rows_leave_behind_is_gone(monkeypatch):
+    assert alive_behind(monkeypatch, [10_000, 60_000], _OBJECTS_OF_ROWS=50_000) == [False, False]
+
+
+def test_what_was_in_use_at_a_search_within_its_row_is_gone_behind_it(monkeypatch):
+    settings = {"_OBJECTS_OF_ROWS": 1 << 40, "_OBJECTS": 100_000}
+    assert alive_behind(monkeypatch, [60_000, 60_000], **settings) == [False, False]
