@@ -49,9 +49,10 @@ def each(row: Callable[[Case], Row], cases: Sequence[Case]) -> Iterator[Row]:
 
 
 def computed(row: Callable[[Case], Row], case: Case) -> Row:
-    """Return the row. What is left of it and of those before, and refers to itself, is gone then, if it is much."""
+    """Return the row. Where it and those before have left much that refers to itself, that is gone then."""
     found = row(case)
-    num_objects, num_searches, _ = gc.get_count()  # since the last search for all of that, and for new ones
+    # Made since the last search and not gone, and searches since the last one that looked at everything.
+    num_objects, num_searches, _ = gc.get_count()
     if num_objects > _OBJECTS_OF_ROWS or num_searches:
         gc.collect()
     return found

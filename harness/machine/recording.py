@@ -116,11 +116,8 @@ class RecordingMachine(Machine):
         )
 
     def forget(self) -> None:
-        """Let go of all ops. Machines and what is built on them refer to each other, and are gone late."""
+        """Forget what ties ops to each other, so that those that no graph has are gone. The machine is of no use then."""
         self._hazards.forget()
-        for kept in (self._ops, self._lanes, self._urgent, self._before):
-            kept.clear()
-        self._last.clear()
 
     def _go_on(self) -> None:
         if self._awaited:

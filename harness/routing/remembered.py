@@ -36,7 +36,7 @@ def remembered(draw: Callable[[], NDArray[np.int64]], *asked: object) -> NDArray
 
 def _digest(asked: tuple[object, ...]) -> bytes:
     """Return a hash that is too long for two questions to have the same by chance."""
-    digest = sha256(usedforsecurity=False)  # twice as fast as others where processors know it
+    digest = sha256(usedforsecurity=False)  # where processors have instructions for it, nearly twice as fast as BLAKE2
     for each in asked:
         if isinstance(each, np.ndarray):
             digest.update(f"{each.dtype} {each.shape}\0".encode())

@@ -90,11 +90,12 @@ class ExpertPipeline:
         tickets = [self._emit.route(it, layer) for it in in_flight]
         asked = self._predictions(in_flight, layer)
         routes = [self.engine.machine.wait(ticket) for ticket in tickets]
-        view = self._view(layer, routes, asked, is_prefill=is_prefill)
-        placement = self.placer.place(view)
-        _require_whole(placement, view)
         num_experts = self.engine.spec.num_experts
         tokens = [np.bincount(ids.ravel(), minlength=num_experts) for ids, _ in routes]
+        active = set(np.flatnonzero(sum(tokens)).tolist())
+        view = self._view(layer, routes, asked, active, is_prefill=is_prefill)
+        placement = self.placer.place(view)
+        _require_whole(placement, view)
         for it, routed in zip(in_flight, tokens, strict=True):
             self._emit.experts_on_host(it, layer, [e for e in placement.on_cpu if routed[e]])
         self._on_gpu(in_flight, tokens, view, placement.on_gpu)
@@ -118,8 +119,8 @@ class ExpertPipeline:
         return asked
 
     def _view(
-        self, layer: int, routes: Seq[tuple[np.ndarray, np.ndarray]], asked: dict[int, list[Prediction]], *,
-        is_prefill: bool,
+        self, layer: int, routes: Seq[tuple[np.ndarray, np.ndarray]], asked: dict[int, list[Prediction]],
+        active: set[int], *, is_prefill: bool,
     ) -> LayerView:  # fmt: skip
         spec, ahead = self.engine.spec, {}
         for later, predictions in asked.items():
@@ -127,7 +128,6 @@ class ExpertPipeline:
             if ids.size:
                 ahead[later] = Forecast(ids, chances, spec.num_experts)
         ids, weights = (np.concatenate(arrays) for arrays in zip(*routes, strict=True))
-        active = set(np.flatnonzero(np.bincount(ids.ravel())).tolist())
         return LayerView(
             layer=layer, num_layers=spec.num_layers, num_experts=spec.num_experts, is_prefill=is_prefill, ids=ids,
             weights=weights, there=self.residency.settle(layer, active), ahead=ahead,
