@@ -116,7 +116,7 @@ class RecordingMachine(Machine):
         )
 
     def forget(self) -> None:
-        """Forget what ties ops to each other, so that those that no graph has are gone. The machine is of no use then."""
+        """Forget what ties ops together, so that those that no graph has are gone. The machine is of no use then."""
         self._hazards.forget()
 
     def _go_on(self) -> None:
