@@ -13,8 +13,10 @@ from __future__ import annotations
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -24,14 +26,24 @@ from harness.config import ConfigError
 from harness.interrupts import exit_code
 from harness.record.provenance import code_version
 from paper_figures.latency import __main__ as latency
+from paper_figures.latency import caches, grid
+from paper_figures.latency import part as latency_part
 from paper_figures.moegen import __main__ as moegen
+from paper_figures.moegen import part as moegen_part
+from paper_figures.moegen import rows
+from paper_figures.moegen.settings import Case
 from paper_figures.moelens import __main__ as moelens
 from paper_figures.moelens import simulate, simulated, speed_up, workloads
 from paper_figures.moelightning import __main__ as moelightning
-from paper_figures.pool import num_cores
+from paper_figures.moelightning import several_gpus
+from paper_figures.pool import begin, num_cores
 from paper_figures.prescope import __main__ as prescope
 
 _EMULATED = {"fig6", "emulated"}  # they need a machine of their own
+
+
+def _missing(cases: Callable[[], list[Case]]) -> list[Case]:
+    return rows.missing(cases())
 
 
 def _names(reports: Mapping[str, object]) -> list[str]:
@@ -49,6 +61,14 @@ STEPS: Mapping[str, Callable[[], int]] = {
     # Rows that reports of PreScope share are computed once, by the first of them.
     "prescope": partial(prescope.main, [*prescope.REPORTS, "--again"]),
     **{f"latency.{name}": partial(latency.main, [name]) for name in _names(latency.REPORTS)},
+}
+# What a step's `each` will be asked for, with its function. Cores that find nothing more to do in one step go on with
+# the next one, so that none waits for a step's last rows and pictures.
+AHEAD: Mapping[str, tuple[Callable[[Any], Any], Callable[[], Sequence[Hashable]]]] = {
+    "moelightning.several_gpus": (several_gpus.row_of, several_gpus.cells),
+    **{f"moegen.{name}": (rows.row, partial(_missing, cases)) for name, cases in moegen_part.CASES.items()},
+    **{f"latency.{name}": (grid.row, cases) for name, cases in latency_part.CASES.items()},
+    "latency.caches": (caches.rows, caches.cases),
 }
 
 
@@ -73,8 +93,12 @@ def _make(given: Namespace) -> int:
         print("\n".join(steps))
         return 0
     began, took_s = code_version(), {}
-    for step in steps:
+    for step, following in zip_longest(steps, steps[1:]):
         began_s = time.monotonic()
+        for ahead in (step, following) if step in AHEAD else ():
+            if ahead in AHEAD:
+                row, cases = AHEAD[ahead]
+                begin(row, cases())
         if STEPS[step]():
             return 1
         took_s[step] = time.monotonic() - began_s

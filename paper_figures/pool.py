@@ -5,47 +5,63 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache, partial
 from multiprocessing import active_children, get_context, parent_process
 from multiprocessing.connection import wait
 from threading import Thread
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from harness.config import ConfigError
 from harness.engine.garbage import collecting_rarely
 
 # Objects made and not gone, before a process searches for those that nobody can reach: behind a row, and within one.
 _OBJECTS_OF_ROWS, _OBJECTS = 700_000, 2_000_000
-Case = TypeVar("Case")
+Case = TypeVar("Case", bound=Hashable)
 Row = TypeVar("Row")
+_begun: dict[tuple[Callable[[Any], Any], Hashable], Future[Any]] = {}  # rows for which nobody has asked yet
 
 
 def each(row: Callable[[Case], Row], cases: Sequence[Case]) -> Iterator[Row]:
-    """Yield `row` of each case, in their order. `row` is a function of a module, and cases can be pickled.
+    """Yield `row` of each case, in their order. `row` is a function of a module, and cases can be pickled and hashed.
 
     There are as many processes as this one may use cores; on one core the rows are computed here. They stay for the
     next rows, and keep what they have imported and read. What a row raises is raised where its turn comes, and then, as
     on Ctrl-C, all processes are ended at once. Raises ConfigError where a process was killed.
     """
-    if min(num_cores(), len(cases)) < 2:
+    if min(num_cores(), len(cases)) < 2 and not any((row, case) in _begun for case in cases):
         with collecting_rarely(_OBJECTS):
             yield from map(partial(computed, row), cases)
         return
     pool = _processes(num_cores())
     done = 0
     try:
-        for found in pool.executor.map(partial(computed, row), cases):
+        begin(row, cases)
+        for case in cases:
+            found = _begun[row, case].result()
             done += 1
             yield found
     except BrokenProcessPool:
         told = f"a process was killed while row {done + 1} of {len(cases)} or one behind it was computed; is there"
         raise ConfigError("memory", f"{told} too little? `taskset -c 0` computes one row at a time") from None
     finally:
+        for case in cases:
+            _begun.pop((row, case), None)
         if done < len(cases):
             pool.end()
+
+
+def begin(row: Callable[[Case], Row], cases: Iterable[Case]) -> None:
+    """Begin with rows for which `each` will be asked later, behind all that have begun. On one core this does
+    nothing."""
+    if num_cores() < 2:
+        return
+    executor = _processes(num_cores()).executor
+    for case in cases:
+        if (row, case) not in _begun:
+            _begun[row, case] = executor.submit(computed, row, case)
 
 
 def computed(row: Callable[[Case], Row], case: Case) -> Row:
@@ -64,12 +80,15 @@ class _Pool:
     def __init__(self, size: int) -> None:
         context = get_context("forkserver")
         context.set_forkserver_preload(["paper_figures.passes"])
+        # The threads of NumPy's products wait by spinning, on cores where other rows are computed.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         self._others = {child.pid for child in active_children()}
         self.executor = ProcessPoolExecutor(size, mp_context=context, initializer=_begin)
 
     def end(self) -> None:
         """End all processes at once, whatever they are at."""
         _processes.cache_clear()
+        _begun.clear()
         for child in active_children():
             if child.pid not in self._others:
                 child.terminate()

@@ -93,10 +93,11 @@ class BlockAllocator:
         if not sequence.blocks:
             sequence.kv_on_device, sequence.kv_rank = self.on_device, self.rank
         assert self.is_home_of(sequence), "a sequence's blocks lie on one side"
-        for _ in range(missing):  # most often one
-            block = self._free.pop()
-            self._holders[block] = sequence
-            sequence.blocks.append(block)
+        if missing:
+            taken = self._free[: -missing - 1 : -1]
+            del self._free[-missing:]
+            self._holders.update(dict.fromkeys(taken, sequence))
+            sequence.blocks += taken
 
     def is_home_of(self, sequence: Sequence) -> bool:
         """Return whether the blocks that the sequence holds, if any, are this allocator's."""
@@ -106,9 +107,8 @@ class BlockAllocator:
         """Take all blocks of the sequence back and return them, in the list in which it had them. Every op that touches
         them must have finished."""
         released, sequence.blocks = sequence.blocks, []
-        for block in released:
-            holder = self._holders.pop(block)
-            assert holder is sequence, f"block {block} belongs to another sequence"
+        holders = [self._holders.pop(block) for block in released]
+        assert all(holder is sequence for holder in holders), f"of {released} some belong to another sequence"
         self._free += released
         sequence.num_cached = 0
         return released

@@ -153,7 +153,8 @@ class SpanTable:
             return spans
         columns = spans if isinstance(spans, SpanColumns) else SpanColumns.of(spans)
         names, lanes = columns.lanes, {}
-        for code in sorted(np.unique(columns.lane).tolist(), key=lambda code: lane_order(names[code])):
+        codes: list[int] = np.flatnonzero(np.bincount(columns.lane)).tolist()
+        for code in sorted(codes, key=lambda code: lane_order(names[code])):
             here = np.flatnonzero(columns.lane == code)
             start_s, end_s = columns.rows["start_s"][here], columns.rows["end_s"][here]
             if (np.diff(start_s) <= 0).any():  # a lane's packets are often recorded in the order of their starts

@@ -74,21 +74,24 @@ def _names(case: Case) -> Row:
     return {name: getattr(case, name) for name in names}
 
 
-_simulated: dict[tuple[object, ...], Row] = {}  # in this process, by what was simulated: reports share cases
+# In this process, by what is simulated, since reports share cases: the case that stands for all of them, and its row.
+_first: dict[tuple[object, ...], Case] = {}
+_simulated: dict[tuple[object, ...], Row] = {}
 
 
 def _simulation(case: Case) -> tuple[object, ...]:
     return (*case.overrides, case.whole)
 
 
+def missing(cases: Iterable[Case]) -> list[Case]:
+    """Return what is to be simulated for these cases, once each: cases that differ in their names only are one."""
+    firsts = [_first.setdefault(_simulation(case), case) for case in cases]
+    return [case for case in dict.fromkeys(firsts) if _simulation(case) not in _simulated]
+
+
 def computed(cases: Sequence[Case]) -> Iterator[Row]:
-    """Yield a row of each case, and tell its result. Cases that differ in their names only are simulated once, whatever
-    report has them."""
-    missing: dict[tuple[object, ...], Case] = {}
-    for case in cases:
-        if _simulation(case) not in _simulated:
-            missing.setdefault(_simulation(case), case)
-    rows = each(row, list(missing.values()))
+    """Yield a row of each case, and tell its result. What another report has simulated is not simulated again."""
+    rows = each(row, missing(cases))
     for case in cases:
         if _simulation(case) not in _simulated:
             _simulated[_simulation(case)] = next(rows)

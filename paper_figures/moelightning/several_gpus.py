@@ -74,6 +74,7 @@ SYSTEMS = {
 _PADDING, _NOT_PADDING = list(SYSTEMS)[:9], list(SYSTEMS)[9:]
 SHOWN = {"S6": _PADDING, "S7": _PADDING, "S8": _NOT_PADDING, "S9": _NOT_PADDING}  # Fig. 7, and Fig. 8 without padding
 GENERATED = (32, 64, 128, 256)  # Table 3
+Cell = tuple[str, str, int]  # setting, system and tokens to generate
 STEPS = 3  # of decode that are simulated; with 5, no row differs by more than 0.003 %
 MOST_REQUESTS = 10_000  # "thousands of questions" (section 5.1), more than any batch has
 
@@ -184,26 +185,31 @@ def predicted_tok_s(plan: Plan, new_tokens: int) -> float | None:
     return plan.strategy.passes_in_flight * prediction.terms["N"] * new_tokens / total_s
 
 
-def compute(
+def cells(
     settings: Sequence[str] = tuple(SETTINGS),
     generated: Sequence[int] = GENERATED,
     systems: Sequence[str] = tuple(SYSTEMS),
-) -> dict[str, Any]:
-    cells = [
+) -> list[Cell]:
+    """Return the cells of these settings, lengths and systems, in the order of the report."""
+    return [
         (setting, system, g)
         for g in generated
         for setting in settings
         for system in SHOWN[setting]
         if system in systems
     ]
+
+
+def compute(wanted: Sequence[Cell] | None = None) -> dict[str, Any]:
     rows = []
-    for (setting, system, g), found in zip(cells, each(_row, cells), strict=True):
+    wanted = cells() if wanted is None else wanted
+    for (setting, system, g), found in zip(wanted, each(row_of, wanted), strict=True):
         rows.append(found)
         print(f"{setting}, g {g}, {system}: {found['simulated_tok_s']:.4g} tok/s", flush=True)
     return report(rows)
 
 
-def _row(cell: tuple[str, str, int]) -> dict[str, Any]:
+def row_of(cell: Cell) -> dict[str, Any]:
     return row(*cell)
 
 
@@ -310,7 +316,7 @@ def _simulate_more(args: Namespace) -> int:
     make_writable(args.out, "--out")  # before the work
     numbers = args.out / "several_gpus.json"
     kept = read_json(numbers)["rows"] if numbers.exists() else []
-    rows = joined(kept, compute(args.settings, args.g, args.systems)["rows"])
+    rows = joined(kept, compute(cells(args.settings, args.g, args.systems))["rows"])
     data = {**written_with("python -m paper_figures.moelightning several_gpus", rows), **report(rows)}
     write_json(numbers, data)
     text = tables(data)

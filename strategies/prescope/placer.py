@@ -77,12 +77,18 @@ def _drawn(validation: Sequence[Validated], size: int) -> np.ndarray:
     """Return how often the expert of each rank is active in batches that are drawn from the tokens."""
     rng, hits = np.random.default_rng(0), []
     for forecast, chosen in validation:
-        for _ in range(_DRAWS):
-            rows = rng.choice(len(chosen), size=size)
-            drawn = Forecast(forecast.ids[rows], forecast.chances[rows], forecast.num_experts)
-            is_active = np.bincount(chosen[rows].ravel(), minlength=forecast.num_experts) > 0
-            hits.append(is_active[_ranked(drawn)])
-    return np.mean(hits, axis=0)
+        rows = rng.integers(len(chosen), size=(_DRAWS, size))
+        expected = _counted(forecast.ids[rows], forecast.num_experts, forecast.chances[rows])
+        is_active = _counted(chosen[rows], forecast.num_experts) > 0
+        hits.append(np.take_along_axis(is_active, np.argsort(-expected, axis=1, kind="stable"), axis=1))
+    return np.mean(np.concatenate(hits), axis=0)
+
+
+def _counted(ids: np.ndarray, num_experts: int, weights: np.ndarray | None = None) -> np.ndarray:
+    """Count the experts of batches, `ids` and `weights` [batches, tokens, k], by batch: [batches, num_experts]."""
+    apart = ids + num_experts * np.arange(len(ids))[:, None, None]
+    found = np.bincount(apart.ravel(), None if weights is None else weights.ravel(), len(ids) * num_experts)
+    return found.reshape(len(ids), num_experts)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

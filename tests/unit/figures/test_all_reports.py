@@ -14,6 +14,9 @@ from harness.config import ConfigError
 from harness.plan.planning import DoesNotFit
 from paper_figures import __main__ as everything
 from paper_figures import pool
+from paper_figures.latency import caches, grid
+from paper_figures.moegen import rows
+from paper_figures.moelightning import several_gpus
 from paper_figures.support import REFERENCE
 
 
@@ -34,9 +37,9 @@ def slowly(seconds: float) -> int:
 
 def test_rows_come_in_the_order_of_their_cases_from_several_processes(monkeypatch):
     monkeypatch.setattr(pool, "num_cores", lambda: 2)
-    rows = list(pool.each(where_it_ran, range(20)))
-    assert [case for case, _ in rows] == list(range(20))
-    assert os.getpid() not in {process for _, process in rows}
+    found = list(pool.each(where_it_ran, range(20)))
+    assert [case for case, _ in found] == list(range(20))
+    assert os.getpid() not in {process for _, process in found}
 
 
 def test_what_a_row_raises_comes_whole_from_its_process(monkeypatch):
@@ -66,6 +69,64 @@ def test_rows_that_nobody_waits_for_any_more_are_given_up(monkeypatch):
     assert time.monotonic() - began_s < 60
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
+
+
+def noted(case: tuple[str, int]) -> tuple[int, str]:
+    path, number = case
+    with open(path, "a") as file:
+        file.write(f"{number}\n")
+    return os.getpid(), os.environ["OPENBLAS_NUM_THREADS"]
+
+
+def test_rows_that_began_ahead_are_computed_once_elsewhere_and_without_threads_that_spin(monkeypatch, tmp_path):
+    monkeypatch.setattr(pool, "num_cores", lambda: 2)
+    path = tmp_path / "computed"
+    pool.begin(noted, [(str(path), 1), (str(path), 2)])
+    pool.begin(noted, [(str(path), 2), (str(path), 3)])
+    found = [*pool.each(noted, [(str(path), 3)]), *pool.each(noted, [(str(path), 2), (str(path), 1)])]
+    assert os.getpid() not in {process for process, _ in found}
+    assert {threads for _, threads in found} == {"1"}
+    assert sorted(path.read_text().split()) == ["1", "2", "3"]
+    list(pool.each(noted, [(str(path), 1), (str(path), 4)]))
+    assert sorted(path.read_text().split()) == ["1", "1", "2", "3", "4"], "asked for again"
+
+
+def test_what_began_ahead_is_given_up_with_all_others(monkeypatch):
+    monkeypatch.setattr(pool, "num_cores", lambda: 2)
+    with pytest.raises(ConfigError, match="must not be -1"):
+        for _ in pool.each(where_it_ran, [1, -1]):
+            pool.begin(slowly, [600.0, 600.0])
+    began_s = time.monotonic()
+    assert len(list(pool.each(where_it_ran, [1, 2]))) == 2 and time.monotonic() - began_s < 60
+
+
+class _AskedError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("step", everything.AHEAD)
+def test_ahead_of_a_step_begins_what_it_will_ask_for(monkeypatch, step):
+    asked = []
+
+    def each(row, cases):
+        asked.append((row, list(cases)))
+        raise _AskedError
+
+    for module in (rows, grid, caches, several_gpus):
+        monkeypatch.setattr(module, "each", each)
+    row, cases = everything.AHEAD[step]
+    with pytest.raises(_AskedError):
+        everything.STEPS[step]()
+    assert asked == [(row, list(cases()))] and len(asked[0][1]) > 3
+
+
+def test_a_step_and_the_next_one_begin_in_their_order(monkeypatch):
+    began = []
+    monkeypatch.setattr(everything, "STEPS", dict.fromkeys(("a", "b", "c", "d"), lambda: began.append("run") or 0))
+    monkeypatch.setattr(everything, "AHEAD", {name: (name, lambda: [1]) for name in "acd"})
+    monkeypatch.setattr(everything, "begin", lambda row, cases: began.append(row))
+    assert everything.main([]) == 0
+    assert began == ["a", "run", "run", "c", "d", "run", "d", "run"]
 
 
 @pytest.mark.parametrize(("cores", "cases"), [(1, [1, 2]), (4, [1]), (4, [])])
@@ -131,10 +192,10 @@ def alive_behind(monkeypatch, counts: list[int], **settings: int) -> list[bool]:
         monkeypatch.setattr(pool, name, value)
     thresholds = gc.get_threshold()
     gc.collect()
-    rows = pool.each(row_of, counts)
-    found = [next(rows) for _ in counts]
+    made = pool.each(row_of, counts)
+    found = [next(made) for _ in counts]
     alive = [each() is not None for each in found]
-    rows.close()
+    made.close()
     assert gc.get_threshold() == thresholds
     return alive
 
