@@ -28,7 +28,7 @@ from typing import Any
 
 _NEEDED = (
     *("torch", "transformers", "hydra", "omegaconf", "antlr4", "pydantic", "rich", "yaml", "safetensors", "tokenizers"),
-    *("numpy", "scipy", "highspy"),
+    *("numpy", "scipy", "highspy", "psutil"),
 )
 _BUILD_NEEDS = ("pybind11", "setuptools")
 

@@ -1,7 +1,7 @@
 """Compute all simulated reports of results/reference anew: `python -m paper_figures [STEP ...]`.
 
     python -m paper_figures --list      # the steps, in their order: some read what others have written
-    python -m paper_figures             # all of them; a quarter of an hour to an hour on two cores
+    python -m paper_figures             # all of them; a quarter of an hour on two cores
     python -m paper_figures moelens.workloads latency
 
 Rows are computed side by side, one process a core. Each file says which commit made it, so nothing but results may
@@ -36,7 +36,7 @@ from paper_figures.moelens import __main__ as moelens
 from paper_figures.moelens import simulate, simulated, speed_up, workloads
 from paper_figures.moelightning import __main__ as moelightning
 from paper_figures.moelightning import several_gpus
-from paper_figures.pool import begin, num_cores
+from paper_figures.pool import begin, end, num_cores
 from paper_figures.prescope import __main__ as prescope
 
 _EMULATED = {"fig6", "emulated"}  # they need a machine of their own
@@ -92,7 +92,26 @@ def _make(given: Namespace) -> int:
     if given.list:
         print("\n".join(steps))
         return 0
-    began, took_s = code_version(), {}
+    began = code_version()
+    try:
+        took_s = _made(steps, began)
+    finally:
+        end()  # whatever of the next step has begun
+    if took_s is None:
+        return 1
+    table = Table(title=f"{num_cores()} cores, code {began}", caption="rows that begin ahead count before their step")
+    for heading in ("step", "seconds"):
+        table.add_column(heading, justify="right" if heading == "seconds" else "left")
+    for step, seconds in (took_s | {"all": sum(took_s.values())}).items():
+        table.add_row(step, f"{seconds:,.0f}")
+    Console().print(table)
+    return 0
+
+
+def _made(steps: Sequence[str], code: str) -> dict[str, float] | None:
+    """Make the steps and return what each took, in seconds; None where one has failed. Raises ConfigError where the
+    code changes meanwhile."""
+    took_s = {}
     for step, following in zip_longest(steps, steps[1:]):
         began_s = time.monotonic()
         for ahead in (step, following) if step in AHEAD else ():
@@ -100,17 +119,11 @@ def _make(given: Namespace) -> int:
                 row, cases = AHEAD[ahead]
                 begin(row, cases())
         if STEPS[step]():
-            return 1
+            return None
         took_s[step] = time.monotonic() - began_s
-        if (now := code_version()) != began:
-            raise ConfigError("STEP", f"the code changed from {began} to {now} while {step} was computed: begin again")
-    table = Table(title=f"{num_cores()} cores, code {began}")
-    for heading in ("step", "seconds"):
-        table.add_column(heading, justify="right" if heading == "seconds" else "left")
-    for step, seconds in (took_s | {"all": sum(took_s.values())}).items():
-        table.add_row(step, f"{seconds:,.0f}")
-    Console().print(table)
-    return 0
+        if (now := code_version()) != code:
+            raise ConfigError("STEP", f"the code changed from {code} to {now} while {step} was computed: begin again")
+    return took_s
 
 
 if __name__ == "__main__":

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from functools import cache, partial
-from multiprocessing import active_children, get_context, parent_process
+from multiprocessing import active_children, forkserver, get_context, parent_process
 from multiprocessing.connection import wait
 from threading import Thread
 from typing import Any, TypeVar
@@ -35,33 +37,49 @@ def each(row: Callable[[Case], Row], cases: Sequence[Case]) -> Iterator[Row]:
         with collecting_rarely(_OBJECTS):
             yield from map(partial(computed, row), cases)
         return
-    pool = _processes(num_cores())
     done = 0
     try:
-        begin(row, cases)
+        _submit(row, cases)
+        rows = deque(_begun[row, case] for case in cases)
         for case in cases:
-            found = _begun[row, case].result()
+            _begun.pop((row, case), None)
+        while rows:
+            found = rows.popleft().result()
             done += 1
             yield found
     except BrokenProcessPool:
-        told = f"a process was killed while row {done + 1} of {len(cases)} or one behind it was computed; is there"
-        raise ConfigError("memory", f"{told} too little? `taskset -c 0` computes one row at a time") from None
+        raise _killed(f"row {done + 1} of {len(cases)} or one behind it") from None
     finally:
-        for case in cases:
-            _begun.pop((row, case), None)
         if done < len(cases):
-            pool.end()
+            end()
 
 
-def begin(row: Callable[[Case], Row], cases: Iterable[Case]) -> None:
-    """Begin with rows for which `each` will be asked later, behind all that have begun. On one core this does
-    nothing."""
-    if num_cores() < 2:
-        return
-    executor = _processes(num_cores()).executor
+def begin(row: Callable[[Case], Row], cases: Sequence[Case]) -> None:
+    """Begin with rows behind all that have begun. `each` is to be asked for them, or `end` to be called: this process
+    does not end before them. On one core nothing begins. Raises ConfigError where a process was killed."""
+    if num_cores() > 1:
+        try:
+            _submit(row, cases)
+        except BrokenProcessPool:
+            raise _killed("a row") from None
+
+
+def end() -> None:
+    """End all processes at once, whatever they are at."""
+    if _processes.cache_info().currsize:
+        _processes().end()
+
+
+def _submit(row: Callable[[Case], Row], cases: Sequence[Case]) -> None:
+    executor = _processes().executor
     for case in cases:
         if (row, case) not in _begun:
             _begun[row, case] = executor.submit(computed, row, case)
+
+
+def _killed(during: str) -> ConfigError:
+    told = f"a process was killed while {during} was computed; is there too little?"
+    return ConfigError("memory", f"{told} `taskset -c 0` computes one row at a time")
 
 
 def computed(row: Callable[[Case], Row], case: Case) -> Row:
@@ -80,13 +98,12 @@ class _Pool:
     def __init__(self, size: int) -> None:
         context = get_context("forkserver")
         context.set_forkserver_preload(["paper_figures.passes"])
-        # The threads of NumPy's products wait by spinning, on cores where other rows are computed.
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        with _in_environment("OPENBLAS_NUM_THREADS", "1"):  # more wait by spinning, on cores that compute other rows
+            forkserver.ensure_running()
         self._others = {child.pid for child in active_children()}
         self.executor = ProcessPoolExecutor(size, mp_context=context, initializer=_begin)
 
     def end(self) -> None:
-        """End all processes at once, whatever they are at."""
         _processes.cache_clear()
         _begun.clear()
         for child in active_children():
@@ -96,8 +113,21 @@ class _Pool:
 
 
 @cache
-def _processes(size: int) -> _Pool:
-    return _Pool(size)
+def _processes() -> _Pool:
+    return _Pool(num_cores())
+
+
+@contextmanager
+def _in_environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def num_cores() -> int:

@@ -108,7 +108,7 @@ class BlockAllocator:
         them must have finished."""
         released, sequence.blocks = sequence.blocks, []
         holders = [self._holders.pop(block) for block in released]
-        assert all(holder is sequence for holder in holders), f"of {released} some belong to another sequence"
+        assert all(holder is sequence for holder in holders), "a block belongs to another sequence"
         self._free += released
         sequence.num_cached = 0
         return released

@@ -106,7 +106,7 @@ def most_tokens_of_expert(spec: ModelSpec, batch: Batch) -> int:
     return max(int(np.bincount(_routed(spec, batch, layer).ravel()).max()) for layer in spec.moe_layers)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=12)
 def _routed(spec: ModelSpec, batch: Batch, layer: int) -> np.ndarray:
     """Return the experts of all tokens of a batch in a layer, sequence by sequence: uint16, for they are kept."""
     ids = np.repeat(np.arange(batch.num_sequences), batch.tokens_each)

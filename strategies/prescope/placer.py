@@ -15,6 +15,7 @@ from strategies.expert_offload.placement import Forecast, LayerView, Placement
 from strategies.prescope.presched import Pending, Schedule, schedule
 
 _DRAWS = 16  # batches drawn from the profile's tokens, for each layer
+_TOKENS_AT_ONCE = 1 << 16  # of several draws together
 _MOST_AHEAD = 2
 Validated = tuple[Forecast, np.ndarray]  # of a layer's tokens: what was predicted, and int64 [tokens, k] as routed
 
@@ -76,16 +77,21 @@ def _ranked(forecast: Forecast) -> NDArray[np.int64]:
 def _drawn(validation: Sequence[Validated], size: int) -> np.ndarray:
     """Return how often the expert of each rank is active in batches that are drawn from the tokens."""
     rng, hits = np.random.default_rng(0), []
+    at_once = min(_DRAWS, max(1, _TOKENS_AT_ONCE // size))
     for forecast, chosen in validation:
-        rows = rng.integers(len(chosen), size=(_DRAWS, size))
-        expected = _counted(forecast.ids[rows], forecast.num_experts, forecast.chances[rows])
-        is_active = _counted(chosen[rows], forecast.num_experts) > 0
-        hits.append(np.take_along_axis(is_active, np.argsort(-expected, axis=1, kind="stable"), axis=1))
+        for first in range(0, _DRAWS, at_once):
+            rows = rng.integers(len(chosen), size=(min(at_once, _DRAWS - first), size))
+            expected = _sums(forecast.ids[rows], forecast.num_experts, forecast.chances[rows])
+            is_active = _sums(chosen[rows], forecast.num_experts) > 0
+            hits.append(np.take_along_axis(is_active, np.argsort(-expected, axis=1, kind="stable"), axis=1))
     return np.mean(np.concatenate(hits), axis=0)
 
 
-def _counted(ids: np.ndarray, num_experts: int, weights: np.ndarray | None = None) -> np.ndarray:
-    """Count the experts of batches, `ids` and `weights` [batches, tokens, k], by batch: [batches, num_experts]."""
+def _sums(ids: np.ndarray, num_experts: int, weights: np.ndarray | None = None) -> np.ndarray:
+    """Sum the weights, or count the choices, of experts by batch: [batches, num_experts].
+
+    `ids` and `weights` are [batches, tokens, k].
+    """
     apart = ids + num_experts * np.arange(len(ids))[:, None, None]
     found = np.bincount(apart.ravel(), None if weights is None else weights.ravel(), len(ids) * num_experts)
     return found.reshape(len(ids), num_experts)

@@ -83,12 +83,12 @@ class World:
     def route(self, batch: MicroBatch, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """Show a strategy the routing by which it chooses experts, and remember that it has seen it.
 
-        Returns `routing` and the weights of these experts, float32 [tokens, experts_per_token]: equal ones, since no
-        cost depends on them.
+        Returns `routing` and the weights of these experts, float32 [tokens, experts_per_token] and read-only: equal
+        ones, since no cost depends on them.
         """
         chosen = self.routing(batch, layer)
         self._seen.setdefault(batch, set()).add(layer)
-        return chosen, np.full(chosen.shape, 1 / chosen.shape[1], dtype=np.float32)
+        return chosen, np.broadcast_to(np.float32(1 / chosen.shape[1]), chosen.shape)
 
     def predicted(self, batch: MicroBatch, layer: int, distance: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """Return which experts of `layer` are predicted for each token, and how likely each is.

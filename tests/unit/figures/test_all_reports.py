@@ -7,6 +7,8 @@ import os
 import signal
 import time
 import weakref
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 
 import pytest
 
@@ -98,6 +100,29 @@ def test_what_began_ahead_is_given_up_with_all_others(monkeypatch):
             pool.begin(slowly, [600.0, 600.0])
     began_s = time.monotonic()
     assert len(list(pool.each(where_it_ran, [1, 2]))) == 2 and time.monotonic() - began_s < 60
+
+
+def test_rows_that_begin_in_a_pool_whose_process_was_killed_end_with_its_cause(monkeypatch):
+    monkeypatch.setattr(pool, "num_cores", lambda: 2)
+    pool.begin(where_it_ran, [-9])
+    with pytest.raises(BrokenProcessPool):
+        pool._begun[where_it_ran, -9].result()
+    with pytest.raises(ConfigError, match="^memory: a process was killed while a row was computed"):
+        pool.begin(where_it_ran, [1])
+    pool.end()
+    assert [case for case, _ in pool.each(where_it_ran, [1, 2])] == [1, 2]
+
+
+@pytest.mark.parametrize("fails", [lambda: 1, lambda: 1 / 0])
+def test_a_step_that_fails_leaves_no_row_of_the_next_one(monkeypatch, fails):
+    monkeypatch.setattr(pool, "num_cores", lambda: 2)
+    monkeypatch.setattr(everything, "STEPS", {"a": fails, "b": fails})
+    monkeypatch.setattr(everything, "AHEAD", {"a": (slowly, lambda: [0.0]), "b": (slowly, lambda: [600.0, 601.0])})
+    began_s = time.monotonic()
+    with suppress(ZeroDivisionError):
+        assert everything.main([]) == 1
+    assert not pool._begun and not pool._processes.cache_info().currsize
+    assert time.monotonic() - began_s < 60
 
 
 class _AskedError(Exception):

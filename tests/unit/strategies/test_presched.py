@@ -15,6 +15,7 @@ from harness.memory.expert_slots import Key
 from paper_figures.prescope.regret import LinearCosts, best_layer_s, layer_end_s, pending, regrets, two_layers_s
 from strategies.expert_offload.costs import ExpertCosts
 from strategies.expert_offload.placement import Forecast, LayerView
+from strategies.prescope import placer
 from strategies.prescope.placer import FixedPrefetching, HitRates, PreSched
 from strategies.prescope.presched import Pending, num_prefetches, schedule
 
@@ -132,6 +133,30 @@ def test_a_hit_rate_is_that_of_the_rank_among_all_experts():
     for each, experts in ((predicted, [3, 1, 0]), (moved, [7, 5, 4])):
         assert measured.at(each, 1, 1, 1)[experts].tolist() == [1.0, 0.0, 1.0]
     assert measured.at(predicted, 1, 2, 2).tolist() == predicted.likely.tolist(), "nothing measured two layers ahead"
+
+
+@pytest.mark.parametrize("at_once", [1, 100, 1 << 16])
+def test_hit_rates_are_those_of_batches_that_are_drawn_one_after_another(monkeypatch, at_once):
+    monkeypatch.setattr(placer, "_TOKENS_AT_ONCE", at_once)
+    data, num_experts, size = np.random.default_rng(5), 16, 32
+    orders = [np.argsort(data.random((50, num_experts)), axis=1) for _ in range(6)]
+    validation = [
+        (Forecast(predicted[:, :3], data.random((50, 3)), num_experts), routed[:, :2])
+        for predicted, routed in zip(orders[::2], orders[1::2], strict=True)
+    ]
+    hits, rng = [], np.random.default_rng(0)
+    for forecast, routed in validation:
+        for _ in range(16):
+            expected, is_active = [0.0] * num_experts, [False] * num_experts
+            for row in rng.choice(len(routed), size=size):
+                for expert, chance in zip(forecast.ids[row], forecast.chances[row], strict=True):
+                    expected[expert] += chance
+                for expert in routed[row]:
+                    is_active[expert] = True
+            ranked = sorted(range(num_experts), key=lambda expert: -expected[expert])
+            hits.append([is_active[expert] for expert in ranked])
+    by_rank = HitRates({1: validation}).at(validation[0][0], size, 0, 1)[np.argsort(-validation[0][0].expected)]
+    assert by_rank.tolist() == np.mean(hits, axis=0).tolist()
 
 
 def test_a_predictors_own_validation_goes_first_layer_by_layer_and_by_size():
