@@ -110,6 +110,7 @@ class SimulatedMachine(Machine):
         self._submit = self._lanes.submit
         self._num_idle_polls = 0
         self._pass_s = self._sequence_s = 0.0
+        self.thinking_s = 0.0  # for which the strategy's thread works on after each wait
         self._measured: MeasuredCosts | None = None
         log.name(self._lane_names, self._lanes.kinds())
         self._take(costs, contention or SharedMemory(host_bytes_s or 0.0))
@@ -222,11 +223,13 @@ class SimulatedMachine(Machine):
         self._run(self._lanes.wait_any([ticket]))
         if ticket.state is TicketState.CANCELLED:
             raise MachineError(f"waited for {ticket}, which was cancelled")
+        self._think()
         return ticket.value
 
     def wait_any(self, tickets: Sequence[Ticket]) -> list[Ticket]:
         assert tickets, "wait_any of nothing would never end"
         self._run(self._lanes.wait_any(list(tickets)))
+        self._think()
         return sorted((t for t in tickets if t.settled), key=lambda t: (t.finished_s or 0.0, t.number))
 
     def cancel(self, ticket: Ticket) -> bool:
@@ -262,6 +265,10 @@ class SimulatedMachine(Machine):
 
     def unback(self, buffer: Buffer) -> None:
         """Do nothing, since there are no tensors."""
+
+    def _think(self) -> None:
+        if self.thinking_s:
+            self._lanes.spend(self.thinking_s)
 
     def _run(self, went_on: bool) -> None:
         self._num_idle_polls = 0

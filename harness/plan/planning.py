@@ -15,7 +15,9 @@ from harness.engine.garbage import collecting_rarely
 from harness.engine.sequences import State
 from harness.engine.strategy import Strategy
 from harness.machine.base import Machine
+from harness.machine.simulated import SimulatedMachine
 from harness.memory.tiers import MemoryCapacityError
+from harness.plan.thinking import thinking_s
 from harness.record.measured import Fold
 from harness.record.meter import PassMeter
 from harness.record.passes import PassRecord
@@ -66,9 +68,10 @@ def make_plan(values: Mapping[str, Any], *, simulate: bool = True, log: Log = pr
 
 
 @collecting_rarely()
-def draft_plan(values: Mapping[str, Any], *, log: Log = print) -> Plan:
+def draft_plan(values: Mapping[str, Any], *, log: Log = print, thinks: bool = True) -> Plan:
     """Plan everything but the simulation, on the simulated machine. Raises ConfigError, and DoesNotFit where memory
-    does not suffice."""
+    does not suffice. With costs that were measured here, the strategy's thread works on after each wait (`thinks`) for
+    as long as was measured too, if need be now."""
     session = Session.of(values)
     if session.has_tensors:
         raise ConfigError("machine", f"must be simulated to plan, got {session.settings.machine['name']}")
@@ -84,7 +87,15 @@ def draft_plan(values: Mapping[str, Any], *, log: Log = print) -> Plan:
         if error.field not in _SIZES:
             raise
         raise _does_not_fit(error, session) from error
-    return Plan(settings=session.settings, engine=engine, strategy=strategy, data_source=workload.source)
+    settings, machine = session.settings, engine.machine
+    if thinks and settings.hardware.calibrated and isinstance(machine, SimulatedMachine):
+        again = partial(draft_plan, values, log=log, thinks=False)
+        machine.thinking_s = thinking_s(settings, engine.spec, lambda: _parts(again()))
+    return Plan(settings=settings, engine=engine, strategy=strategy, data_source=workload.source)
+
+
+def _parts(plan: Plan) -> tuple[Engine, Strategy]:
+    return plan.engine, plan.strategy
 
 
 def _does_not_fit(error: Exception, session: Session) -> DoesNotFit:

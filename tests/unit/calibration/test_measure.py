@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from contextlib import closing, contextmanager, nullcontext
@@ -280,6 +281,27 @@ def test_the_share_of_a_kind_that_is_missing_is_told(calibrated, tmp_path, monke
     assert plan.machine.facts["not measured"].startswith("cpu append kv, gpu combine (estimated")
     told = told_estimated(plan.summary["estimated"])
     assert told.startswith(f"{sum(expected.values()):.1%} of all lanes' time") and "gpu combine" in told
+
+
+def test_what_a_strategy_works_out_takes_its_thread_time_and_is_the_same_in_the_next_run(
+    calibrated, tmp_path, monkeypatch
+):
+    """It decides behind each router; one that waits for no router has nothing to work out."""
+    monkeypatch.setenv("MOE_HARNESS_CACHE", str(tmp_path))
+    plans = {}
+    for strategy in ("fiddler", "moelens"):
+        values = composed_values([f"strategy={strategy}", *LOCAL, *OVERRIDES])
+        settings = parse_settings(values)
+        calibrated.write(table_path(settings, planned_model(settings.model).spec))
+        plans[strategy], again = make_plan(values), make_plan(values)
+        assert again.summary["throughput_tok_s"] == plans[strategy].summary["throughput_tok_s"]
+    assert plans["fiddler"].machine.thinking_s > 0 == plans["moelens"].machine.thinking_s
+    [kept] = tmp_path.glob("calibration/thinking-fiddler-*.json")
+    told = json.loads(kept.read_text())
+    assert told["thinking_s"] == plans["fiddler"].machine.thinking_s
+    kept.write_text(json.dumps(told | {"thinking_s": 1.0}))
+    slow = make_plan(composed_values(["strategy=fiddler", *LOCAL, *OVERRIDES]))
+    assert slow.summary["throughput_tok_s"] < plans["fiddler"].summary["throughput_tok_s"] / 2
 
 
 def test_a_table_is_found_again_by_what_was_measured(calibrated, tmp_path, monkeypatch):
