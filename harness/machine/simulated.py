@@ -153,7 +153,8 @@ class SimulatedMachine(Machine):
         routing = {"routing": world.source} if world is not None else {}
         if world is not None and world.was_asked_to_predict:
             routing["predictions"] = world.prediction_source
-        return {"memory_sharing": self.contention.name, **estimated, **routing}
+        thread = {"strategy's thread": f"{1e6 * self.thinking_s:.0f} us behind each wait"} if self.thinking_s else {}
+        return {"memory_sharing": self.contention.name, **estimated, **routing, **thread}
 
     @property
     def estimated_shares(self) -> EstimatedShares | None:

@@ -15,15 +15,14 @@ from harness.engine.garbage import collecting_rarely
 from harness.engine.sequences import State
 from harness.engine.strategy import Strategy
 from harness.machine.base import Machine
-from harness.machine.simulated import SimulatedMachine
 from harness.memory.tiers import MemoryCapacityError
-from harness.plan.thinking import thinking_s
 from harness.record.measured import Fold
 from harness.record.meter import PassMeter
 from harness.record.passes import PassRecord
 from harness.record.steady import EnoughPasses, require_more
 from harness.record.summary import RunFacts, build_summary
 from harness.run.session import Session
+from harness.run.thinking import let_think
 from harness.settings import Settings
 
 # What errors name that mean too little memory, once the settings themselves have been found valid.
@@ -47,7 +46,7 @@ class DoesNotFit(RuntimeError):
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """`summary` is that of a simulated run, None until there was one; `stopped` says how far one went that did not
-    go to its end."""
+    go to its end. `before_run` is to be called before the plan is simulated."""
 
     settings: Settings
     engine: Engine
@@ -55,6 +54,7 @@ class Plan:
     data_source: str
     summary: dict[str, Any] | None = None
     stopped: str | None = None
+    before_run: Callable[[], None] = lambda: None
 
     @property
     def machine(self) -> Machine:
@@ -68,10 +68,9 @@ def make_plan(values: Mapping[str, Any], *, simulate: bool = True, log: Log = pr
 
 
 @collecting_rarely()
-def draft_plan(values: Mapping[str, Any], *, log: Log = print, thinks: bool = True) -> Plan:
+def draft_plan(values: Mapping[str, Any], *, log: Log = print) -> Plan:
     """Plan everything but the simulation, on the simulated machine. Raises ConfigError, and DoesNotFit where memory
-    does not suffice. With costs that were measured here, the strategy's thread works on after each wait (`thinks`) for
-    as long as was measured too, if need be now."""
+    does not suffice."""
     session = Session.of(values)
     if session.has_tensors:
         raise ConfigError("machine", f"must be simulated to plan, got {session.settings.machine['name']}")
@@ -87,15 +86,10 @@ def draft_plan(values: Mapping[str, Any], *, log: Log = print, thinks: bool = Tr
         if error.field not in _SIZES:
             raise
         raise _does_not_fit(error, session) from error
-    settings, machine = session.settings, engine.machine
-    if thinks and settings.hardware.calibrated and isinstance(machine, SimulatedMachine):
-        again = partial(draft_plan, values, log=log, thinks=False)
-        machine.thinking_s = thinking_s(settings, engine.spec, lambda: _parts(again()))
-    return Plan(settings=settings, engine=engine, strategy=strategy, data_source=workload.source)
-
-
-def _parts(plan: Plan) -> tuple[Engine, Strategy]:
-    return plan.engine, plan.strategy
+    let = partial(let_think, session)
+    return Plan(
+        settings=session.settings, engine=engine, strategy=strategy, data_source=workload.source, before_run=let
+    )
 
 
 def _does_not_fit(error: Exception, session: Session) -> DoesNotFit:
@@ -114,6 +108,7 @@ def simulated(
     once."""
     engine, strategy, settings = plan.engine, plan.strategy, plan.settings
     assert plan.summary is None, "a plan is simulated once"
+    plan.before_run()
     spans = engine.machine.spans
     engine.machine.drain()
     spans.clear()

@@ -47,6 +47,7 @@ from harness.run.report import (
 )
 from harness.run.session import Session
 from harness.run.small_batch import small_batch
+from harness.run.thinking import let_think
 from harness.verify.collect import generated_sequence
 
 
@@ -113,6 +114,7 @@ def _execute(state: RunState, folder: RunFolder, sink: WandbSink, progress: Prog
     state.small_batch = small_batch(session.settings, engine)
     planned = {"label": machine.label, "plan": strategy.plan, "prediction": strategy.prediction}
     write_json(folder.path / "plan.json", plain(planned))
+    let_think(session)
     machine.drain()
     machine.spans.clear()  # set-up and profiling are not part of what is measured
     state.setup_s = time.monotonic() - state.started_s

@@ -59,6 +59,7 @@ class Session:
     sequences: list[Sequence] = field(default_factory=list)
     engine: Engine | None = None
     strategy: Strategy | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)  # the configuration; empty where there was none
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Session:
@@ -70,7 +71,7 @@ class Session:
         require_num_gpus(settings, strategy.config)
         if not machine.has_tensors:
             require_tensors(settings, str(machine.values["name"]))
-        return cls(settings, machine, strategy)
+        return cls(settings, machine, strategy, values=values)
 
     def __enter__(self) -> Session:
         return self

@@ -2,13 +2,14 @@
 
 Runs every setting of every `strategies/*/validation.yaml` on the emulated machine and in the simulator, calibrated by a
 table for each model, and reports the errors and whether they meet the aims (exit code 1 where they do not). No setting
-is used to calibrate: a calibration measures ops and lanes together, never a strategy. First each workload's routing is
-recorded, with what the next layer's router predicts, into the folder routing: the simulator has no model to ask, and
-what it gets wrong about time should not be mixed with how synthetic routing differs. Repeats are interleaved (a model's
-calibration and right behind it its settings, model by model, and all of it again), so that a machine whose speed drifts
-is measured at the same times; what counts is the median. All cores are kept awake meanwhile, and a run beside which
-others had or slowed them is made again, twice at most. Takes more than an hour, in which nothing else should run.
-Everything is written as it is finished; `--resume` goes on with the rest, if the code is the same.
+is used to calibrate: a calibration measures ops and lanes together, never a strategy, whose own thread is timed in a
+few simulated passes. First each workload's routing is recorded, with what the next layer's router predicts, into the
+folder routing: the simulator has no model to ask, and what it gets wrong about time should not be mixed with how
+synthetic routing differs. Repeats are interleaved (a model's calibration and right behind it its settings, model by
+model, and all of it again), so that a machine whose speed drifts is measured at the same times; what counts is the
+median. All cores are kept awake meanwhile, and a run beside which others had or slowed them is made again, twice at
+most. Takes more than an hour, in which nothing else should run. Everything is written as it is finished; `--resume`
+goes on with the rest, if the code is the same.
 """
 
 from __future__ import annotations

@@ -32,14 +32,16 @@ from harness.machine.turn import Turn
 from harness.memory.transfers import Poison
 from harness.model.checkpoint import Checkpoint
 from harness.model.planned import planned_model
-from harness.plan.planning import make_plan
+from harness.plan.planning import draft_plan, make_plan
 from harness.record.terminal import told_estimated
+from harness.run.experiment import run_experiment
 from harness.settings import parse_settings
 from tests.composing import names_in
 from tests.contract.running import emulated, engine_on
 from tests.tiny_families import tiny_family
 
 LOCAL = ("machine=simulated", "hardware=local")
+QUIET = ("verify=off", "wandb.mode=disabled", "progress=false")
 OVERRIDES = ("model=mixtral-tiny", "kv_cache_gb=0.002", "dataset.num_requests=6", "dataset.max_new_tokens=3")
 
 
@@ -283,25 +285,26 @@ def test_the_share_of_a_kind_that_is_missing_is_told(calibrated, tmp_path, monke
     assert told.startswith(f"{sum(expected.values()):.1%} of all lanes' time") and "gpu combine" in told
 
 
-def test_what_a_strategy_works_out_takes_its_thread_time_and_is_the_same_in_the_next_run(
-    calibrated, tmp_path, monkeypatch
-):
+def test_what_a_strategy_works_out_takes_its_thread_time_in_plans_and_runs_alike(calibrated, tmp_path, monkeypatch):
     """It decides behind each router; one that waits for no router has nothing to work out."""
-    monkeypatch.setenv("MOE_HARNESS_CACHE", str(tmp_path))
+    monkeypatch.setenv("MOE_HARNESS_CACHE", str(tmp_path / "cache"))
     plans = {}
     for strategy in ("fiddler", "moelens"):
-        values = composed_values([f"strategy={strategy}", *LOCAL, *OVERRIDES])
+        values = composed_values([f"strategy={strategy}", *LOCAL, *OVERRIDES, *QUIET, f"results_dir={tmp_path}"])
         settings = parse_settings(values)
         calibrated.write(table_path(settings, planned_model(settings.model).spec))
+        assert draft_plan(values).machine.thinking_s == 0.0, "a plan alone asks for nothing"
         plans[strategy], again = make_plan(values), make_plan(values)
-        assert again.summary["throughput_tok_s"] == plans[strategy].summary["throughput_tok_s"]
+        summary, _ = run_experiment(values)
+        for other in (again.summary, summary):
+            assert other["throughput_tok_s"] == plans[strategy].summary["throughput_tok_s"]
     assert plans["fiddler"].machine.thinking_s > 0 == plans["moelens"].machine.thinking_s
-    [kept] = tmp_path.glob("calibration/thinking-fiddler-*.json")
-    told = json.loads(kept.read_text())
-    assert told["thinking_s"] == plans["fiddler"].machine.thinking_s
-    kept.write_text(json.dumps(told | {"thinking_s": 1.0}))
-    slow = make_plan(composed_values(["strategy=fiddler", *LOCAL, *OVERRIDES]))
-    assert slow.summary["throughput_tok_s"] < plans["fiddler"].summary["throughput_tok_s"] / 2
+    assert plans["fiddler"].summary["machine_facts"]["strategy's thread"].endswith(" us behind each wait")
+    [kept] = tmp_path.glob("cache/calibration/thinking-fiddler-*.json")
+    assert json.loads(kept.read_text())["thinking_s"] == plans["fiddler"].machine.thinking_s
+    kept.write_text(json.dumps({"thinking_s": 1.0}))
+    values = composed_values(["strategy=fiddler", *LOCAL, *OVERRIDES, *QUIET, f"results_dir={tmp_path}"])
+    assert make_plan(values).summary["throughput_tok_s"] < plans["fiddler"].summary["throughput_tok_s"] / 2
 
 
 def test_a_table_is_found_again_by_what_was_measured(calibrated, tmp_path, monkeypatch):

@@ -8,8 +8,8 @@ import pytest
 
 from harness.machine.base import GPU
 from harness.model.planned import planned_model
-from harness.plan import thinking
-from harness.settings import parse_settings
+from harness.run import thinking
+from harness.run.session import Session
 from paper_figures.support import composed
 from tests.unit.machine.test_simulated import Unit, machine
 
@@ -34,11 +34,12 @@ class Scripted:
 
     def __init__(self) -> None:
         self.clock_s = 0.0
+        self.spans: list[object] = []
 
     def submit(self) -> None:
-        self.clock_s += 1000.0  # emulated, where this is the machine's own
+        self.clock_s += 1000.0  # where this is the machine's own
 
-    wait = wait_any = submit
+    wait = wait_any = now = cancel = submit
 
     def works(self, seconds: float) -> None:
         self.clock_s += seconds
@@ -47,10 +48,16 @@ class Scripted:
         self.works(20.0)  # before any wait
         self.submit()
         self.works(40.0)  # to make ops
+        self.now()
+        self.works(40.0)
         self.wait()
-        self.works(1.0)
+        self.works(0.75)
+        self.now()
+        self.works(0.25)
         self.wait_any()
-        self.works(2.0)
+        self.works(1.0)
+        self.cancel()
+        self.works(1.0)
         self.submit()
         self.works(60.0)
         self.wait()
@@ -61,42 +68,82 @@ class Scripted:
         return f"result of {plan}"
 
 
-def test_thinking_is_what_follows_a_wait_up_to_the_next_call_within_a_pass():
+def watched(num_passes: int, first_s: float = 0.0) -> tuple[Scripted, thinking._Watch]:
     it = Scripted()
     watch = thinking._Watch(it, it, lambda: it.clock_s)
-    for number in range(thinking._FIRST_PASSES):
-        it.works(3.0 * number)
-        assert it.run("a pass") == "result of a pass"
+    for number in range(num_passes):
+        assert watch.run("a pass") == "result of a pass"
+        if number < thinking._FIRST_PASSES:
+            watch._thought_s += first_s  # what is loaded and remembered
+        it.wait()  # for the tokens, between passes
+        it.works(100.0)
+        it.submit()
         watch.passed(None)
-    assert (watch.thought_s, watch.num_waits) == (0.0, 0), "the first passes load and remember"
-    it.run("another")
-    it.wait()  # for the tokens, between passes
-    it.works(100.0)
-    it.submit()
-    assert (watch.thought_s, watch.num_waits) == (7.0, 5)
+    return it, watch
+
+
+@pytest.mark.parametrize("num_passes", [1, 2, 3, 10])
+def test_thinking_is_what_follows_a_wait_up_to_the_next_call_within_a_pass(num_passes):
+    _, watch = watched(num_passes)
+    assert watch.mean_s == pytest.approx(7.0 / 5)
+
+
+def test_the_first_passes_count_only_where_there_are_no_others():
+    assert watched(2, first_s=10.0)[1].mean_s == pytest.approx(17.0 / 5)
+    it, watch = watched(3, first_s=10.0)
+    assert watch.mean_s == pytest.approx(7.0 / 5)
+    it.spans.append("one")
     with pytest.raises(thinking._EnoughError):
         for _ in range(thinking._PASSES):
             watch.passed(None)
+    assert it.spans == [], "nobody asks for them"
 
 
-def test_it_is_measured_once_for_each_strategy_and_its_settings(tmp_path, monkeypatch):
+def test_a_thread_that_never_waits_has_nothing_to_think_of():
+    it = Scripted()
+    assert thinking._Watch(it, it, lambda: it.clock_s).mean_s == 0.0
+
+
+@pytest.fixture
+def session(tmp_path, monkeypatch):
+    """What is measured once for each configuration: 0.125 s the first time, 0.25 the next."""
     monkeypatch.setenv("MOE_HARNESS_CACHE", str(tmp_path / "cache"))
-    drafts = []
+    found = []
 
-    def measured(engine, strategy):
-        drafts.append((engine, strategy))
-        return 0.125 * len(drafts)
-
-    def seconds_of(*overrides: str) -> float:
-        settings = parse_settings(composed("model=mixtral-mini", "hardware=laptop", *overrides))
-        spec = planned_model(settings.model).spec
-        return thinking.thinking_s(settings, spec, lambda: ("engine", SimpleNamespace()))
+    def measured(*parts) -> float:
+        found.append(parts)
+        return 0.125 * len(found)
 
     monkeypatch.setattr(thinking, "measured", measured)
-    assert seconds_of("strategy=fate") == seconds_of("strategy=fate") == 0.125
-    assert seconds_of("strategy=fate", "strategy.batch_size=3") == 0.25
-    assert seconds_of("strategy=fiddler") == 0.375
-    assert seconds_of("strategy=fate") == 0.125 and len(drafts) == 3
-    for path in (tmp_path / "cache").glob("calibration/thinking-fate-*"):
+    monkeypatch.setattr(thinking, "_again", lambda session: (session,))
+
+    def thinks(*overrides: str) -> float:
+        it = Session.of(composed("model=mixtral-mini", *overrides))
+        it.model, it.machine = SimpleNamespace(spec=planned_model(it.settings.model).spec), machine()
+        thinking.let_think(it)
+        return it.machine.thinking_s
+
+    return thinks
+
+
+LOCAL = ("hardware=local", "hardware.h2d_gb_s=1", "hardware.d2h_gb_s=1")
+
+
+def test_it_is_measured_once_for_each_configuration(session, tmp_path):
+    assert session("strategy=fate", *LOCAL) == session("strategy=fate", *LOCAL) == 0.125
+    assert session("strategy=fate", "strategy.batch_size=3", *LOCAL) == 0.25
+    assert session("strategy=fiddler", *LOCAL) == 0.375
+    assert session("strategy=fate", "dataset.num_requests=7", *LOCAL) == 0.5
+    assert session("strategy=fate", *LOCAL) == 0.125
+    for path in (tmp_path / "cache").glob("calibration/thinking-*"):
         path.write_text("cut off{")
-    assert seconds_of("strategy=fate") == 0.5, "what cannot be read is measured again"
+    assert session("strategy=fate", *LOCAL) == 0.625, "what cannot be read is measured again"
+
+
+def test_a_cache_that_cannot_be_written_keeps_nothing(session, tmp_path):
+    (tmp_path / "cache").write_text("no folder")
+    assert (session("strategy=fate", *LOCAL), session("strategy=fate", *LOCAL)) == (0.125, 0.25)
+
+
+def test_a_profile_with_stated_rates_stands_for_another_computer(session):
+    assert session("strategy=fate", "hardware=a40") == 0.0
