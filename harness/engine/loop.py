@@ -64,7 +64,9 @@ def _start(engine: Engine, strategy: Strategy, index: int) -> _UnderWay | None:
     for sequence in plan.prefill:
         sequence.lives.append(Life(first_generated=len(sequence.generated)))
     engine.machine.spend_host_time(len(plan.sequences))
+    engine.machine.in_pass = True
     result = strategy.pipeline.run(plan)
+    engine.machine.in_pass = False
     used = engine.kv.allocator.num_used
     return _UnderWay(index=index, start_s=start_s, plan=plan, result=result, kv_blocks_used=used)
 

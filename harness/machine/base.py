@@ -280,6 +280,7 @@ class Machine(ABC):
     link_ceilings_gb_s: Mapping[str, float] | None = None  # measured by the machine; None: the profile's hold
     host_bytes_s: float | None = None  # of host memory, shared by all that use it; None: unknown, or no limit
     world: Any = None  # where no tensors exist: what `Op.imagine` asks for values
+    in_pass: bool = False  # the engine's loop says: a pipeline submits a pass
 
     @abstractmethod
     def submit(self, lane: Lane, op: Op, *, after: Iterable[Ticket] = (), urgent: bool = False) -> Ticket:

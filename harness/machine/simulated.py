@@ -110,7 +110,7 @@ class SimulatedMachine(Machine):
         self._submit = self._lanes.submit
         self._num_idle_polls = 0
         self._pass_s = self._sequence_s = 0.0
-        self.thinking_s = 0.0  # for which the strategy's thread works on after each wait
+        self.thinking_s = 0.0  # for which the strategy's thread works on after each wait within a pass
         self._measured: MeasuredCosts | None = None
         log.name(self._lane_names, self._lanes.kinds())
         self._take(costs, contention or SharedMemory(host_bytes_s or 0.0))
@@ -153,7 +153,11 @@ class SimulatedMachine(Machine):
         routing = {"routing": world.source} if world is not None else {}
         if world is not None and world.was_asked_to_predict:
             routing["predictions"] = world.prediction_source
-        thread = {"strategy's thread": f"{1e6 * self.thinking_s:.0f} us behind each wait"} if self.thinking_s else {}
+        thread = (
+            {"strategy's thread": f"{1e6 * self.thinking_s:.0f} us behind each wait of a pass"}
+            if self.thinking_s
+            else {}
+        )
         return {"memory_sharing": self.contention.name, **estimated, **routing, **thread}
 
     @property
@@ -268,7 +272,7 @@ class SimulatedMachine(Machine):
         """Do nothing, since there are no tensors."""
 
     def _think(self) -> None:
-        if self.thinking_s:
+        if self.thinking_s and self.in_pass:
             self._lanes.spend(self.thinking_s)
 
     def _run(self, went_on: bool) -> None:

@@ -110,9 +110,10 @@ def moved_bytes(spans: Spans, lane: Lane, window: Window) -> float:
 def pass_activity(spans: Spans, window: Window) -> dict[str, dict[str, float]]:
     """Return one pass's `{"busy_s": {lane: seconds}, "moved_bytes": {lane: bytes}}`, over all lanes of all ranks."""
     table = SpanTable.of(spans)
+    inside = {lane: table.lane(lane).within(window) for lane in table.all_lanes()}
     return {
-        "busy_s": {str(lane): busy_s(table, lane, window) for lane in table.all_lanes()},
-        "moved_bytes": {str(lane): moved_bytes(table, lane, window) for lane in table.all_lanes()},
+        "busy_s": {str(lane): union_s(*packets.clipped(window)) for lane, packets in inside.items()},
+        "moved_bytes": {str(lane): packets.total(_MOVES[lane.kind], window) for lane, packets in inside.items()},
     }
 
 

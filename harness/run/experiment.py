@@ -104,7 +104,7 @@ def _execute(state: RunState, folder: RunFolder, sink: WandbSink, progress: Prog
     _add_to_meta(folder, {"data_source": workload.source, "weights_source": model.weights_source})
     progress.stage("weights")
     machine = session.build_machine(partial(calibrate, log=progress.note))
-    _add_to_meta(folder, {"machine": machine.facts})
+    _add_to_meta(folder, {"machine": machine.facts})  # for a run that ends early
     session.queue_requests()
     source = f"{machine.label} run; {model.weights_source}; {workload.source}"
     sample = _ask_for_records(state, source)
@@ -115,6 +115,7 @@ def _execute(state: RunState, folder: RunFolder, sink: WandbSink, progress: Prog
     planned = {"label": machine.label, "plan": strategy.plan, "prediction": strategy.prediction}
     write_json(folder.path / "plan.json", plain(planned))
     let_think(session)
+    _add_to_meta(folder, {"machine": machine.facts})
     machine.drain()
     machine.spans.clear()  # set-up and profiling are not part of what is measured
     state.setup_s = time.monotonic() - state.started_s

@@ -1,8 +1,9 @@
 """Measure what a strategy's own thread works out after it has waited: which experts go where, and what to fetch.
 
 A calibration cannot know that, since it is every strategy's own Python. So passes of the run are simulated once, and
-the processor time counts that the thread takes from an answer for which it has waited until its next submission or
-wait. What it does between passes, and to make and submit ops, a calibration knows.
+the processor time counts that the thread takes within them from an answer for which it has waited until its next
+submission or wait. What it does between passes, and to make and submit ops, a calibration knows; only the making of the
+first op behind a wait counts twice.
 """
 
 from __future__ import annotations
@@ -12,17 +13,15 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from harness.calibration.local import calibrate, identity
 from harness.config import file_name
 from harness.engine import loop
-from harness.engine.batch import PassPlan
 from harness.engine.engine import Engine
 from harness.engine.garbage import let_go
-from harness.engine.strategy import PassResult, Pipeline, Strategy
+from harness.engine.strategy import Strategy
 from harness.machine.simulated import SimulatedMachine
 from harness.model.cache import cache_folder
 from harness.record.files import RecordError, write_json
@@ -30,13 +29,13 @@ from harness.record.passes import PassRecord
 from harness.record.provenance import fingerprint
 from harness.run.session import Session
 
-_PASSES, _FIRST_PASSES = 24, 2  # at most; and those that load and remember what later ones find
-_DECIDING = ("model", "hardware", "strategy", "dataset", "routing", "kv_cache_gb", "kv_block_tokens", "seed")
+_PASSES, _FIRST_PASSES = 12, 2  # at most; and those that load and remember what later ones find
+_DECIDING = ("model", "hardware", "strategy", "dataset", "routing", "kv_cache_gb", "kv_block_tokens")
 
 
 def let_think(session: Session) -> None:
     """Let the thread of a strategy that is ready to run work on behind its waits, where a virtual clock stands for this
-    computer. How long is measured now if it never was for this configuration and code; kept, it is the same later."""
+    computer. How long is measured now if it never was for this configuration and code, and kept for later runs."""
     if not (isinstance(session.machine, SimulatedMachine) and session.settings.hardware.calibrated):
         return
     path = _path(session)
@@ -56,9 +55,9 @@ def measured(engine: Engine, strategy: Strategy, clock: Callable[[], float] = ti
     """
     machine = engine.machine
     machine.drain()
-    watch = _Watch(machine, strategy.pipeline, clock)
+    watch = _Watch(machine, clock)
     with suppress(_EnoughError):
-        loop.run(engine, replace(strategy, pipeline=watch), watch.passed)
+        loop.run(engine, strategy, watch.passed)
     let_go(*machine.tiers.values(), engine, machine)
     return watch.mean_s
 
@@ -88,17 +87,12 @@ class _EnoughError(Exception):
 
 
 class _Watch:
-    """Runs another pipeline, and adds up what the thread takes within passes from a wait until its next submission or
-    wait.
+    """Adds up what the thread takes within passes, from a wait until its next submission or wait, and counts waits."""
 
-    All waits count, also those between passes, for time is spent behind all of them.
-    """
-
-    def __init__(self, machine: Any, pipeline: Pipeline, clock: Callable[[], float]) -> None:
-        self._machine, self._pipeline, self._clock = machine, pipeline, clock
+    def __init__(self, machine: Any, clock: Callable[[], float]) -> None:
+        self._machine, self._clock = machine, clock
         self._thought_s, self._num_waits, self._num_passes = 0.0, 0, 0
         self._first = (0.0, 0)  # of both, in the first passes
-        self._in_pass = False
         self._since_s: float | None = None  # None while nothing counts
         for name in ("submit", "wait", "wait_any", "now", "cancel"):
             setattr(machine, name, self._watched(name, getattr(machine, name)))
@@ -112,32 +106,24 @@ class _Watch:
         return thought_s / num_waits if num_waits else 0.0
 
     def passed(self, record: PassRecord) -> None:
+        """Count a pass; enough are those that are asked for, or the first ones if the thread waits in none."""
         self._num_passes += 1
         self._machine.spans.clear()
         if self._num_passes == _FIRST_PASSES:
             self._first = self._thought_s, self._num_waits
-        if self._num_passes == _PASSES:
+        if self._num_passes == _PASSES or (self._num_passes == _FIRST_PASSES and not self._num_waits):
             raise _EnoughError
-
-    def run(self, plan: PassPlan) -> PassResult:
-        self._in_pass, self._since_s = True, None
-        found = self._pipeline.run(plan)
-        self._in_pass = False
-        return found
-
-    def finish(self) -> None:
-        self._pipeline.finish()
 
     def _watched(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         waits, ends = name.startswith("wait"), name == "submit"
 
         def watched(*given: Any, **named: Any) -> Any:
-            since_s = self._since_s if self._in_pass else None
-            if since_s is not None:
+            in_pass, since_s = self._machine.in_pass, self._since_s
+            if in_pass and since_s is not None:
                 self._thought_s += self._clock() - since_s
             found = call(*given, **named)  # what the machine does does not count
-            self._num_waits += waits
-            goes_on = waits or (since_s is not None and not ends)
+            goes_on = in_pass and (waits or (since_s is not None and not ends))
+            self._num_waits += waits and in_pass
             self._since_s = self._clock() if goes_on else None
             return found
 

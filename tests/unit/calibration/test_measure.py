@@ -299,7 +299,7 @@ def test_what_a_strategy_works_out_takes_its_thread_time_in_plans_and_runs_alike
         for other in (again.summary, summary):
             assert other["throughput_tok_s"] == plans[strategy].summary["throughput_tok_s"]
     assert plans["fiddler"].machine.thinking_s > 0 == plans["moelens"].machine.thinking_s
-    assert plans["fiddler"].summary["machine_facts"]["strategy's thread"].endswith(" us behind each wait")
+    assert plans["fiddler"].summary["machine_facts"]["strategy's thread"].endswith(" us behind each wait of a pass")
     [kept] = tmp_path.glob("cache/calibration/thinking-fiddler-*.json")
     assert json.loads(kept.read_text())["thinking_s"] == plans["fiddler"].machine.thinking_s
     kept.write_text(json.dumps({"thinking_s": 1.0}))

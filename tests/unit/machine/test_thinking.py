@@ -16,7 +16,7 @@ from tests.unit.machine.test_simulated import Unit, machine
 
 def test_the_thread_works_on_after_each_wait_and_lanes_go_on_meanwhile():
     m = machine()
-    m.thinking_s = 0.25
+    m.thinking_s, m.in_pass = 0.25, True
     first, second = m.submit(GPU, Unit(1.0)), m.submit(GPU, Unit(2.0))
     m.wait(first)
     third = m.submit(GPU, Unit(1.0))
@@ -24,8 +24,9 @@ def test_the_thread_works_on_after_each_wait_and_lanes_go_on_meanwhile():
     m.wait_any([second])
     m.wait(second)  # over already: the thread works on all the same
     assert m.now() == 3.5
-    m.submit(GPU, Unit(1.0))
-    m.drain()
+    m.in_pass = False
+    m.wait(m.submit(GPU, Unit(1.0)))
+    assert m.now() == 5.0, "nothing is decided between passes"
     assert (second.started_s, third.started_s) == (1.0, 3.0)
 
 
@@ -33,7 +34,7 @@ class Scripted:
     """Machine and pipeline at once: what happens takes the thread what is written behind it."""
 
     def __init__(self) -> None:
-        self.clock_s = 0.0
+        self.clock_s, self.in_pass = 0.0, False
         self.spans: list[object] = []
 
     def submit(self) -> None:
@@ -44,7 +45,8 @@ class Scripted:
     def works(self, seconds: float) -> None:
         self.clock_s += seconds
 
-    def run(self, plan) -> str:
+    def run(self) -> None:
+        self.in_pass = True
         self.works(20.0)  # before any wait
         self.submit()
         self.works(40.0)  # to make ops
@@ -65,16 +67,22 @@ class Scripted:
         self.submit()
         self.wait()
         self.works(80.0)  # up to the pass's end
-        return f"result of {plan}"
+        self.in_pass = False
 
 
 def watched(num_passes: int, first_s: float = 0.0) -> tuple[Scripted, thinking._Watch]:
+    """Watch passes, of which the first ones have `first_s` more to load and remember."""
     it = Scripted()
-    watch = thinking._Watch(it, it, lambda: it.clock_s)
+    watch = thinking._Watch(it, lambda: it.clock_s)
     for number in range(num_passes):
-        assert watch.run("a pass") == "result of a pass"
-        if number < thinking._FIRST_PASSES:
-            watch._thought_s += first_s  # what is loaded and remembered
+        it.run()
+        if number < thinking._FIRST_PASSES and first_s:
+            it.now()
+            it.in_pass = True
+            it.wait()
+            it.works(first_s)
+            it.submit()
+            it.in_pass = False
         it.wait()  # for the tokens, between passes
         it.works(100.0)
         it.submit()
@@ -85,13 +93,13 @@ def watched(num_passes: int, first_s: float = 0.0) -> tuple[Scripted, thinking._
 @pytest.mark.parametrize("num_passes", [1, 2, 3, 10])
 def test_thinking_is_what_follows_a_wait_up_to_the_next_call_within_a_pass(num_passes):
     _, watch = watched(num_passes)
-    assert watch.mean_s == pytest.approx(7.0 / 5)
+    assert watch.mean_s == pytest.approx(7.0 / 4)
 
 
 def test_the_first_passes_count_only_where_there_are_no_others():
-    assert watched(2, first_s=10.0)[1].mean_s == pytest.approx(17.0 / 5)
-    it, watch = watched(3, first_s=10.0)
-    assert watch.mean_s == pytest.approx(7.0 / 5)
+    assert watched(2, first_s=13.0)[1].mean_s == pytest.approx(20.0 / 5)
+    it, watch = watched(3, first_s=13.0)
+    assert watch.mean_s == pytest.approx(7.0 / 4)
     it.spans.append("one")
     with pytest.raises(thinking._EnoughError):
         for _ in range(thinking._PASSES):
@@ -101,7 +109,15 @@ def test_the_first_passes_count_only_where_there_are_no_others():
 
 def test_a_thread_that_never_waits_has_nothing_to_think_of():
     it = Scripted()
-    assert thinking._Watch(it, it, lambda: it.clock_s).mean_s == 0.0
+    watch = thinking._Watch(it, lambda: it.clock_s)
+    with pytest.raises(thinking._EnoughError):
+        for _ in range(thinking._FIRST_PASSES):
+            it.in_pass = True
+            it.submit()
+            it.in_pass = False
+            it.wait()
+            watch.passed(None)
+    assert watch.mean_s == 0.0
 
 
 @pytest.fixture
