@@ -22,8 +22,10 @@ def markdown(content: dict[str, Any]) -> str:
 
 
 def _of_tokens(runs: dict[str, Any]) -> str:
-    """Say how many runs gave the right tokens, and which did not, by how they ended: one that was skipped or cut off
-    gave no wrong token."""
+    """Say how many runs gave the right tokens, and which did not, by how they ended.
+
+    One that was skipped or cut off gave no wrong token.
+    """
     ends: dict[str, list[str]] = {}
     for name, row in runs.items():
         if row["status"] != "ok":
