@@ -39,6 +39,13 @@ def test_a_wrong_kernel_is_left_to_torch_in_later_runs_and_told():
     assert "| experts over 16 tokens | - |" in page and "Left to torch in all runs: experts." in page
 
 
+def test_a_run_that_was_skipped_or_cut_off_is_not_told_as_wrong():
+    runs = {"moelens": "ok", "fate": "failed", "fiddler": "skipped", "klotski": "skipped"}
+    stage = {"status": "ok", "runs": {name: {"status": status} for name, status in runs.items()}}
+    page = markdown({"title": "t", "facts": {}, "stages": {"tokens": stage}})
+    assert "Hugging Face: 1 of 4 runs exact; failed: fate; skipped: fiddler, klotski.\n" in page
+
+
 def test_what_tells_most_is_measured_first():
     names = list(gpu_scale(host_gb=256.0).strategies)
     assert names[:3] == ["moelens", "moelightning", "ondemand"]

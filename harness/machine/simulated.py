@@ -153,12 +153,9 @@ class SimulatedMachine(Machine):
         routing = {"routing": world.source} if world is not None else {}
         if world is not None and world.was_asked_to_predict:
             routing["predictions"] = world.prediction_source
-        thread = (
-            {"strategy's thread": f"{1e6 * self.thinking_s:.0f} us behind each wait of a pass"}
-            if self.thinking_s
-            else {}
-        )
-        return {"memory_sharing": self.contention.name, **estimated, **routing, **thread}
+        if self.thinking_s:
+            routing["strategy's thread"] = f"{1e6 * self.thinking_s:.0f} us behind each wait of a pass"
+        return {"memory_sharing": self.contention.name, **estimated, **routing}
 
     @property
     def estimated_shares(self) -> EstimatedShares | None:

@@ -86,10 +86,10 @@ def draft_plan(values: Mapping[str, Any], *, log: Log = print) -> Plan:
         if error.field not in _SIZES:
             raise
         raise _does_not_fit(error, session) from error
-    let = partial(let_think, session)
     return Plan(
-        settings=session.settings, engine=engine, strategy=strategy, data_source=workload.source, before_run=let
-    )
+        settings=session.settings, engine=engine, strategy=strategy, data_source=workload.source,
+        before_run=partial(let_think, session),
+    )  # fmt: skip
 
 
 def _does_not_fit(error: Exception, session: Session) -> DoesNotFit:

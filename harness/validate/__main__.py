@@ -8,7 +8,7 @@ folder routing: the simulator has no model to ask, and what it gets wrong about 
 synthetic routing differs. Repeats are interleaved (a model's calibration and right behind it its settings, model by
 model, and all of it again), so that a machine whose speed drifts is measured at the same times; what counts is the
 median. All cores are kept awake meanwhile, and a run beside which others had or slowed them is made again, twice at
-most. Takes more than an hour, in which nothing else should run. Everything is written as it is finished; `--resume`
+most. Takes an hour, in which nothing else should run. Everything is written as it is finished; `--resume`
 goes on with the rest, if the code is the same.
 """
 
