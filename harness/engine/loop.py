@@ -13,8 +13,10 @@ from harness.engine.engine import Engine
 from harness.engine.garbage import collecting_rarely
 from harness.engine.in_flight import InFlight
 from harness.engine.ops.data import RecordedLayer
+from harness.engine.ops.warm_up import ViewWeights
 from harness.engine.sequences import Life, Sequence, State, accept
 from harness.engine.strategy import PassResult, Strategy
+from harness.machine.base import Lane, LaneKind
 from harness.record.passes import PassRecord
 from kernels import fields
 
@@ -26,6 +28,10 @@ def run(engine: Engine, strategy: Strategy, on_pass: Callable[[PassRecord], None
     the strategy allows. If it first needs one of them to end, it is asked again after that.
     """
     index, under_way = 0, deque[_UnderWay]()
+    if engine.machine.warms_up:
+        for each in engine.ranks:
+            op = ViewWeights(each.family, each.spec, each.resident.parts)
+            engine.machine.wait(engine.machine.submit(Lane(LaneKind.GPU, each.rank), op))
     with collecting_rarely():
         while True:
             started = None

@@ -272,7 +272,7 @@ class Machine(ABC):
     name: ClassVar[str]
     clock: ClassVar[Literal["host", "virtual", "none"]] = "host"  # whose seconds `now` and spans are; none: no seconds
     launches_ahead: ClassVar[bool] = False  # ops of the gpu lane are put into a stream before they can begin
-    warms_up: ClassVar[bool] = False  # kernels are compiled at their first use: engines see to it before the first pass
+    warms_up: ClassVar[bool] = False  # first uses take longer: engines see to them before the first pass
     tiers: dict[str, Tier]
     gpu_kernels: GpuKernels = None  # those that do the gpu lane's work, torch all else; None: no GPU does it
     poisons: bool = False  # buffers are filled with NaN when acquired and when released

@@ -23,6 +23,7 @@ class EmulatedMachine(ThreadedMachine):
 
     label: ClassVar[str] = "emulated"
     name: ClassVar[str] = "emulated"
+    warms_up: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -209,13 +209,18 @@ class Resident:
     def part(self, layer: int | None, name: str) -> PlacedPart:
         return self._parts[layer, name][0]
 
+    @property
+    def parts(self) -> list[PlacedPart]:
+        """All parts that are there."""
+        return [part for part, _ in self._parts.values()]
+
     def ticket(self, layer: int, name: str) -> Ticket:
         """Return the transfer that brought a part, which is over."""
         return self._parts[layer, name][1]
 
     @property
     def nbytes(self) -> int:
-        return sum(part.layout.nbytes for part, _ in self._parts.values())
+        return sum(part.layout.nbytes for part in self.parts)
 
     @property
     def embedding(self) -> PlacedPart:

@@ -8,7 +8,8 @@ that consecutive parts are contiguous in host memory (MoE-Lens §6.5).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -134,13 +135,25 @@ class TensorLayout:
 class PartLayout:
     """The tensors of a part lie at fixed offsets in one contiguous, aligned region of `nbytes`.
 
-    `expert` is the number of the routed expert whose weights these are; None for parts that every token uses.
+    `expert` is the number of the routed expert whose weights these are; None for parts that every token uses. Parts
+    with the same `form` have tensors of the same names, shapes and dtypes at the same offsets, as a layer's experts do.
     """
 
     name: str
     tensors: tuple[TensorLayout, ...]
     nbytes: int
     expert: int | None = None
+    form: object = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        tensors = tuple((t.name, t.shape, t.offset_bytes, t.nbytes, t.dtype) for t in self.tensors)
+        object.__setattr__(self, "form", _form(self.nbytes, tensors))
+
+
+@cache
+def _form(nbytes: int, tensors: tuple[tuple[Any, ...], ...]) -> object:
+    """Return what stands for a form: one object for equal ones, which is looked up faster than they are compared."""
+    return object()
 
 
 def lay_out(name: str, dtype: str, sources: Iterable[TensorSource], *, expert: int | None = None) -> PartLayout:

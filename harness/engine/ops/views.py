@@ -16,11 +16,11 @@ from harness.model.spec import ModelSpec
 
 
 def weights(ctx: Context, part: PlacedPart) -> dict[str, Any]:
-    """Return the part's tensors by local name; views are made once for each place that a part can lie in."""
-    memo, key = ctx.memo(part.buffer), (part.buffer, id(part.layout))
+    """Return the part's tensors by local name; views are made once for each place and all parts of a form there."""
+    memo, key = ctx.memo(part.buffer), (part.buffer, part.layout.form)
     if key not in memo:
-        memo[key] = (part.layout, _weight_views(ctx, part))  # the layout is kept so that its id stays its own
-    views: dict[str, Any] = memo[key][1]
+        memo[key] = _weight_views(ctx, part)
+    views: dict[str, Any] = memo[key]
     return views
 
 
@@ -30,9 +30,9 @@ def attention_weights(ctx: Context, part: PlacedPart | None) -> dict[str, Any]:
 
 
 def matrices(ctx: Context, family: Any, spec: ModelSpec, part: PlacedPart) -> tuple[Any, tuple[int, ...]]:
-    """Return an expert's `ExpertShape` and the addresses of its matrices; both are made once for each place that a part
-    can lie in."""
-    memo, key = ctx.memo(part.buffer), ("matrices", part.buffer, id(part.layout))
+    """Return an expert's `ExpertShape` and the addresses of its matrices; both are made once for each place and all
+    experts of a form there."""
+    memo, key = ctx.memo(part.buffer), ("matrices", part.buffer, part.layout.form)
     if key not in memo:
         expert = family.expert_matrices(spec, weights(ctx, part))
         memo[key] = (expert.shape, expert.addresses)
@@ -41,9 +41,9 @@ def matrices(ctx: Context, family: Any, spec: ModelSpec, part: PlacedPart) -> tu
 
 
 def expert_weights(ctx: Context, family: Any, spec: ModelSpec, part: PlacedPart) -> kernels.ExpertWeights:
-    """Return an expert's 16-bit matrices for the CPU's kernels; they are checked once for each place that a part can
-    lie in."""
-    memo, key = ctx.memo(part.buffer), ("expert", part.buffer, id(part.layout))
+    """Return an expert's 16-bit matrices for the CPU's kernels; they are checked once for each place and all experts of
+    a form there."""
+    memo, key = ctx.memo(part.buffer), ("expert", part.buffer, part.layout.form)
     if key not in memo:
         m = family.expert_matrices(spec, weights(ctx, part))
         gating = kernels.Gating(

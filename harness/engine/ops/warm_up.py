@@ -3,13 +3,15 @@ threads."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
 import kernels
-from harness.engine.ops.views import weights
+from harness.engine.ops.views import expert_weights, weights
 from harness.machine.base import Context, Op, Work
+from harness.memory.placed import PlacedPart
 from harness.memory.weights import Resident
 from harness.model.gpu_kernels import warm_up
 from harness.model.spec import ModelSpec
@@ -30,6 +32,29 @@ class StartThreads(Op):
     def run(self, ctx: Context, packet: int) -> None:
         few = torch.zeros(2, 64, dtype=torch.uint8)
         kernels.stream_copy(few[0], few[1], num_threads=ctx.num_threads())
+
+
+class ViewWeights(Op):
+    """Makes torch's views of weights that stay on the device, as an op does that uses a part for the first time.
+
+    Those of a layer with 128 experts take longer than a decode pass over it.
+    """
+
+    kind: ClassVar[str] = "view weights"
+
+    def __init__(self, family: Any, spec: ModelSpec, parts: Sequence[PlacedPart]) -> None:
+        self.family, self.spec, self.parts = family, spec, parts
+
+    def work(self) -> Work:
+        """Return no work: this is set-up, which no cost model times."""
+        return Work()
+
+    def run(self, ctx: Context, packet: int) -> None:
+        for part in self.parts:
+            views = weights(ctx, part)
+            on_cpu = all(each.is_cpu for each in views.values())
+            if part.layout.expert is not None and on_cpu and self.spec.dtype != "float32":
+                expert_weights(ctx, self.family, self.spec, part).require_in_place()
 
 
 class WarmUp(Op):

@@ -235,6 +235,13 @@ def test_experts_on_the_host_are_launches_where_they_have_tokens():
     assert (alone.cost_key, seen(alone).launches, seen(device).launches) == ("experts x1", 1, 1)
 
 
+def test_an_expert_over_given_rows_costs_other_than_one_that_finds_them():
+    """Both know their weights, and so whether these are in a cache."""
+    found = Experts(*own, experts[:1], (0,), 0)
+    given = Expert(*own[:2], experts[0], acts.normed, acts.moe_out, 5)
+    assert given.cost_key != found.cost_key and given.weight_keys == found.weight_keys != ()
+
+
 def test_some_experts_of_a_layer_on_the_device_are_several_single_ones_in_one_launch():
     """Of six one has no tokens: they are five with as many tokens each as 66 in all are."""
     some, whole = Experts(*own, experts[2:], tuple(range(2, 8)), 0), Experts(*own, experts, tuple(range(8)), 0)
@@ -262,7 +269,8 @@ def test_experts_that_nobody_has_seen_are_as_many_as_are_expected_to_have_tokens
 def test_no_op_was_forgotten():
     found = [each for module in (memory_ops, *_modules(harness.engine.ops)) for each in vars(module).values()]
     ops = {each for each in found if isinstance(each, type) and issubclass(each, Op) and each.kind != Op.kind}
-    run_before_anything_is_timed = {memory_ops.Poison, memory_ops.ReadPart, warm_up.WarmUp, warm_up.StartThreads}
+    set_up = {warm_up.WarmUp, warm_up.StartThreads, warm_up.ViewWeights}
+    run_before_anything_is_timed = {memory_ops.Poison, memory_ops.ReadPart, *set_up}
     forgotten = ops - run_before_anything_is_timed - {type(op) for op, _ in CASES}
     assert not forgotten, "count their work by hand in CASES"
 
