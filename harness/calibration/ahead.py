@@ -109,7 +109,7 @@ class LaunchedAhead:
     def _experts(self, emit: Emitter, it: InFlight, layer: int) -> None:
         experts = self._probes.stream.experts(layer)
         for number, part in islice(experts.items(), _EXPERTS):
-            emit.experts(it, layer, {number: part})
+            self._probes.experts(emit, it, layer, {number: part})
         emit.experts(it, layer, experts)
 
 

@@ -28,7 +28,8 @@ from harness.model.spec import ModelSpec
 Chain = Callable[[Emitter, InFlight, int], None]  # submits a micro-batch's ops of one layer
 Pair = tuple[InFlight, InFlight]  # the second one finds weights that the first one has just read
 _HOST_EXPERTS = 3  # that one chain runs on the cpu lane
-_FEW_TOKENS = 100  # of a micro-batch whose experts all run on the cpu lane besides
+_FEW_TOKENS = 100  # of a micro-batch whose experts all run on the cpu lane besides, together
+_MOST_DRAWS = 6  # of these: a wait for a core, now and then, takes as long as the experts of a few tokens
 _CACHE_BYTES_A_TABLE_BYTE = 250  # of block tables for a cache and two micro-batches, with blocks of 2 KB or more
 _MOST_TOKENS = 30_000  # more than the contexts of any shape that is measured have, with what blocks round up
 
@@ -193,8 +194,24 @@ class LayerProbes:
         for group in [[number] for number in stored] if experts_apart else [list(stored)]:
             experts = {number: part(stored[number].layout.name) for number in group}
             for it in its:
-                emit.experts(it, layer, experts)
+                self.experts(emit, it, layer, experts)
         emit.combine(its[0], layer)
+
+    def experts(self, emit: Emitter, it: InFlight, layer: int, experts: dict[int, PlacedPart]) -> None:
+        """Submit experts of a layer to the gpu lane in one op, which finds its rows. A single one of odd number has as
+        many as under even routing, given by who submits it."""
+        odd = [part for number, part in experts.items() if number % 2]
+        if len(experts) != 1 or not odd:
+            emit.experts(it, layer, experts)
+            return
+        op = self._expert(odd[0], it.acts.normed, it.acts.moe_out, self._even_rows(it))
+        op.micro_batch = it.batch.index
+        emit.submit(GPU, op)
+
+    def _even_rows(self, it: InFlight) -> int:
+        """Return the tokens of a micro-batch that an expert gets under even routing, rounded up."""
+        spec = self.engine.spec
+        return -(-it.batch.num_tokens * spec.experts_per_token // spec.num_experts)
 
     def predict(self, emit: Emitter, it: InFlight, layer: int, part: PlacedPart) -> None:
         """Predict by a router, that of the layer itself: another layer's takes as long."""
@@ -253,11 +270,13 @@ class LayerProbes:
         Where the machine has pageable memory, a copy into pinned memory follows.
         """
         spec, num_tokens = self.engine.spec, it.batch.num_tokens
-        share = -(-num_tokens * spec.experts_per_token // spec.num_experts)
+        share = self._even_rows(it)
         source, target = self.acts[0].host_normed, self.acts[0].host_moe_out
         for _ in range(_HOST_EXPERTS):
             emit.submit(CPU, self.expert_on_host(share))
         emit.experts_on_host(it, self.layer, None if num_tokens <= _FEW_TOKENS else [0, 1])
+        for _ in range(min(_FEW_TOKENS // num_tokens, _MOST_DRAWS) - 1):
+            emit.experts_on_host(it, self.layer, range(spec.num_experts))
         emit.experts_on_host(it, self.layer, [spec.num_experts - 1])  # without tokens where these are few
         tokens, ones = np.arange(share), np.ones(share, dtype=np.float32)
         emit.submit(CPU, expert_rows.ClearSums(spec, self.sums, num_tokens, self.layer))
@@ -297,7 +316,7 @@ class LayerProbes:
         """Submit what a layer, whose weights the stream holds, has on the gpu lane, with experts apart."""
         self._before_experts(emit, it, layer)
         for number, placed in self.stream.experts(layer).items():
-            emit.experts(it, layer, {number: placed})
+            self.experts(emit, it, layer, {number: placed})
         emit.combine(it, layer)
 
     def gpu_side_together(self, emit: Emitter, it: InFlight, layer: int) -> None:

@@ -25,7 +25,7 @@ ALONE: Company = frozenset()
 BESIDE_LINK: Company = frozenset({LaneKind.H2D})
 BESIDE_GPU: Company = frozenset({LaneKind.GPU})
 BESIDE_GPU_AND_LINK: Company = BESIDE_GPU | BESIDE_LINK
-VERSION = 14
+VERSION = 15
 # What ends the key of an op with weights, by where it finds them: just come over the link (nothing), in the core's own
 # cache since the op before it has read them, in the last cache, or in memory, where they have been for long.
 AGAIN, IN_CACHE, AT_REST = ", again", ", in cache", ", at rest"

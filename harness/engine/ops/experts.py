@@ -208,6 +208,7 @@ class Expert(Op):
         self.family, self.spec, self.part, self.layer = family, spec, part, layer
         self.source, self.target, self.num_rows = source, target, num_rows
         self.tokens, self.weights, self.on_host = tokens, weights, on_host
+        self.weight_keys = part.keys
         self.reads, self.writes = (source, *part.keys), (target,)
 
     def work(self) -> Work:
@@ -215,7 +216,8 @@ class Expert(Op):
 
     @property
     def cost_key(self) -> str:
-        return f"{self.kind} x1"
+        """The kind, with what it spares beside an `Experts` of one: nobody looks for its rows."""
+        return f"{self.kind} x1, given rows"
 
     def cost_features(self) -> tuple[float, ...]:
         """Return the tokens of a micro-batch that, under even routing, would bring one expert so many rows, as

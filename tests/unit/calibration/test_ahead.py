@@ -24,7 +24,7 @@ SHAPES = (Shape.of_prompts(64, 32), Shape(contexts=(40,) * 4))
 KINDS = {
     *("embed", "attention in", "prefill attention", "decode attention (device)", "decode attention (paged)"),
     *("append kv (device)", "attention out", "predict experts", "combine", "head", "experts x1", "experts x8"),
-    "experts x1, together",
+    *("experts x1, given rows", "experts x1, together"),
 }
 
 

@@ -133,6 +133,11 @@ def test_experts_are_measured_together_and_apart(found):
         assert {"cpu: experts x1", f"cpu: experts x1{TOGETHER}"} <= set(found.samples[company])
     for company in (ALONE, BESIDE_LINK):
         assert {f"gpu: experts x1{each}{TOGETHER}" for each in (IN_CACHE, AT_REST)} <= set(found.samples[company])
+        given = {f"gpu: experts x1, given rows{each}" for each in ("", AGAIN, IN_CACHE, AT_REST)}
+        assert given <= set(found.samples[company])
+    assert all("cpu: experts x1, given rows" in found.samples[company] for company in (ALONE, BESIDE_LINK, BESIDE_GPU))
+    beside = [found.crowded[ALONE], found.crowded[BESIDE_LINK], found.beside_strategy]
+    assert all("gpu: experts x1, given rows, at rest" in by_key for by_key in beside)
 
 
 def test_experts_of_one_op_cost_what_they_cost_the_machine(found):
