@@ -161,7 +161,7 @@ class Places(Generic[Key]):
     def _take_back(self, key: Key) -> bool:
         """Cancel an occupant's transfers, the last one first, and free its place if none has begun."""
         tickets = self._occupants[key].tickets
-        while tickets and self._machine.cancel(tickets[-1]):
+        while tickets and not tickets[-1].done and self._machine.cancel(tickets[-1]):
             tickets.pop()
         if tickets:
             return False
