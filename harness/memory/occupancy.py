@@ -147,7 +147,8 @@ class Places(Generic[Key]):
         """
         occupant = self._occupants[key]
         assert len(occupant.tickets) <= 1, f"{key} is brought by several transfers"
-        return not occupant.holds and self._take_back(key)
+        stays = occupant.holds or any(ticket.done for ticket in occupant.tickets)
+        return not stays and self._take_back(key)
 
     def clear(self) -> None:
         """Withdraw the transfers that have not begun, the latest first, and free all places, those held as well."""
@@ -161,7 +162,7 @@ class Places(Generic[Key]):
     def _take_back(self, key: Key) -> bool:
         """Cancel an occupant's transfers, the last one first, and free its place if none has begun."""
         tickets = self._occupants[key].tickets
-        while tickets and not tickets[-1].done and self._machine.cancel(tickets[-1]):
+        while tickets and self._machine.cancel(tickets[-1]):
             tickets.pop()
         if tickets:
             return False

@@ -211,16 +211,11 @@ class Resident:
 
     @property
     def parts(self) -> list[PlacedPart]:
-        """All parts that are there."""
         return [part for part, _ in self._parts.values()]
 
     def ticket(self, layer: int, name: str) -> Ticket:
         """Return the transfer that brought a part, which is over."""
         return self._parts[layer, name][1]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.layout.nbytes for part in self.parts)
 
     @property
     def embedding(self) -> PlacedPart:

@@ -42,8 +42,9 @@ def matrices(ctx: Context, family: Any, spec: ModelSpec, part: PlacedPart) -> tu
 
 def expert_weights(ctx: Context, family: Any, spec: ModelSpec, part: PlacedPart) -> kernels.ExpertWeights:
     """Return an expert's 16-bit matrices for the CPU's kernels; they are checked once for each place and all experts of
-    a form there."""
-    memo, key = ctx.memo(part.buffer), ("expert", part.buffer, part.layout.form)
+    a form there. With biases it is once for each place and expert: of these the kernels keep float32 copies."""
+    which = id(part.layout) if spec.expert_bias else part.layout.form
+    memo, key = ctx.memo(part.buffer), ("expert", part.buffer, which)
     if key not in memo:
         m = family.expert_matrices(spec, weights(ctx, part))
         gating = kernels.Gating(
@@ -54,8 +55,8 @@ def expert_weights(ctx: Context, family: Any, spec: ModelSpec, part: PlacedPart)
             up_bias=m.up_bias,
             down_bias=m.down_bias,
         )
-        memo[key] = kernels.ExpertWeights(m.gate, m.up, m.down, gating)
-    found: kernels.ExpertWeights = memo[key]
+        memo[key] = (part.layout, kernels.ExpertWeights(m.gate, m.up, m.down, gating))  # a layout in use keeps its id
+    found: kernels.ExpertWeights = memo[key][1]
     return found
 
 
