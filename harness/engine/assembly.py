@@ -87,7 +87,7 @@ def assemble_engine(
     if machine.warms_up:
         for lane in (CPU, Lane(LaneKind.PIN)):
             machine.submit(lane, StartThreads())
-        if all(ends[0]):  # what a pipeline's first stage lacks is not looked up there
+        if all(ends[0]):  # a pipeline's first stage has no head: it is not warmed up, and its first pass takes longer
             machine.wait(machine.submit(GPU, WarmUp(source.family, sources[0].spec, residents[0], block_size)))
         machine.drain()
     return engine_of(0, tuple(engine_of(rank) for rank in range(1, num_gpus)))

@@ -21,6 +21,14 @@ from harness.record.passes import PassRecord
 from kernels import fields
 
 
+def look_at_weights(engine: Engine) -> None:
+    """Make the views of weights that stay on devices, where the machine warms up: set-up, before anything counts."""
+    if engine.machine.warms_up:
+        for each in engine.ranks:
+            op = ViewWeights(each.family, each.spec, each.resident.parts)
+            engine.machine.wait(engine.machine.submit(Lane(LaneKind.GPU, each.rank), op))
+
+
 def run(engine: Engine, strategy: Strategy, on_pass: Callable[[PassRecord], None], *, check: bool = False) -> None:
     """Run the workload to its end. `check` verifies the integrity of memory and blocks after every pass (tests).
 
@@ -28,10 +36,6 @@ def run(engine: Engine, strategy: Strategy, on_pass: Callable[[PassRecord], None
     the strategy allows. If it first needs one of them to end, it is asked again after that.
     """
     index, under_way = 0, deque[_UnderWay]()
-    if engine.machine.warms_up:
-        for each in engine.ranks:
-            op = ViewWeights(each.family, each.spec, each.resident.parts)
-            engine.machine.wait(engine.machine.submit(Lane(LaneKind.GPU, each.rank), op))
     with collecting_rarely():
         while True:
             started = None

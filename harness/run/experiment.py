@@ -115,6 +115,7 @@ def _execute(state: RunState, folder: RunFolder, sink: WandbSink, progress: Prog
     planned = {"label": machine.label, "plan": strategy.plan, "prediction": strategy.prediction}
     write_json(folder.path / "plan.json", plain(planned))
     let_think(session)
+    loop.look_at_weights(engine)
     _add_to_meta(folder, {"machine": machine.facts})
     machine.drain()
     machine.spans.clear()  # set-up and profiling are not part of what is measured

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
+from math import prod
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from harness.engine.loop import run
+from harness.engine.loop import look_at_weights
 from harness.engine.ops import views
 from harness.machine.base import GPU, Op, Work
 from harness.memory.placed import PlacedPart
+from harness.model.layout import PartLayout, TensorLayout
 from tests.contract.running import emulated, engine_on
 
 
@@ -69,25 +72,49 @@ def test_parts_that_differ_in_what_they_hold_differ_in_their_form(tiny):
         assert replace(layout, name="another", expert=5).form is layout.form
 
 
-def test_what_stays_on_the_device_is_looked_at_before_the_first_pass(tiny, made):
-    class Nothing:
-        passes_in_flight = 1
-        scheduler = pipeline = property(lambda self: self)
-
-        def finish(self):
-            pass
-
-        def next_pass(self):
-            return None
-
+def test_what_stays_on_the_device_needs_no_views_in_a_pass(tiny, made):
     with closing(emulated()) as machine:
         engine = engine_on(machine, tiny, [], kv_blocks=8, block_size=16)
         engine.resident.keep("experts", [(0, part.layout.name) for part in engine.store.experts(0).values()])
         kept = [part for part in engine.resident.parts if part.layout.expert is not None]
         assert kept and not {part.buffer for part in kept} & {part.buffer for part in made}
-        run(engine, Nothing(), lambda record: None)
+        look_at_weights(engine)
         assert {part.buffer for part in kept} <= {part.buffer for part in made}
         count = len(made)
         for part in kept:
             machine.wait(machine.submit(GPU, Look(PlacedPart(part.layout, part.buffer, part.keys))))
         assert len(made) == count
+
+
+def test_experts_with_biases_in_the_same_place_have_their_own():
+    """The kernels keep float32 copies of biases in 16 bits, which do not change with the place's bytes."""
+    spec = SimpleNamespace(expert_bias=True)
+    one, other = (_part(f"expert.{number}") for number in range(2))
+    place, family = torch.arange(8, dtype=torch.bfloat16), _Biased()
+    memo: dict[object, object] = {}
+    ctx = SimpleNamespace(memo=lambda buffer: memo, tensor=lambda buffer, shape, dtype: _typed(place, dtype, shape))
+    first = views.expert_weights(ctx, family, spec, one).biases[2].clone()
+    place += 10
+    again = views.expert_weights(ctx, family, spec, other).biases[2]
+    assert torch.equal(again, first + 10)
+    spec.expert_bias = False
+    assert views.expert_weights(ctx, family, spec, one) is views.expert_weights(ctx, family, spec, other)
+
+
+def _part(name):
+    tensors = (TensorLayout("down", (4, 1), (f"{name}.down",), 0, 8, "bfloat16"),
+               TensorLayout("down_bias", (4,), (f"{name}.bias",), 8, 8, "bfloat16"))  # fmt: skip
+    return PlacedPart(PartLayout(name, tensors, 16), "place", ("place",))
+
+
+def _typed(place, dtype, shape):
+    return place.view(getattr(torch, dtype))[: prod(shape)].view(shape)
+
+
+class _Biased:
+    def expert_matrices(self, spec, w):
+        gate = torch.ones(1, 4, dtype=torch.bfloat16)
+        plain = SimpleNamespace(name="silu", alpha=1.0, limit=0.0)
+        bias = w["down_bias"]
+        return SimpleNamespace(gate=gate, up=gate, down=w["down"], gate_bias=bias[:1], up_bias=bias[:1], down_bias=bias,
+                               activation=plain)  # fmt: skip

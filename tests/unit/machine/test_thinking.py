@@ -48,6 +48,8 @@ class Scripted:
     def run(self) -> None:
         self.in_pass = True
         self.works(20.0)  # before any call
+        self.now()
+        self.works(40.0)  # to make an op: the wait between passes is none of theirs
         self.submit()
         self.works(40.0)  # to make an op
         self.submit()
@@ -90,9 +92,9 @@ def watched(num_passes: int, first_s: float = 0.0) -> tuple[Scripted, thinking._
             it.works(first_s)
             it.submit()
             it.in_pass = False
+        it.submit()
         it.wait()  # for the tokens, between passes
         it.works(100.0)
-        it.submit()
         watch.passed(None)
     return it, watch
 
@@ -127,7 +129,7 @@ def test_a_thread_that_never_waits_has_nothing_to_think_of():
     assert watch.mean_s == 0.0
 
 
-def test_the_thread_thinks_with_caches_that_the_lanes_have_swept(monkeypatch):
+def test_the_thread_thinks_with_caches_that_the_lanes_have_swept():
     """Otherwise what it needs would lie in its core's own cache, which it does not behind an op."""
     it, swept = Scripted(), []
     watch = thinking._Watch(it, lambda: it.clock_s)
