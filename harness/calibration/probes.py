@@ -205,7 +205,7 @@ class LayerProbes:
             emit.experts(it, layer, experts)
             return
         op = self._expert(odd[0], it.acts.normed, it.acts.moe_out, self._even_rows(it))
-        op.micro_batch = it.batch.index
+        op.micro_batch, op.layer = it.batch.index, layer
         emit.submit(GPU, op)
 
     def _even_rows(self, it: InFlight) -> int:

@@ -33,6 +33,17 @@ def test_a_busy_link_is_all_that_gpu_ops_have_beside_them(tiny):
     assert beside <= {(D2H, "offload qkv"), (CPU, "append kv"), (D2H, "fetch tokens"), (CPU, "poison")}
 
 
+def test_no_expert_counts_beside_which_ops_are_still_submitted(tiny):
+    """Half of the single experts find their rows, the others are given them: as many of either count, of two layers."""
+    with closing(emulated()) as machine:
+        engine = engine_on(machine, tiny, [], kv_blocks=400, block_size=16)
+        probes = LayerProbes(engine, room=ContextRoom(), max_tokens=64, packet_bytes=100_000)
+        costs = OpCosts(engine, probes, link_bytes_s=LINK_BYTES_S, undisturbed=None, max_tokens=64, max_context=6000)
+        keys = [ticket.op.cost_key for ticket in costs._overlapped(Shape(contexts=(20,) * 4)) if ticket.lane == GPU]
+        probes.close()
+    assert keys.count("experts x1") == keys.count("experts x1, given rows") == 2 * 2 * tiny.spec.num_experts // 2
+
+
 @pytest.mark.parametrize("company", [ALONE, BESIDE_LINK])
 def test_nobody_has_read_weights_at_rest_since_they_came(company, tiny):
     """Single experts read a whole layer, of which those of one op are some: a large cache would still hold these."""
