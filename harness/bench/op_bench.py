@@ -69,12 +69,13 @@ class OpBench:
         self, shape: Shape, blocks: Blocks | None = None, *, on_device: bool = False
     ) -> tuple[list[Sequence], list[Sequence], BlockAllocator]:
         """Make sequences that prefill and that decode, with blocks scattered over a cache that has `blocks`, whose
-        content does not matter. Without `blocks` theirs are nobody's, for ops that touch no cache."""
+        content does not matter. Without `blocks` theirs are nobody's, for ops that touch no cache. The allocator has
+        these blocks alone."""
         prefill, decode = shape.sequences(self.engine.spec.vocab_size, self._rng)
         lengths, size = (*shape.prompts, *shape.contexts), (blocks or self.engine.kv.allocator).block_size
-        num_blocks = sum(-(-length // size) for length in lengths) if blocks is None else blocks.num_blocks
-        order = self._rng.permutation(num_blocks).tolist()
-        allocator = BlockAllocator(num_blocks, size, order=order, on_device=on_device)
+        needed = sum(-(-length // size) for length in lengths)
+        order = self._rng.permutation(needed if blocks is None else blocks.num_blocks)[:needed].tolist()
+        allocator = BlockAllocator(needed, size, order=order, on_device=on_device)
         for sequence in (*prefill, *decode):
             allocator.grow(sequence, sequence.num_tokens)
         return prefill, decode, allocator

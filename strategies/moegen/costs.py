@@ -41,12 +41,12 @@ def _features(lane: Lane, op: Op) -> tuple[float, ...]:
 
 
 def _all_that_counts(lane: Lane, op: Op) -> tuple[Hashable, ...]:
-    """Return all that an op's time depends on, measured or not; cheaper than `_key` and `_features`, which follow from
+    """Return all that the time of a measured op depends on; cheaper than `_key` and `_features`, which follow from
     it."""
     if lane.kind in _LINKS:
-        return (lane.kind, op.kind, op.work())
+        return (lane.kind, op.kind, op.work().link_bytes)
     chosen = type(op) is Expert and op.tokens is not None
-    return (lane.kind, op.kind, op.cost_key, chosen, op.cost_features(), op.work())
+    return (lane.kind, op.kind, op.cost_key, chosen, op.cost_features())
 
 
 @dataclass(eq=False)
@@ -66,14 +66,16 @@ class ModuleCosts:
     def seconds(self, lane: Lane, op: Op) -> float:
         """Return what an op takes. Ops without any work are free."""
         alike = _all_that_counts(lane, op)
-        if (seconds := self._known.get(alike)) is None:
-            seconds = self._known[alike] = self._asked(lane, op)
+        if (seconds := self._known.get(alike)) is not None:
+            return seconds
+        function = self._functions.get(_key(lane, op))
+        if function is None:
+            return self._estimated(lane, op)
+        seconds = self._known[alike] = max(function(_features(lane, op)), 0.0)
         return seconds
 
-    def _asked(self, lane: Lane, op: Op) -> float:
-        function = self._functions.get(_key(lane, op))
-        if function is not None:
-            return max(function(_features(lane, op)), 0.0)
+    def _estimated(self, lane: Lane, op: Op) -> float:
+        """Return what an op takes that was not measured, by its work."""
         work = op.work()
         if work == Work():
             return 0.0
@@ -83,7 +85,7 @@ class ModuleCosts:
 
     @cached_property
     def _known(self) -> dict[tuple[Hashable, ...], float]:
-        """The seconds of what was asked before: a pass has thousands of ops that cost the same."""
+        """The seconds of measured ops that were asked for before: a pass has thousands that cost the same."""
         return {}
 
     @cached_property

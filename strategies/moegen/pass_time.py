@@ -19,7 +19,7 @@ from harness.machine.critical_path import critical_path, in_lane_order
 from harness.machine.recording import OpGraph
 from harness.memory.transfers import CopyWeights
 from harness.model.spec import ModelSpec
-from strategies.moegen.recorded import Recorded
+from strategies.moegen.recorded import Recorded, steady_layers
 
 Cost = Callable[[Lane, Op], float]  # seconds
 DecidedBy = Literal["path", "lane"]
@@ -58,7 +58,7 @@ def pass_time(recorded: Recorded, cost: Cost, spec: ModelSpec) -> PassTime:
     embed_s = sum(own_s for own_s, op in zip(seconds, graph.ops, strict=True) if type(op) is Embed)
     begins_s = [embed_s, *layer_ends_s]
     layers_s = [end_s - begin_s for begin_s, end_s in zip(begins_s, layer_ends_s, strict=False)]
-    steady = few.moe_layers[1:-1] or few.moe_layers[-1:]
+    steady = steady_layers(few)
     begin_s, end_s = layer_ends_s[steady[0] - 1] if steady[0] else 0.0, layer_ends_s[steady[-1]]
     on_path: dict[str, float] = defaultdict(float)
     for run in path.nodes:

@@ -1,12 +1,13 @@
 """Record the ops of a pass under a policy.
 
 The pipeline itself runs on a recording machine, over a model of few layers. The first layer fills the pipeline, and
-the last one lets it run empty: nobody loads keys and values for a layer behind it.
+the last one lets it run empty: nobody loads keys and values for a layer behind it. What lies between them counts, so
+the last layer's experts may be left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
@@ -90,20 +91,23 @@ class HashedRouting:
 
 
 class _RoutedOnce(HashedRouting):
-    """Chooses as `HashedRouting` does, for a batch whose tokens are all routed once, however often it is recorded."""
+    """Chooses as `HashedRouting` does, for a batch whose tokens are all routed once, however often it is recorded.
+    In layers that are not among `layers`, if any are given, no token chooses an expert."""
 
-    def __init__(self, spec: ModelSpec, batch: Batch) -> None:
+    def __init__(self, spec: ModelSpec, batch: Batch, *, layers: Collection[int] | None = None) -> None:
         super().__init__(spec)
-        self._spec, self._batch = spec, batch
+        self._spec, self._batch, self._layers = spec, batch, spec.moe_layers if layers is None else layers
 
     def experts(self, request_ids: np.ndarray, positions: np.ndarray, layer: int) -> np.ndarray:
+        if layer not in self._layers:
+            return np.empty((len(positions), 0), dtype=np.uint16)
         first = int(request_ids[0]) * self._batch.tokens_each  # rows follow one another
-        return _routed(self._spec, self._batch, layer)[first : first + len(positions)].astype(np.int64)
+        return _routed(self._spec, self._batch, layer)[first : first + len(positions)]
 
 
-def most_tokens_of_expert(spec: ModelSpec, batch: Batch) -> int:
-    """Return the most tokens that an expert has in any layer."""
-    return max(int(np.bincount(_routed(spec, batch, layer).ravel()).max()) for layer in spec.moe_layers)
+def most_tokens_of_expert(spec: ModelSpec, batch: Batch, layers: Iterable[int]) -> int:
+    """Return the most tokens that an expert has in any of these layers."""
+    return max(int(np.bincount(_routed(spec, batch, layer).ravel()).max()) for layer in layers)
 
 
 @lru_cache(maxsize=12)
@@ -120,8 +124,11 @@ def few_layers(spec: ModelSpec, dense_slots: int, num_tokens: int) -> ModelSpec:
 
     There are more where a layer has few tokens: those between the first and the last one choose as many experts as
     would be all of a layer's several times over. They are an even number where a window holds for every second layer.
-    One layer has no experts, if any has none. There are more layers than have a slot, unless all have one.
+    One layer has no experts, if any has none, and at most two in front of all others: the first one fills the pipeline.
+    There are more layers than have a slot, unless all have one.
     """
+    all_dense = dense_slots >= spec.num_layers
+    spec = _with_fewer_in_front(spec)
     chosen = num_tokens * spec.experts_per_token
     between = max(1, ceil(_SAMPLES * spec.num_experts / max(chosen, 1)))
     alternate = spec.sliding_window is not None and spec.sliding_layers == "even"
@@ -132,9 +139,21 @@ def few_layers(spec: ModelSpec, dense_slots: int, num_tokens: int) -> ModelSpec:
         count += 1
         has_dense = any(layer in dense for layer in range(count)) or not dense
         enough = sum(layer not in dense for layer in range(count)) >= num_moe
-        if has_dense and enough and (count > dense_slots or dense_slots >= spec.num_layers):
+        if has_dense and enough and (count > dense_slots or all_dense):
             break
     return first_layers(spec, count)
+
+
+def _with_fewer_in_front(spec: ModelSpec) -> ModelSpec:
+    """Return the model with at most two layers in front of the first one that has experts."""
+    spare = max(0, min(spec.moe_layers, default=0) - 2)
+    dense = tuple(layer - spare for layer in spec.dense_layers if layer >= spare)
+    return replace(spec, num_layers=spec.num_layers - spare, dense_layers=dense) if spare else spec
+
+
+def steady_layers(spec: ModelSpec) -> tuple[int, ...]:
+    """Return the layers with experts whose time counts: those between the first and the last one, or that one alone."""
+    return spec.moe_layers[1:-1] or spec.moe_layers[-1:]
 
 
 def first_layers(spec: ModelSpec, count: int) -> ModelSpec:
@@ -142,11 +161,13 @@ def first_layers(spec: ModelSpec, count: int) -> ModelSpec:
 
 
 def record(
-    engine: Engine, spec: ModelSpec, policy: Policy, shape: WorkloadShape, batch: Batch, build: Build
-) -> Recorded:
-    """Record a pass of `batch` in a model of the engine's family with the dimensions of `spec`."""
+    engine: Engine, spec: ModelSpec, policy: Policy, shape: WorkloadShape, batch: Batch, build: Build, *,
+    experts_in: Collection[int] | None = None,
+) -> Recorded:  # fmt: skip
+    """Record a pass of `batch` in a model of the engine's family with the dimensions of `spec`. Experts run in the
+    layers `experts_in`; None: in all that have any."""
     machine = RecordingMachine(capacities_bytes=dict.fromkeys(engine.machine.tiers, _ROOM_BYTES), records=False)
-    machine.world = World(_RoutedOnce(spec, batch), spec.num_experts)
+    machine.world = World(_RoutedOnce(spec, batch, layers=experts_in), spec.num_experts)
     block_size = engine.kv.allocator.block_size
     num_blocks = batch.num_blocks(block_size)
     store = _store(spec, engine.family)

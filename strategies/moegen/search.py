@@ -1,11 +1,13 @@
 """Search the policy with the least time a request (MoE-Gen §4.3 and 4.4): B/T of Eq. 1, with T by Eq. 4.
 
 Candidates differ from the best policy so far in one variable. One that Eq. 2 or 3 rules out is dropped at once, by the
-same sizes by which the pipeline reserves its memory. For every other the pipeline's own ops are recorded. One becomes
-the best so far if it takes 0.2 % less time. All variables are gone through once, and a second time where that has found
-a better policy. The result is the fastest policy of all that were tried, and of equally fast ones that which differs
-least from the first one. After two rounds it may have a faster neighbour, and it need not be the fastest of all.
-Where the device has memory to spare, it goes to experts that stay there.
+same sizes by which the pipeline reserves its memory. For every other the pipeline's own ops are recorded: first with
+the upper one of two whole numbers of experts a layer that stay on the device, which lets most be passed over, then with
+both. One becomes the best so far if it takes 0.2 % less time. All variables are gone through once, and a second time
+where that has found a better policy: omega, the share of the CPU, first all over, since where the link and the CPU are
+both busy neither way may help at first. The result is the fastest policy of all that were not passed over, and of
+equally fast ones that which differs least from the first one. After two rounds it may have a faster neighbour, and it
+need not be the fastest of all. Where the device has memory to spare, it goes to experts that stay there.
 
 The decode batch is no variable: it is what is given, or as large as Eq. 2 and the workload allow. Nor are tokens moved
 to host memory where they fit on the device (§4.2): there rows are gathered and added on the CPU for each expert, which
@@ -58,7 +60,8 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The search has found the best candidate, the next ones, and how many it has thought of."""
+    """The search has found the best candidate, the next ones of those that it did not pass over, and how many it has
+    thought of."""
 
     best: Candidate
     runners_up: list[Candidate]
@@ -117,28 +120,37 @@ class Search:
     deployment: Deployment
     times: PassTimes
     given: GivenPolicy
-    _known: dict[Policy, Candidate | None] = field(default_factory=dict)  # None: it does not fit
+    _known: dict[Policy, Candidate | float | None] = field(default_factory=dict)  # seconds: passed over; None: no room
 
     def around(self, start: Policy) -> Found:
         """Return the best policy that is found from `start`, which must fit."""
         start = self._with_less_prefill(start)
         assert self.deployment.fits(start), f"the search starts from a policy that does not fit: {start}"
         best = self._known[start] = self.candidate(start)
-        for _ in range(_ROUNDS):
+        for round_number in range(_ROUNDS):
             before = best
             for variable in _VARIABLES:
-                best = self._best_along(variable, best)
+                best = self._best_along(variable, best, all_over=variable.name == "cpu_attention" and not round_number)
             if best is before:
                 break
-        fitting = [each for each in self._known.values() if each is not None]
-        found = sorted(fitting, key=lambda each: (each.request_s, *_order(each.policy, start)))
+        found = self._fastest(start)
         return Found(
             best=found[0],
             runners_up=found[1 : _RUNNERS_UP + 1],
             num_considered=len(self._known),
-            num_without_memory=len(self._known) - len(found),
+            num_without_memory=sum(each is None for each in self._known.values()),
             num_recorded=self.times.num_recorded,
         )
+
+    def _fastest(self, start: Policy) -> list[Candidate]:
+        """Return the candidates that were not passed over, fastest first. Those that might be the fastest one by a
+        gain that is too small for the search are not, either."""
+        fastest_s = min(each.request_s for each in self._known.values() if isinstance(each, Candidate))
+        for policy, known in self._known.items():
+            if isinstance(known, float) and known <= fastest_s:
+                self._known[policy] = self.candidate(policy)
+        found = [each for each in self._known.values() if isinstance(each, Candidate)]
+        return sorted(found, key=lambda each: (each.request_s, *_order(each.policy, start)))
 
     def _with_less_prefill(self, policy: Policy) -> Policy:
         """Return the policy with so many prompts at a time, if there are as many, that experts hide their transfer."""
@@ -160,6 +172,15 @@ class Search:
             request_s += (shape.new_tokens - 1) * decode.seconds / policy.decode.batch_size
         return Candidate(policy=policy, prefill=prefill, decode=decode, request_s=request_s)
 
+    def _sooner_s(self, policy: Policy) -> float:
+        """Return the seconds of a request that a policy would hardly take less than; see `PassTimes.sooner_s`."""
+        new_tokens, prefill, decode = self.deployment.shape.new_tokens, policy.prefill, policy.decode
+        request_s = self.times.sooner_s(policy, self.prefill_batch(prefill.batch_size)) / prefill.batch_size
+        if new_tokens > 1:
+            decode_s = self.times.sooner_s(policy, self.decode_batch(decode.batch_size))
+            request_s += (new_tokens - 1) * decode_s / decode.batch_size
+        return request_s
+
     def prefill_batch(self, num_sequences: int) -> Batch:
         shape = self.deployment.shape
         tokens = shape.longest_prompt if shape.padded else int(shape.prompt_tokens)  # so that the buffers hold them all
@@ -171,13 +192,13 @@ class Search:
         tokens = max(1, round(shape.prompt_tokens + (shape.new_tokens - 1) / 2))
         return Batch(num_sequences=num_sequences, tokens=tokens, decodes=True)
 
-    def _best_along(self, variable: _Variable, best: Candidate) -> Candidate:
-        """Go through a variable's values from the present one on, both ways, as long as that helps. Omega is tried all
-        over, since where the link and the CPU are both busy neither way may help at first."""
+    def _best_along(self, variable: _Variable, best: Candidate, *, all_over: bool) -> Candidate:
+        """Go through a variable's values from the present one on, both ways, as long as that helps. Where it is tried
+        `all_over`, every second value is tried before."""
         if getattr(self.given, variable.setting) is not None:
             return best
         values = sorted({*self._values(variable, best.policy), variable.of(best.policy)})
-        if variable.name == "cpu_attention":
+        if all_over:
             for value in values[::2]:
                 best = self._better(best, variable, value)
         at = values.index(variable.of(best.policy))
@@ -191,12 +212,13 @@ class Search:
 
     def _better(self, best: Candidate, variable: _Variable, value: Value) -> Candidate:
         """Return the best candidate with another value of the variable, if that is better and fits, else itself."""
-        policy = self._with(variable, best.policy, value)
+        policy, must_take_s = self._with(variable, best.policy, value), best.request_s * (1 - _GAIN)
         if policy not in self._known:
-            fits = self.deployment.fits(policy)
-            self._known[policy] = self.candidate(policy) if fits else None
+            self._known[policy] = self._sooner_s(policy) if self.deployment.fits(policy) else None
         other = self._known[policy]
-        return other if other is not None and other.request_s < best.request_s * (1 - _GAIN) else best
+        if isinstance(other, float) and other < must_take_s:
+            other = self._known[policy] = self.candidate(policy)
+        return other if isinstance(other, Candidate) and other.request_s < must_take_s else best
 
     def _with(self, variable: _Variable, policy: Policy, value: Value) -> Policy:
         """Return the policy with another value, and with as many experts on the device as that leaves room for."""

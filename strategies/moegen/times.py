@@ -13,7 +13,7 @@ from strategies.common.workload_shape import WorkloadShape
 from strategies.moegen.pass_time import Cost, PassTime, pass_time
 from strategies.moegen.pipeline import ModuleBatching
 from strategies.moegen.policy import Policy
-from strategies.moegen.recorded import Batch, Build, few_layers, most_tokens_of_expert, record
+from strategies.moegen.recorded import Batch, Build, few_layers, most_tokens_of_expert, record, steady_layers
 
 _FEW_EXPERTS = 8  # in a layer: a part of one still matters
 
@@ -37,17 +37,28 @@ class PassTimes:
     def of(self, policy: Policy, batch: Batch) -> PassTime:
         """Return the time of a pass. Of the experts that stay on the device each layer has as many; between two small
         whole numbers it is a straight line."""
-        spec, num_tokens = self.engine.spec, batch.num_sequences * batch.tokens_each
-        few = self._few_layers(policy.dense_slots, num_tokens)
-        resident = policy.resident_experts / spec.num_moe_layers  # in each layer
-        low = int(resident) if resident < _FEW_EXPERTS else round(resident)
-        resident = resident if resident < _FEW_EXPERTS else low
-        found = self._at(policy, batch, few, low)
-        return found if resident == low else _between(found, self._at(policy, batch, few, low + 1), resident - low)
+        low, high, share = self._resident(policy)
+        found = self._at(policy, batch, low)
+        return found if low == high else _between(found, self._at(policy, batch, high), share)
 
-    def _at(self, policy: Policy, batch: Batch, few: ModelSpec, resident: int) -> PassTime:
+    def sooner_s(self, policy: Policy, batch: Batch) -> float:
+        """Return the seconds of a pass with the upper one of the two whole numbers, from one recorded pass. With more
+        experts on the device it hardly ever takes longer."""
+        return self._at(policy, batch, self._resident(policy)[1]).seconds
+
+    def _resident(self, policy: Policy) -> tuple[int, int, float]:
+        """Return two whole numbers of experts that stay on the device in each layer, with the policy's place between
+        them: from 0 to 1."""
+        resident = policy.resident_experts / self.engine.spec.num_moe_layers
+        low = int(resident) if resident < _FEW_EXPERTS else round(resident)
+        if resident >= _FEW_EXPERTS or resident == low:
+            return low, low, 0.0
+        return low, low + 1, resident - low
+
+    def _at(self, policy: Policy, batch: Batch, resident: int) -> PassTime:
         """Return the time with so many resident experts in each layer."""
-        most_tokens = self._most_tokens_of_expert(few, batch)
+        few = self._few_layers(policy.dense_slots, batch.num_sequences * batch.tokens_each)
+        most_tokens = self._most_tokens_of_expert(few, batch, _with_experts(few))
         phase = policy.decode if batch.decodes else policy.prefill
         phase = replace(phase, expert_batch=min(phase.expert_batch, most_tokens))  # any more is the same slice
         policy = replace(policy, decode=phase) if batch.decodes else replace(policy, prefill=phase)
@@ -61,12 +72,20 @@ class PassTimes:
         key = (phase, batch, resident, policy.expert_slots, policy.dense_slots, policy.prefetch)
         if key not in self._known:
             self.num_recorded += 1
-            recorded = record(self.engine, few, policy, self.shape, batch, self.build or self._pipeline)
+            recorded = record(
+                self.engine, few, policy, self.shape, batch, self.build or self._pipeline,
+                experts_in=_with_experts(few),
+            )  # fmt: skip
             self._known[key] = pass_time(recorded, self.cost, self.engine.spec)
         return self._known[key]
 
     def _pipeline(self, engine: Engine, policy: Policy, shape: WorkloadShape) -> Pipeline:
         return ModuleBatching(engine, policy, shape, packet_bytes=self.packet_bytes)
+
+
+def _with_experts(few: ModelSpec) -> tuple[int, ...]:
+    """Return the layers whose experts are recorded: up to the last one that counts."""
+    return few.moe_layers[: few.moe_layers.index(steady_layers(few)[-1]) + 1]
 
 
 def _between(low: PassTime, high: PassTime, share: float) -> PassTime:

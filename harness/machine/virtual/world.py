@@ -88,7 +88,7 @@ class World:
         """
         chosen = self.routing(batch, layer)
         self._seen.setdefault(batch, set()).add(layer)
-        return chosen, np.broadcast_to(np.float32(1 / chosen.shape[1]), chosen.shape)
+        return chosen, np.broadcast_to(np.float32(1 / max(chosen.shape[1], 1)), chosen.shape)
 
     def predicted(self, batch: MicroBatch, layer: int, distance: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """Return which experts of `layer` are predicted for each token, and how likely each is.

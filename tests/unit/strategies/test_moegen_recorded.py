@@ -1,14 +1,22 @@
-"""A search for a policy records dozens of passes; what recording them has made does not pile up."""
+"""A search for a policy records dozens of passes of few layers; what recording them has made does not pile up."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
+
+import pytest
 
 from strategies.moegen import recorded
+from strategies.moegen.pass_time import pass_time
 from strategies.moegen.planner import Deployment, complete_by_memory
 from strategies.moegen.policy import GivenPolicy
-from tests.unit.strategies.test_moegen_search import SMALL, engine_of, record_of
+from strategies.moegen.recorded import few_layers, record
+from strategies.moegen.search import Search
+from tests.unit.strategies.test_moegen_search import SMALL, engine_of, pipeline_of, prepared, record_of
+
+DENSE_IN_FRONT = ("+model.spec.dense_layers=[0,1,2]", "+model.spec.dense_dim=4096")
 
 
 def test_a_recorded_pass_is_gone_with_its_graph(monkeypatch):
@@ -45,3 +53,50 @@ def test_plans_of_one_batch_share_its_sequences():
     assert [each.partitions for each in thirds.assembled] == [(0,), (1,), (2,)]
     blocks = [block for sequence in halves.decode for block in sequence.blocks]
     assert blocks == list(range(12)), "21 tokens each, in blocks of 16"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_few_layers_tell_the_time_of_all(share):
+    engine, search, start, profile = prepared(GivenPolicy(**SMALL | {"cpu_attention": share}, resident_experts=16))
+    for batch in (search.prefill_batch(4), search.decode_batch(40)):
+        few = search.times.of(start, batch)
+        recorded = record(engine, engine.spec, start, search.deployment.shape, batch, pipeline_of)
+        whole = pass_time(recorded, profile.costs.seconds, engine.spec)
+        assert few.seconds == pytest.approx(whole.seconds, rel=0.03)
+
+
+@pytest.mark.parametrize("overrides", [(), DENSE_IN_FRONT])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_experts_behind_those_that_count_may_be_left_out(share, overrides):
+    """A pass of the same few layers, in all of which experts run, takes as long, with more ops."""
+    given = GivenPolicy(**SMALL | {"cpu_attention": share}, resident_experts=0)
+    engine, search, start, profile = prepared(given, *overrides)
+    for batch in (search.prefill_batch(4), search.decode_batch(40)):
+        passes = []
+        few = few_layers(engine.spec, start.dense_slots, batch.num_sequences * batch.tokens_each)
+        assert len(few.dense_layers) == min(len(engine.spec.dense_layers), 2)
+        for layers in (None, few.moe_layers[:-1]):
+            args = (engine, few, start, search.deployment.shape, batch, pipeline_of)
+            passes.append(record(*args, experts_in=layers))
+        num_ops = [Counter(op.layer for op in each.graph.ops if op and op.kind == "experts") for each in passes]
+        assert num_ops[0][few.num_layers - 1] > 0 == num_ops[1][few.num_layers - 1]
+        whole, fewer = (pass_time(each, profile.costs.seconds, engine.spec) for each in passes)
+        assert (fewer.moe_layer_s, fewer.dense_layer_s) == (whole.moe_layer_s, whole.dense_layer_s)
+        assert search.times.of(start, batch).seconds == fewer.seconds == pytest.approx(whole.seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize("overrides", [(), ("hardware.cpu_gb_s=3",), DENSE_IN_FRONT])
+def test_policies_that_are_passed_over_are_no_better(overrides, monkeypatch):
+    """With more experts on the device a pass takes longer now and then: by 4 % where the CPU is much too slow."""
+    _, search, start, _ = prepared(None, *overrides)
+    found = search.around(start)
+    passed_over = {policy: seconds for policy, seconds in search._known.items() if isinstance(seconds, float)}
+    assert passed_over
+    for policy, seconds in passed_over.items():
+        told_s = search.candidate(policy).request_s
+        assert found.best.request_s < seconds <= told_s * 1.05 and found.best.request_s < told_s
+    monkeypatch.setattr(Search, "_sooner_s", lambda self, policy: 0.0)
+    _, thorough, _, _ = prepared(None, *overrides)
+    every = thorough.around(start)
+    assert (every.best.policy, every.best.request_s) == (found.best.policy, found.best.request_s)
+    assert every.num_recorded > found.num_recorded and every.num_considered == found.num_considered
