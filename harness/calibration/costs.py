@@ -14,7 +14,7 @@ from harness.calibration.table import (
     IN_CACHE,
     CalibrationTable,
     Company,
-    weight_keys,
+    weights_used,
 )
 from harness.machine.base import Lane, LaneKind, MachineError, Op, Work
 
@@ -39,19 +39,23 @@ class CalibratedCosts:
     is_busy: Callable[[LaneKind], bool]
     strategy_left_s: Callable[[], float] = float
     _gpu_bytes: float = 0.0  # that ops of the gpu lane have read and written
-    # Where in these bytes weights were read last; None: they have come over the link since.
-    _last_read: dict[Hashable, float | None] = field(default_factory=dict)
+    _num_asked: int = 0
+    _came: dict[Hashable, int] = field(default_factory=dict)  # by key of weights, the op that brought them last
+    # By weights that an op uses, the op that read them last, and where in these bytes that was.
+    _last_read: dict[Hashable, tuple[int, float]] = field(default_factory=dict)
     _last_s: dict[LaneKind, float] = field(default_factory=dict)  # of one launch of the op that began last on a lane
     _told: dict[tuple[LaneKind, str], _Told] = field(default_factory=lambda: defaultdict(_Told))
 
     def seconds(self, lane: Lane, op: Op, work: Work) -> float | tuple[float, float]:
-        """Return seconds of the whole op, or its own and those of its launching where ops are launched ahead. Raises
-        MachineError where its lane has no rate for any of its work."""
+        """Return seconds of the whole op. Where ops are launched ahead, these are its own, with those of its launching;
+        elsewhere, beside a strategy's thread that works, with those by which it begins later. Raises MachineError where
+        its lane has no rate for any of its work."""
         kind = lane.kind
         company = frozenset(other for other in BESIDE_GPU_AND_LINK if other is not kind and self.is_busy(other))
         found = self._found(kind, op, work)
         if kind is LaneKind.GPU and self.table.ahead and (launched := self.table.launched_s(lane, op)) is not None:
-            own_s, launching_s = launched[0], launched[1] + self._crowding_s(lane, op, company)
+            own_s = launched[0]
+            launching_s = launched[1] + self._crowding_s(lane, op, company) + self._late_s(lane, op)
             self._last_s[kind] = max(own_s, launching_s)
             self._told[kind, op.kind].all_s += self._last_s[kind]
             return own_s, launching_s
@@ -61,11 +65,12 @@ class CalibratedCosts:
             alone_s = self.table.seconds(lane, op, found=found)
             measured = max(measured, more_s + (alone_s or 0.0))
         seconds = link_s + (self._estimated(lane, op, work, company) if measured is None else measured)
-        self._last_s[kind] = seconds / (op.joined if op.launches > 1 else 1)
+        self._last_s[kind] = seconds
         told = self._told[kind, op.kind]
         told.all_s += seconds
         told.estimated_s += seconds if measured is None else 0.0
-        return seconds
+        late_s = 0.0 if measured is None else self._late_s(lane, op)
+        return (seconds, late_s) if late_s else seconds
 
     @property
     def estimated_shares(self) -> dict[tuple[LaneKind, str], float]:
@@ -88,15 +93,18 @@ class CalibratedCosts:
         return seconds or 0.0
 
     def _crowding_s(self, lane: Lane, op: Op, company: Company) -> float:
-        """Return the seconds that an op takes longer than alone. Short ops take them on the lane in whose company ops
-        of this lane lose most, and so does the strategy's thread, for no longer than it works on."""
+        """Return the seconds that an op takes longer than alone beside short ops on the lane in whose company ops of
+        this lane lose most."""
         other = LaneKind.CPU if lane.kind is LaneKind.GPU else LaneKind.GPU
-        more_s = 0.0
         if other in self._last_s and self.is_busy(other):
-            more_s += self.table.crowded_s(lane, op, other, self._last_s[other], company)
-        if left_s := self.strategy_left_s():
-            more_s += min(self.table.beside_strategy_s(lane, op), left_s)
-        return more_s
+            return self.table.crowded_s(lane, op, other, self._last_s[other], company)
+        return 0.0
+
+    def _late_s(self, lane: Lane, op: Op) -> float:
+        """Return the seconds that the strategy's thread takes from an op, for no longer than it works on. Most of them
+        pass before the op begins: its lane wakes up and must have the interpreter first."""
+        left_s = self.strategy_left_s()
+        return min(self.table.beside_strategy_s(lane, op), left_s) if left_s else 0.0
 
     def _found(self, kind: LaneKind, op: Op, work: Work) -> str:
         """Return where an op of the gpu lane finds its weights; it must be called for each op as the op starts.
@@ -104,18 +112,18 @@ class CalibratedCosts:
         They have come over the link and nobody has read them since, or are read `AGAIN` so soon that the core's own
         cache may hold them, or `IN_CACHE`, so soon that the last one may, or lie `AT_REST`.
         """
+        self._num_asked += 1
         if kind is LaneKind.H2D:
-            self._last_read.update(dict.fromkeys(op.writes))
+            self._came.update(dict.fromkeys(op.writes, self._num_asked))
         if kind is not LaneKind.GPU:
             return ""
-        keys, before = weight_keys(op), self._gpu_bytes
+        used, before = weights_used(op), self._gpu_bytes
         self._gpu_bytes += work.device_bytes
-        last = [self._last_read.get(key, -inf) for key in keys]
-        self._last_read.update(dict.fromkeys(keys, self._gpu_bytes))
-        ages = [before - at for at in last if at is not None]
-        if len(ages) < len(last):
+        last = [self._last_read.get(each, (0, -inf)) for each in used]
+        self._last_read.update(dict.fromkeys(used, (self._num_asked, self._gpu_bytes)))
+        if any(self._came.get(each[0], 0) > number for each, (number, _) in zip(used, last, strict=True)):
             return ""
-        oldest = max(ages, default=0.0)
+        oldest = max((before - at for _, at in last), default=0.0)
         if oldest <= self.table.near_bytes:
             return AGAIN
         return IN_CACHE if oldest <= self.table.cache_bytes else AT_REST

@@ -16,6 +16,7 @@ from harness.bench.estimates import LaneRates
 from harness.bench.fitting import Interpolated, Plane, fit, relative_spread, typical_by_features
 from harness.calibration.joined import TOGETHER, joint_planes, joint_seconds
 from harness.machine.base import Lane, LaneKind, Op, Work
+from harness.memory.placed import PlacedPart
 from harness.record.files import atomic_file
 
 Points = list[tuple[tuple[float, ...], float]]  # (features, seconds)
@@ -323,6 +324,17 @@ def weight_keys(op: Op) -> tuple[Hashable, ...]:
     """Return the keys of the weights that a compute op reads; other ops have none."""
     keys: tuple[Hashable, ...] = getattr(op, "weight_keys", ())
     return keys
+
+
+def weights_used(op: Op) -> list[tuple[Hashable, str, str]]:
+    """Return the weights that a compute op reads, by key, name of their part and kind of op. A page is a key of several
+    parts, and some kinds of op read but one of a part's tensors."""
+    keys, parts = weight_keys(op), getattr(op, "parts", None) or ()
+    if isinstance(part := getattr(op, "part", None), PlacedPart) and not parts:
+        parts = (part,)
+    if keys and parts:
+        return [(key, part.layout.name, op.kind) for part in parts for key in part.keys]
+    return [(key, "", op.kind) for key in keys]
 
 
 def _lane_rates(by_key: Mapping[str, Points], works: Works) -> dict[LaneKind, LaneRates]:

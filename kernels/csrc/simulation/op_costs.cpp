@@ -23,10 +23,11 @@ void VirtualLanes::set_cost(Task& task, PyObject* op) {
     const Work& own = task.work;
     if (seconds_) of_piece = py::type::of(work)(own.flops, own.device_bytes, own.host_bytes, own.link_bytes);
   }
+  task.late_s = 0;
   task.alone_s = seconds_of(task, op, of_piece);
-  if (!(task.alone_s >= 0 && task.alone_s < kNever)) {
-    const auto text = "costs " + std::string(py::str(py::float_(task.alone_s))) + " s, which no clock can show";
-    throw py::value_error(text);
+  for (const double seconds : {task.alone_s, task.late_s}) {
+    if (seconds >= 0 && seconds < kNever) continue;
+    throw py::value_error("costs " + std::string(py::str(py::float_(seconds))) + " s, which no clock can show");
   }
 }
 
@@ -57,9 +58,11 @@ double VirtualLanes::seconds_of(Task& task, PyObject* op, const py::object& work
   if (!seconds) throw py::error_already_set();
   const auto found = py::reinterpret_steal<py::object>(seconds);
   if (!PyTuple_CheckExact(found.ptr())) return real(found.ptr());
-  if (PyTuple_GET_SIZE(found.ptr()) != 2 || !loop_.lane(task.lane).launches_ahead)
-    throw py::value_error("two numbers are the cost of an op that is launched ahead");
-  return launched(task, real(PyTuple_GET_ITEM(found.ptr(), 0)), real(PyTuple_GET_ITEM(found.ptr(), 1)));
+  if (PyTuple_GET_SIZE(found.ptr()) != 2) throw py::value_error("an op costs one number or two");
+  const double own_s = real(PyTuple_GET_ITEM(found.ptr(), 0)), other_s = real(PyTuple_GET_ITEM(found.ptr(), 1));
+  if (loop_.lane(task.lane).launches_ahead) return launched(task, own_s, other_s);
+  task.late_s = other_s;
+  return own_s;
 }
 
 // They run one after another.

@@ -182,7 +182,8 @@ py::dict VirtualLanes::totals() const {
     const Task& task = *lane->running;
     if (sums.size() <= static_cast<size_t>(lane->id)) sums.resize(lane->id + 1);
     if (sums[lane->id].size() <= task.kind) sums[lane->id].resize(task.kind + 1u);
-    sums[lane->id][task.kind].add(false, loop_.clock_s() - lane->span_start_s, task.work, loop_.part_of_running(*lane));
+    const double run_s = std::max(0.0, loop_.clock_s() - lane->span_start_s);
+    sums[lane->id][task.kind].add(false, run_s, task.work, loop_.part_of_running(*lane));
   }
   py::dict found;
   for (size_t lane = 0; lane < sums.size(); ++lane)
@@ -244,7 +245,7 @@ void VirtualLanes::begin(Task& task) {
   if (!ahead_kind_.empty()) launch(task);
   if (task.pieces_done) return;
   fields_.state.set(ticket, classes_.running);
-  fields_.started_s.set(ticket, py::float_(loop_.clock_s()));
+  fields_.started_s.set(ticket, py::float_(loop_.clock_s() + task.late_s));
 }
 
 // Only a function may give each piece another time.

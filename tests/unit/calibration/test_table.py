@@ -9,6 +9,8 @@ import pytest
 from harness.calibration.costs import CalibratedCosts
 from harness.calibration.table import ALONE, BESIDE_LINK, VERSION, CalibrationTable
 from harness.machine.base import CPU, D2H, GPU, H2D, PIN, LaneKind, MachineError, Work
+from harness.memory.placed import PlacedPart
+from harness.model.layout import PartLayout
 from tests.unit.calibration.measured import (
     AHEAD,
     LINE,
@@ -169,6 +171,29 @@ def test_weights_are_cheaper_the_second_time():
     assert seconds(GPU, Measured(4.0)) == pytest.approx(0.4), "no weights, no difference"
 
 
+def test_parts_that_share_a_page_are_read_each_for_itself():
+    """A page has the weights of several ops, and comes as a whole. What one of them has read is not there for others:
+    neither its neighbours in the page nor an op that read another tensor of the part."""
+    asked = told(near_bytes=5, cache_bytes=10)
+
+    class Other(Weighted):
+        kind, cost_key = "other", Weighted.kind
+
+    def seconds(*parts: PlacedPart, op_class: type[Weighted] = Weighted) -> float:
+        op = op_class("page")
+        op.parts = parts
+        return asked.seconds(GPU, op, Work(device_bytes=3))
+
+    one, two = (PlacedPart(PartLayout(name, (), 1), None, ("page",)) for name in ("one", "two"))
+    asked.seconds(H2D, Copied("page"), Work(link_bytes=1.0))
+    assert [seconds(one), seconds(two), seconds(one), seconds(two)] == pytest.approx([0.4, 0.4, 0.1, 0.1])
+    assert seconds(one, two) == pytest.approx(0.1)
+    assert [seconds(one, op_class=Other), seconds(one, op_class=Other)] == pytest.approx([0.4, 0.1])
+    assert seconds(two) == pytest.approx(0.2), "nine bytes ago"
+    asked.seconds(H2D, Copied("page"), Work(link_bytes=1.0))
+    assert [seconds(two), seconds(one)] == pytest.approx([0.4, 0.4]), "came once more"
+
+
 def test_weights_that_a_cache_has_lost_lie_in_the_next_one_or_at_rest():
     """Between two uses ops may take as many bytes as a cache has, ten the last one and three the core's own. Weights
     that nobody brought rest where they are."""
@@ -214,7 +239,7 @@ def test_an_op_takes_longer_beside_short_ones():
     many = Measured(4.0)
     many.launches = 4000
     asked.seconds(CPU, many, many.work())
-    assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4 + 0.15), "two seconds, but each launch is short"
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4 + 0.15 * 1e-3 / 2.0), "joined ops are one call"
     asked.seconds(CPU, op, op.work())
     is_busy.clear()
     assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4), "the cpu lane has nothing more to do"
@@ -240,21 +265,21 @@ def test_an_op_beside_short_ones_and_a_busy_link_takes_what_it_took_so():
     assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.9)
 
 
-def test_an_op_takes_longer_while_the_strategy_works_and_by_no_more_than_it_still_does():
+def test_an_op_begins_later_while_the_strategy_works_and_by_no_more_than_it_still_does():
     beside = {"gpu: measured": [((2.0,), 0.3), ((4.0,), 0.6)]}
     crowded = {ALONE: {"gpu: measured": [((4.0,), 0.9)]}}
     left_s = [7.0]
     given = table(crowded=crowded, beside_strategy=beside, short_s={"cpu": 9.0})
     asked = CalibratedCosts(given, {}, lambda kind: kind is LaneKind.CPU, lambda: left_s[0])
     op = Measured(4.0)
-    assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4 + (0.1 + 0.2) / 2)
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx((0.4, (0.1 + 0.2) / 2))
     op.launches = 3
-    assert asked.seconds(GPU, op, op.work()) == pytest.approx(3 * 0.4 + (0.1 + 0.2) / 2), "it is one op"
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx((3 * 0.4, (0.1 + 0.2) / 2)), "it is one op"
     op.launches = 1
     asked.seconds(CPU, op, op.work())
-    assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4 + 0.5 + 0.15), "both at once"
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx((0.4 + 0.5, 0.15)), "both at once"
     left_s[0] = 0.01
-    assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.9 + 0.01)
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx((0.9, 0.01))
     left_s[0] = 0.0
     assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.9)
 

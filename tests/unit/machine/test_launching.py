@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.machine.base import CPU, D2H, GPU, H2D, Work
+from harness.machine.base import CPU, D2H, GPU, H2D, MachineError, Work
 from harness.machine.simulated import SimulatedMachine
 from harness.machine.virtual.contention import MeasuredTogether
 from tests.unit.machine.ops import FreeOp
@@ -13,7 +13,7 @@ HANDOVER_S = 0.25
 
 
 class Costing(FreeOp):
-    """Costs `seconds`: its own, or those and the host's for launching it."""
+    """Costs `seconds`: its own, or those and the host's for launching it, or those by which it begins later."""
 
     def __init__(self, seconds: float | tuple[float, float], packets: int = 1, **touches: tuple) -> None:
         self.seconds, self.packets = seconds, packets
@@ -98,10 +98,34 @@ def test_an_op_of_one_number_costs_that(machine):
     assert ends(machine, first, second) == [2.0, 3.0]
 
 
-def test_two_numbers_are_no_cost_where_nothing_is_launched_ahead():
+def test_an_op_that_nobody_launches_begins_later_by_the_second_number():
+    """Its lane is taken from then on. What interrupts it comes behind its first packet, or in front of it."""
+    machine = made(launches_ahead=False)
+    late = machine.submit(GPU, Costing((1.0, 3.0), writes=("x",)))
+    behind = machine.submit(GPU, Costing(1.0))
+    copied = machine.submit(H2D, Costing((4.0, 2.0), packets=4))
+    urgent = machine.submit(H2D, Costing(1.0, reads=("x",)), urgent=True)
+    assert ends(machine, late, behind, copied, urgent) == [4.0, 5.0, 7.0, 5.0]
+    assert [each.started_s for each in (late, behind, copied, urgent)] == [3.0, 4.0, 2.0, 4.0]
+    spans = sorted((str(s.lane), s.start_s, s.end_s) for s in machine.spans)
+    assert spans == [("gpu", 3.0, 4.0), ("gpu", 4.0, 5.0), ("h2d", 2.0, 4.0), ("h2d", 4.0, 5.0), ("h2d", 5.0, 7.0)]
+
+
+def test_an_op_that_has_not_begun_yet_is_not_busy_yet():
     machine = made(launches_ahead=False)
     machine.submit(GPU, Costing((1.0, 3.0)))
-    with pytest.raises(Exception, match="launched ahead"):
+    beside = [machine.submit(CPU, Costing(seconds)) for seconds in (2.0, 1.5)]
+    machine.wait(beside[0])
+    assert [total.busy_s for (lane, _), total in machine.totals().items() if lane == GPU] == []
+    machine.wait(beside[1])
+    assert [total.busy_s for (lane, _), total in machine.totals().items() if lane == GPU] == [0.5]
+
+
+@pytest.mark.parametrize("cost", [(1.0, -0.5), (1.0, float("nan")), (1.0, 2.0, 3.0)])
+def test_numbers_that_make_no_cost_are_refused(cost):
+    machine = made(launches_ahead=False)
+    machine.submit(GPU, Costing(cost))
+    with pytest.raises(MachineError, match=r"which no clock can show|one number or two"):
         machine.drain()
 
 
