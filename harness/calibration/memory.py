@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import takewhile
+from math import log
 from pathlib import Path
 
 import numpy as np
@@ -63,11 +63,16 @@ def measure_caches(undisturbed: Undisturbed, ram_bytes: int) -> dict[int, int]:
 
 
 def held_bytes(rates: Mapping[int, float]) -> int:
-    """Return the largest size up to which all were read faster than the geometric mean of the first and the last
-    rate."""
-    within, *_, beyond = [*rates.values()] * 2
-    fast = takewhile(lambda size: rates[size] >= (within * beyond) ** 0.5, rates)
-    return max(fast, default=min(rates))
+    """Return up to which size all are read faster than the geometric mean of the first and the last rate. Between the
+    two sizes that were measured around it the rate is a straight line over the size, both on logarithmic scales."""
+    sizes, (within, *_, beyond) = [*rates], [*rates.values()] * 2
+    least = (within * beyond) ** 0.5
+    slow = next((at for at, size in enumerate(sizes) if rates[size] < least), len(sizes))
+    if slow in (0, len(sizes)):
+        return sizes[min(slow, len(sizes) - 1)]
+    fast_size, slow_size = sizes[slow - 1 : slow + 1]
+    share = log(rates[fast_size] / least) / log(rates[fast_size] / rates[slow_size])
+    return int(fast_size * (slow_size / fast_size) ** share)
 
 
 def measure_memory(undisturbed: Undisturbed, ram_bytes: int, repeats: int) -> Mapping[str, list[float]]:

@@ -111,6 +111,14 @@ def test_a_cache_holds_what_is_read_as_fast_as_little(rates, expected):
     assert memory.held_bytes(dict(enumerate(rates, start=1))) == expected
 
 
+@pytest.mark.parametrize(
+    ("rates", "expected"), [((26, 26, 13, 13), 282), ((26, 26, 18.4, 13), 400), ((26, 26, 8, 13), 245)]
+)
+def test_what_a_cache_holds_lies_between_the_sizes_that_were_read(rates, expected):
+    """Below 18.38 GB/s; 26 at 200 bytes, and at 400 half of it, just enough, or far less than later."""
+    assert memory.held_bytes(dict(zip((100, 200, 400, 800), rates, strict=True))) == pytest.approx(expected, abs=3)
+
+
 def test_the_last_cache_is_measured(monkeypatch):
     """Others have most of the stated cache: buffers of up to 30 MB are read twice as fast as larger ones."""
     seen = []
