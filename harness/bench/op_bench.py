@@ -69,8 +69,8 @@ class OpBench:
         self, shape: Shape, blocks: Blocks | None = None, *, on_device: bool = False
     ) -> tuple[list[Sequence], list[Sequence], BlockAllocator]:
         """Make sequences that prefill and that decode, with blocks scattered over a cache that has `blocks`, whose
-        content does not matter. Without `blocks` theirs are nobody's, for ops that touch no cache. The allocator has
-        these blocks alone."""
+        content does not matter. Without `blocks` theirs are nobody's, for ops that touch no cache. The allocator
+        counts these blocks alone, under numbers of the whole cache."""
         prefill, decode = shape.sequences(self.engine.spec.vocab_size, self._rng)
         lengths, size = (*shape.prompts, *shape.contexts), (blocks or self.engine.kv.allocator).block_size
         needed = sum(-(-length // size) for length in lengths)

@@ -43,7 +43,9 @@ class CalibratedCosts:
     _came: dict[Hashable, int] = field(default_factory=dict)  # by key of weights, the op that brought them last
     # By weights that an op uses, the op that read them last, and where in these bytes that was.
     _last_read: dict[Hashable, tuple[int, float]] = field(default_factory=dict)
-    _last_s: dict[LaneKind, float] = field(default_factory=dict)  # of one launch of the op that began last on a lane
+    _last_s: dict[LaneKind, float] = field(
+        default_factory=dict
+    )  # of the op that began last on a lane, with its launching
     _told: dict[tuple[LaneKind, str], _Told] = field(default_factory=lambda: defaultdict(_Told))
 
     def seconds(self, lane: Lane, op: Op, work: Work) -> float | tuple[float, float]:
@@ -70,6 +72,8 @@ class CalibratedCosts:
         told.all_s += seconds
         told.estimated_s += seconds if measured is None else 0.0
         late_s = 0.0 if measured is None else self._late_s(lane, op)
+        if kind is LaneKind.GPU and self.table.ahead:
+            return seconds + late_s  # two numbers would be those of a launch
         return (seconds, late_s) if late_s else seconds
 
     @property
@@ -101,8 +105,8 @@ class CalibratedCosts:
         return 0.0
 
     def _late_s(self, lane: Lane, op: Op) -> float:
-        """Return the seconds that the strategy's thread takes from an op, for no longer than it works on. Most of them
-        pass before the op begins: its lane wakes up and must have the interpreter first."""
+        """Return the seconds that the strategy's thread takes from an op, for no longer than it works on. They were
+        measured beside a thread that never rests, where ops take longer; beside one that ends, they pass before."""
         left_s = self.strategy_left_s()
         return min(self.table.beside_strategy_s(lane, op), left_s) if left_s else 0.0
 

@@ -124,11 +124,8 @@ def few_layers(spec: ModelSpec, dense_slots: int, num_tokens: int) -> ModelSpec:
 
     There are more where a layer has few tokens: those between the first and the last one choose as many experts as
     would be all of a layer's several times over. They are an even number where a window holds for every second layer.
-    One layer has no experts, if any has none, and at most two in front of all others: the first one fills the pipeline.
-    There are more layers than have a slot, unless all have one.
+    One layer has no experts, if any has none. There are more layers than have a slot, unless all have one.
     """
-    all_dense = dense_slots >= spec.num_layers
-    spec = _with_fewer_in_front(spec)
     chosen = num_tokens * spec.experts_per_token
     between = max(1, ceil(_SAMPLES * spec.num_experts / max(chosen, 1)))
     alternate = spec.sliding_window is not None and spec.sliding_layers == "even"
@@ -139,16 +136,9 @@ def few_layers(spec: ModelSpec, dense_slots: int, num_tokens: int) -> ModelSpec:
         count += 1
         has_dense = any(layer in dense for layer in range(count)) or not dense
         enough = sum(layer not in dense for layer in range(count)) >= num_moe
-        if has_dense and enough and (count > dense_slots or all_dense):
+        if has_dense and enough and (count > dense_slots or dense_slots >= spec.num_layers):
             break
     return first_layers(spec, count)
-
-
-def _with_fewer_in_front(spec: ModelSpec) -> ModelSpec:
-    """Return the model with at most two layers in front of the first one that has experts."""
-    spare = max(0, min(spec.moe_layers, default=0) - 2)
-    dense = tuple(layer - spare for layer in spec.dense_layers if layer >= spare)
-    return replace(spec, num_layers=spec.num_layers - spare, dense_layers=dense) if spare else spec
 
 
 def steady_layers(spec: ModelSpec) -> tuple[int, ...]:

@@ -60,8 +60,8 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The search has found the best candidate, the next ones of those that it did not pass over, and how many it has
-    thought of."""
+    """The search has found the best candidate, the next ones of those whose time it knows, and how many it has thought
+    of."""
 
     best: Candidate
     runners_up: list[Candidate]
@@ -143,11 +143,11 @@ class Search:
         )
 
     def _fastest(self, start: Policy) -> list[Candidate]:
-        """Return the candidates that were not passed over, fastest first. Those that might be the fastest one by a
-        gain that is too small for the search are not, either."""
+        """Return the candidates whose time is known, fastest first. So is that of all that might be the fastest one, by
+        a gain that is too small for the search."""
         fastest_s = min(each.request_s for each in self._known.values() if isinstance(each, Candidate))
         for policy, known in self._known.items():
-            if isinstance(known, float) and known <= fastest_s:
+            if isinstance(known, float) and (known <= fastest_s or self.times.is_whole(policy)):
                 self._known[policy] = self.candidate(policy)
         found = [each for each in self._known.values() if isinstance(each, Candidate)]
         return sorted(found, key=lambda each: (each.request_s, *_order(each.policy, start)))

@@ -13,7 +13,7 @@ from strategies.common.workload_shape import WorkloadShape
 from strategies.moegen.pass_time import Cost, PassTime, pass_time
 from strategies.moegen.pipeline import ModuleBatching
 from strategies.moegen.policy import Policy
-from strategies.moegen.recorded import Batch, Build, few_layers, most_tokens_of_expert, record, steady_layers
+from strategies.moegen.recorded import Batch, few_layers, most_tokens_of_expert, record, steady_layers
 
 _FEW_EXPERTS = 8  # in a layer: a part of one still matters
 
@@ -26,7 +26,6 @@ class PassTimes:
     shape: WorkloadShape
     cost: Cost
     packet_bytes: int
-    build: Build | None = None
     num_recorded: int = 0
 
     def __post_init__(self) -> None:
@@ -40,6 +39,12 @@ class PassTimes:
         low, high, share = self._resident(policy)
         found = self._at(policy, batch, low)
         return found if low == high else _between(found, self._at(policy, batch, high), share)
+
+    def is_whole(self, policy: Policy) -> bool:
+        """Tell whether one number of experts that stay on the device stands for all layers, so that `sooner_s` is the
+        time itself."""
+        low, high, _ = self._resident(policy)
+        return low == high
 
     def sooner_s(self, policy: Policy, batch: Batch) -> float:
         """Return the seconds of a pass with the upper one of the two whole numbers, from one recorded pass. With more
@@ -73,8 +78,7 @@ class PassTimes:
         if key not in self._known:
             self.num_recorded += 1
             recorded = record(
-                self.engine, few, policy, self.shape, batch, self.build or self._pipeline,
-                experts_in=_with_experts(few),
+                self.engine, few, policy, self.shape, batch, self._pipeline, experts_in=_with_experts(few)
             )  # fmt: skip
             self._known[key] = pass_time(recorded, self.cost, self.engine.spec)
         return self._known[key]
@@ -84,8 +88,9 @@ class PassTimes:
 
 
 def _with_experts(few: ModelSpec) -> tuple[int, ...]:
-    """Return the layers whose experts are recorded: up to the last one that counts."""
-    return few.moe_layers[: few.moe_layers.index(steady_layers(few)[-1]) + 1]
+    """Return the layers whose experts are recorded: all but the model's last layer, where its time does not count."""
+    last = few.num_layers - 1
+    return few.moe_layers if last in steady_layers(few) else tuple(each for each in few.moe_layers if each != last)
 
 
 def _between(low: PassTime, high: PassTime, share: float) -> PassTime:

@@ -13,7 +13,7 @@ class Costs(Protocol):
     def seconds(self, lane: Lane, op: Op, work: Work) -> float | tuple[float, float]:
         """Return the seconds of the whole op alone on its lane, overheads included. It is asked once an op, when the op
         begins. Of an op in pieces it is asked for each of them, with that piece's work. Two numbers are an op's own
-        seconds and those of its launching, on a lane that launches ahead."""
+        seconds and those of its launching, on a lane that launches ahead; elsewhere those by which it begins later."""
 
 
 class MeasuredCosts(Costs, Protocol):

@@ -110,7 +110,7 @@ bool EventLoop::step(double until_s) {
 double EventLoop::part_of_running(const VirtualLane& lane) const {
   const Task& task = *lane.running;
   if (task.alone_s == 0) return 0;
-  const double left_s = std::min(task.alone_s, lane.left_s - (clock_s_ - lane.since_s) * lane.speed);
+  const double left_s = lane.left_s - std::max(0.0, clock_s_ - lane.since_s) * lane.speed;
   return 1.0 - static_cast<double>(task.packets_done) / task.packets - left_s / task.alone_s;
 }
 
@@ -213,12 +213,10 @@ void EventLoop::choose(VirtualLane& lane) {
 // Put an op on its lane, or put it back there.
 void EventLoop::begin(VirtualLane& lane, Task& task) {
   lane.running = &task;
-  lane.since_s = clock_s_;
-  lane.span_start_s = clock_s_ + task.late_s;
+  lane.since_s = lane.span_start_s = clock_s_ + std::exchange(task.late_s, 0.0);
   lane.left_s = task.packets_done ? task.alone_s * (task.packets - task.packets_done) / task.packets : task.alone_s;
-  lane.left_s += std::exchange(task.late_s, 0.0);
   lane.speed = speeds_[lane.place];  // the op before may have shared memory in the same way
-  due_s_.set(lane.place, clock_s_ + lane.left_s / lane.speed);
+  due_s_.set(lane.place, lane.since_s + lane.left_s / lane.speed);
   const double demand = task.alone_s ? sharing_->wanted(task.work.host_bytes / task.alone_s) : sharing_->wanted(0);
   if (demand != demands_[lane.place]) {
     demands_.set(lane.place, demand);
@@ -270,8 +268,9 @@ void EventLoop::share_memory() {
 
 void EventLoop::rescale(VirtualLane& lane, double speed) {
   if (lane.running) {
-    lane.left_s = std::max(0.0, lane.left_s - (clock_s_ - lane.since_s) * lane.speed);
-    lane.since_s = clock_s_;
+    const double run_s = std::max(0.0, clock_s_ - lane.since_s);  // none before it has begun
+    lane.left_s = std::max(0.0, lane.left_s - run_s * lane.speed);
+    lane.since_s = std::max(lane.since_s, clock_s_);
     lane.speed = speed;
     plan(lane);
   } else {

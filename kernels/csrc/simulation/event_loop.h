@@ -23,7 +23,7 @@ namespace kernels::simulation {
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
 // Two FIFO classes, and the op on the lane: `left_s` is what remained of its lone duration at `since_s`, consumed at
-// `speed` <= 1 from then on.
+// `speed` <= 1 from then on. An op that begins late has the lane before, as far as others can see.
 struct VirtualLane {
   std::string kind;
   int rank;

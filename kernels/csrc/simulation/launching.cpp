@@ -42,7 +42,7 @@ void VirtualLanes::make_launchable(PyObject* ticket, double from_s) {
 void VirtualLanes::launch(Task& task) {
   if (!is_of_device(lane_kinds_[task.lane])) return;
   const double unlaunched = std::max(0, task.packets - kCopiesInFlight) / static_cast<double>(task.packets);
-  if (task.launched_s < 0) task.launched_s = loop_.clock_s() + unlaunched * task.alone_s;
+  if (task.launched_s < 0) task.launched_s = loop_.clock_s() + task.late_s + unlaunched * task.alone_s;
   make_launchable(static_cast<PyObject*>(task.ticket), task.launched_s);
 }
 

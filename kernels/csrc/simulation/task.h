@@ -30,7 +30,7 @@ struct Task {
   // From its beginning on.
   Work work;           // of the piece
   double alone_s = 0;  // the piece's seconds at full speed
-  double late_s = 0;   // for which it has its lane before it does anything, until it has
+  double late_s = 0;   // for so long it has its lane before it does anything; 0 once it has the lane
   int32_t layer = 0, micro_batch = 0;
   uint16_t kind = 0;
   int32_t pieces_done = 0;

@@ -63,6 +63,19 @@ def test_ops_launched_ahead_cost_their_own_time_and_that_of_their_launching():
     assert asked.seconds(GPU, MeasuredOtherwise(4.0), op.work()) > 0, "not measured ahead: one number"
 
 
+def test_an_op_that_was_not_measured_ahead_costs_one_number_beside_the_strategy_too():
+    """Two would be its own seconds and those of a launch."""
+    key, given = f"gpu: {MeasuredOtherwise.cost_key}", table()
+    samples = {**given.samples, ALONE: {**given.samples[ALONE], key: LINE}}
+    works = {**given.works, key: given.works["gpu: measured"]}
+    asked = CalibratedCosts(
+        table(**AHEAD, samples=samples, works=works, beside_strategy={key: longer(2)}), LINK_BYTES_S,
+        lambda kind: False, lambda: 9.0,
+    )  # fmt: skip
+    op = MeasuredOtherwise(4.0)
+    assert asked.seconds(GPU, op, op.work()) == pytest.approx(0.4 + 0.4)
+
+
 @pytest.mark.parametrize(
     ("lane", "busy", "expected"),
     [

@@ -33,8 +33,9 @@ def machine() -> SimulatedMachine:
     return made(launches_ahead=True)
 
 
-def made(*, launches_ahead: bool) -> SimulatedMachine:
-    machine = SimulatedMachine(capacities_bytes={}, costs=Stated(), contention=MeasuredTogether.of_slowdowns({}))
+def made(*, launches_ahead: bool, together: dict | None = None) -> SimulatedMachine:
+    contention = MeasuredTogether.of_slowdowns(together or {})
+    machine = SimulatedMachine(capacities_bytes={}, costs=Stated(), contention=contention)
     machine._lanes.host_times(0.0, 0.0, HANDOVER_S, HANDOVER_S)
     if launches_ahead:
         machine._lanes.launch_ahead("gpu")
@@ -109,6 +110,22 @@ def test_an_op_that_nobody_launches_begins_later_by_the_second_number():
     assert [each.started_s for each in (late, behind, copied, urgent)] == [3.0, 4.0, 2.0, 4.0]
     spans = sorted((str(s.lane), s.start_s, s.end_s) for s in machine.spans)
     assert spans == [("gpu", 3.0, 4.0), ("gpu", 4.0, 5.0), ("h2d", 2.0, 4.0), ("h2d", 4.0, 5.0), ("h2d", 5.0, 7.0)]
+
+
+def test_what_makes_an_op_slower_does_not_make_it_begin_even_later():
+    """Beside the cpu lane the gpu lane takes twice as long, but for the seconds in which it does nothing yet."""
+    machine = made(launches_ahead=False, together={"cpu+gpu": {"cpu": 1.0, "gpu": 2.0}})
+    beside = [machine.submit(CPU, Costing(seconds)) for seconds in (1.0, 3.0)]
+    late = machine.submit(GPU, Costing((2.0, 2.0)))
+    assert ends(machine, *beside, late) == [1.0, 4.0, 5.0]
+    assert late.started_s == 2.0
+    assert [(s.start_s, s.end_s) for s in machine.spans if s.lane == GPU] == [(2.0, 5.0)]
+
+
+def test_what_follows_a_late_copy_is_launched_once_that_has_begun_and_all_but_two_packets_are_through(machine):
+    weights = machine.submit(H2D, Costing((10.0, 4.0), packets=10, writes=("w",)))
+    expert = machine.submit(GPU, Costing((1.0, 7.0), reads=("w",)))
+    assert ends(machine, weights, expert) == [14.0, 4.0 + 8.0 + 7.0]
 
 
 def test_an_op_that_has_not_begun_yet_is_not_busy_yet():

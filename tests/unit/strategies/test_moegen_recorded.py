@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from strategies.moegen.planner import Deployment, complete_by_memory
 from strategies.moegen.policy import GivenPolicy
 from strategies.moegen.recorded import few_layers, record
 from strategies.moegen.search import Search
+from strategies.moegen.times import _with_experts
 from tests.unit.strategies.test_moegen_search import SMALL, engine_of, pipeline_of, prepared, record_of
 
 DENSE_IN_FRONT = ("+model.spec.dense_layers=[0,1,2]", "+model.spec.dense_dim=4096")
@@ -55,9 +57,10 @@ def test_plans_of_one_batch_share_its_sequences():
     assert blocks == list(range(12)), "21 tokens each, in blocks of 16"
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
-def test_few_layers_tell_the_time_of_all(share):
-    engine, search, start, profile = prepared(GivenPolicy(**SMALL | {"cpu_attention": share}, resident_experts=16))
+@pytest.mark.parametrize(("share", "overrides"), [(0.0, ()), (0.5, ()), (0.5, DENSE_IN_FRONT)])
+def test_few_layers_tell_the_time_of_all(share, overrides):
+    given = GivenPolicy(**SMALL | {"cpu_attention": share}, resident_experts=16 if not overrides else 10)
+    engine, search, start, profile = prepared(given, *overrides)
     for batch in (search.prefill_batch(4), search.decode_batch(40)):
         few = search.times.of(start, batch)
         recorded = record(engine, engine.spec, start, search.deployment.shape, batch, pipeline_of)
@@ -74,7 +77,6 @@ def test_experts_behind_those_that_count_may_be_left_out(share, overrides):
     for batch in (search.prefill_batch(4), search.decode_batch(40)):
         passes = []
         few = few_layers(engine.spec, start.dense_slots, batch.num_sequences * batch.tokens_each)
-        assert len(few.dense_layers) == min(len(engine.spec.dense_layers), 2)
         for layers in (None, few.moe_layers[:-1]):
             args = (engine, few, start, search.deployment.shape, batch, pipeline_of)
             passes.append(record(*args, experts_in=layers))
@@ -95,8 +97,27 @@ def test_policies_that_are_passed_over_are_no_better(overrides, monkeypatch):
     for policy, seconds in passed_over.items():
         told_s = search.candidate(policy).request_s
         assert found.best.request_s < seconds <= told_s * 1.05 and found.best.request_s < told_s
+    omegas = [policy.decode.cpu_attention for policy in search._known]  # in the order in which they were tried
+    assert sum(omega not in (found.best.policy.decode.cpu_attention, omegas[0]) for omega in omegas) <= 11
     monkeypatch.setattr(Search, "_sooner_s", lambda self, policy: 0.0)
     _, thorough, _, _ = prepared(None, *overrides)
     every = thorough.around(start)
     assert (every.best.policy, every.best.request_s) == (found.best.policy, found.best.request_s)
     assert every.num_recorded > found.num_recorded and every.num_considered == found.num_considered
+
+
+def test_a_layer_behind_the_last_one_with_experts_has_their_transfer_before_it():
+    spec = replace(engine_of().spec, num_layers=4, dense_layers=(3,), dense_dim=4096)
+    assert _with_experts(spec) == spec.moe_layers == (0, 1, 2)
+    assert _with_experts(replace(spec, num_layers=3, dense_layers=())) == (0, 1)
+    assert _with_experts(replace(spec, num_layers=2, dense_layers=())) == (0, 1)
+
+
+def test_runners_up_are_those_whose_time_is_known():
+    """Where each layer has the same number of experts on the device, one recorded pass tells it of every policy."""
+    _, search, start, _ = prepared(GivenPolicy(resident_experts=0))
+    found = search.around(start)
+    others = [policy for policy, known in search._known.items() if known is not None and policy != found.best.policy]
+    known_s = sorted(search.candidate(policy).request_s for policy in others)
+    assert [other.request_s for other in found.runners_up] == known_s[:5]
+    assert search.times.num_recorded == found.num_recorded
