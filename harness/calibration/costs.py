@@ -43,9 +43,7 @@ class CalibratedCosts:
     _came: dict[Hashable, int] = field(default_factory=dict)  # by key of weights, the op that brought them last
     # By weights that an op uses, the op that read them last, and where in these bytes that was.
     _last_read: dict[Hashable, tuple[int, float]] = field(default_factory=dict)
-    _last_s: dict[LaneKind, float] = field(
-        default_factory=dict
-    )  # of the op that began last on a lane, with its launching
+    _last_s: dict[LaneKind, float] = field(default_factory=dict)  # of the op that began last on a lane
     _told: dict[tuple[LaneKind, str], _Told] = field(default_factory=lambda: defaultdict(_Told))
 
     def seconds(self, lane: Lane, op: Op, work: Work) -> float | tuple[float, float]:

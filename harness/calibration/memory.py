@@ -42,7 +42,7 @@ def stated_cache_bytes(level: int) -> int:
 
 def measure_caches(undisturbed: Undisturbed, ram_bytes: int) -> dict[int, int]:
     """Return the bytes that a core finds in its second and in its third cache, by level. The former are the stated
-    ones, the latter those of the buffer that one thread reads again half as fast as it might; see `held_bytes`."""
+    ones, the latter what `held_bytes` says of buffers that one thread reads again and again."""
     stated, sizes = stated_cache_bytes(3), [_SMALLEST_BYTES]
     most_bytes = min(max(_MIN_BYTES, stated), working_set_bytes(stated, ram_bytes))
     while sizes[-1] * _RATIO < most_bytes:

@@ -100,9 +100,9 @@ class _RoutedOnce(HashedRouting):
 
     def experts(self, request_ids: np.ndarray, positions: np.ndarray, layer: int) -> np.ndarray:
         if layer not in self._layers:
-            return np.empty((len(positions), 0), dtype=np.uint16)
+            return np.empty((len(positions), 0), dtype=np.int64)
         first = int(request_ids[0]) * self._batch.tokens_each  # rows follow one another
-        return _routed(self._spec, self._batch, layer)[first : first + len(positions)]
+        return _routed(self._spec, self._batch, layer)[first : first + len(positions)].astype(np.int64)
 
 
 def most_tokens_of_expert(spec: ModelSpec, batch: Batch, layers: Iterable[int]) -> int:

@@ -4,8 +4,7 @@ Candidates differ from the best policy so far in one variable. One that Eq. 2 or
 same sizes by which the pipeline reserves its memory. For every other the pipeline's own ops are recorded: first with
 the upper one of two whole numbers of experts a layer that stay on the device, which lets most be passed over, then with
 both. One becomes the best so far if it takes 0.2 % less time. All variables are gone through once, and a second time
-where that has found a better policy: omega, the share of the CPU, first all over, since where the link and the CPU are
-both busy neither way may help at first. The result is the fastest policy of all that were not passed over, and of
+where that has found a better policy. The result is the fastest policy of all that were not passed over, and of
 equally fast ones that which differs least from the first one. After two rounds it may have a faster neighbour, and it
 need not be the fastest of all. Where the device has memory to spare, it goes to experts that stay there.
 
@@ -127,10 +126,10 @@ class Search:
         start = self._with_less_prefill(start)
         assert self.deployment.fits(start), f"the search starts from a policy that does not fit: {start}"
         best = self._known[start] = self.candidate(start)
-        for round_number in range(_ROUNDS):
+        for _ in range(_ROUNDS):
             before = best
             for variable in _VARIABLES:
-                best = self._best_along(variable, best, all_over=variable.name == "cpu_attention" and not round_number)
+                best = self._best_along(variable, best)
             if best is before:
                 break
         found = self._fastest(start)
@@ -164,22 +163,25 @@ class Search:
     def candidate(self, policy: Policy) -> Candidate:
         """Return what a policy is predicted to take. A variable of one phase changes the other one's time too: by the
         experts for which it leaves room on the device."""
-        shape, decode = self.deployment.shape, None
+        decode = None
         prefill = self.times.of(policy, self.prefill_batch(policy.prefill.batch_size))
-        request_s = prefill.seconds / policy.prefill.batch_size
-        if shape.new_tokens > 1:
+        if self.deployment.shape.new_tokens > 1:
             decode = self.times.of(policy, self.decode_batch(policy.decode.batch_size))
-            request_s += (shape.new_tokens - 1) * decode.seconds / policy.decode.batch_size
+        request_s = self._request_s(policy, prefill.seconds, 0.0 if decode is None else decode.seconds)
         return Candidate(policy=policy, prefill=prefill, decode=decode, request_s=request_s)
 
     def _sooner_s(self, policy: Policy) -> float:
         """Return the seconds of a request that a policy would hardly take less than; see `PassTimes.sooner_s`."""
-        new_tokens, prefill, decode = self.deployment.shape.new_tokens, policy.prefill, policy.decode
-        request_s = self.times.sooner_s(policy, self.prefill_batch(prefill.batch_size)) / prefill.batch_size
-        if new_tokens > 1:
-            decode_s = self.times.sooner_s(policy, self.decode_batch(decode.batch_size))
-            request_s += (new_tokens - 1) * decode_s / decode.batch_size
-        return request_s
+        decode_s = 0.0
+        prefill_s = self.times.sooner_s(policy, self.prefill_batch(policy.prefill.batch_size))
+        if self.deployment.shape.new_tokens > 1:
+            decode_s = self.times.sooner_s(policy, self.decode_batch(policy.decode.batch_size))
+        return self._request_s(policy, prefill_s, decode_s)
+
+    def _request_s(self, policy: Policy, prefill_s: float, decode_s: float) -> float:
+        """Return the seconds of a request, the T/B of Eq. 1 of both phases, from those of their passes."""
+        steps = self.deployment.shape.new_tokens - 1
+        return prefill_s / policy.prefill.batch_size + steps * decode_s / policy.decode.batch_size
 
     def prefill_batch(self, num_sequences: int) -> Batch:
         shape = self.deployment.shape
@@ -192,13 +194,13 @@ class Search:
         tokens = max(1, round(shape.prompt_tokens + (shape.new_tokens - 1) / 2))
         return Batch(num_sequences=num_sequences, tokens=tokens, decodes=True)
 
-    def _best_along(self, variable: _Variable, best: Candidate, *, all_over: bool) -> Candidate:
-        """Go through a variable's values from the present one on, both ways, as long as that helps. Where it is tried
-        `all_over`, every second value is tried before."""
+    def _best_along(self, variable: _Variable, best: Candidate) -> Candidate:
+        """Go through a variable's values from the present one on, both ways, as long as that helps. Omega is tried all
+        over, since where the link and the CPU are both busy neither way may help at first."""
         if getattr(self.given, variable.setting) is not None:
             return best
         values = sorted({*self._values(variable, best.policy), variable.of(best.policy)})
-        if all_over:
+        if variable.name == "cpu_attention":
             for value in values[::2]:
                 best = self._better(best, variable, value)
         at = values.index(variable.of(best.policy))

@@ -97,8 +97,6 @@ def test_policies_that_are_passed_over_are_no_better(overrides, monkeypatch):
     for policy, seconds in passed_over.items():
         told_s = search.candidate(policy).request_s
         assert found.best.request_s < seconds <= told_s * 1.05 and found.best.request_s < told_s
-    omegas = [policy.decode.cpu_attention for policy in search._known]  # in the order in which they were tried
-    assert sum(omega not in (found.best.policy.decode.cpu_attention, omegas[0]) for omega in omegas) <= 11
     monkeypatch.setattr(Search, "_sooner_s", lambda self, policy: 0.0)
     _, thorough, _, _ = prepared(None, *overrides)
     every = thorough.around(start)
